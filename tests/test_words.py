@@ -1,6 +1,8 @@
 """The prose of the package: no people for code, and no clauses that must be read twice."""
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,13 @@ def test_sources_are_in_plain_words() -> None:
 
 def test_the_search_can_fail() -> None:
     assert REFUSED.findall("# What is to be read by nobody.") == ["is to be", "nobody"]
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    """Classes of `compat` have the names that the other library gives them, which may be names of this package, too."""
+    names = Counter[str]()
+    for path in SOURCES:
+        if path.suffix == ".py" and "compat" not in path.parts:
+            names.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    assert len(names) > 500
+    assert [name for name, count in names.items() if count > 1] == ["Kind"]  # of `ops` and of `nn`, both public

@@ -14,7 +14,7 @@ from fakequant.functional import fake_quantize
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.decomposition import Traced, tensors_of
+from fakequant.ops.decomposition import Decomposed, tensors_of
 
 from .pairs import CannotRunError, Prepared
 from .timing import Function
@@ -179,10 +179,10 @@ class Case:
 
         def formula(x: Tensor) -> Tensor:
             if scale is not None:
-                return Traced.apply(x, *tensors_of(qparams.QParams(scale)), spec)
+                return Decomposed.apply(x, *tensors_of(qparams.QParams(scale)), spec)
             measured = qparams.measure(x, spec.granularity)
             params = qparams.choose_qparams(measured, spec, largest=torch.finfo(x.dtype).max)
-            return Traced.apply(x, *tensors_of(params), spec)
+            return Decomposed.apply(x, *tensors_of(params), spec)
 
         torch.compiler.reset()
         compiled: Any = torch.compile(formula)

@@ -10,7 +10,7 @@ import torch
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.export.capability import (
-    Layout,
+    ScaleLayout,
     block_sizes,
     check_opset,
     check_scale,
@@ -94,26 +94,26 @@ def test_stochastic_rounding_is_refused() -> None:
         check_spec(fq.QuantSpec("int8", rounding=fq.Rounding.STOCHASTIC))
 
 
-LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
-    "no_axes": ((), (), Layout()),
-    "tensor": ((8, 3), (1, 1), Layout()),
-    "tensor_symbolic": (("n", 3), (1, 1), Layout()),
-    "channel": ((8, 3, 5), (1, 3, 1), Layout(1)),
-    "channel_of_symbolic": (("n", 3, 5), (1, 3, 1), Layout(1)),
-    "symbolic_channel": (("n", 3), ("n", 1), Layout(0, symbolic=True)),
-    "single_channel": ((8, 1, 5), (1, 1, 1), Layout()),
-    "tokens": ((2, 7, 64), (2, 7, 1), Layout(2, 64, (1, 1, 1))),
-    "symbolic_tokens": (("n", "t", 64), ("n", "t", 1), Layout(2, 64, (1, 1, 1), symbolic=True)),
-    "blocks": ((8, 64), (8, 2), Layout(1, 32, (1, 1))),
-    "blocks_first": ((64, 8), (2, 8), Layout(0, 32, (1, 1))),
-    "tiles": ((8, 64), (2, 2), Layout(1, 32, (4, 1))),
-    "two_channels": ((4, 3, 5, 2), (4, 3, 1, 1), Layout(2, 5, (1, 1, 1, 2))),
-    "every_element": ((4, 3), (4, 3), Layout(1, 1, (1, 1))),
+LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], ScaleLayout]] = {
+    "no_axes": ((), (), ScaleLayout()),
+    "tensor": ((8, 3), (1, 1), ScaleLayout()),
+    "tensor_symbolic": (("n", 3), (1, 1), ScaleLayout()),
+    "channel": ((8, 3, 5), (1, 3, 1), ScaleLayout(1)),
+    "channel_of_symbolic": (("n", 3, 5), (1, 3, 1), ScaleLayout(1)),
+    "symbolic_channel": (("n", 3), ("n", 1), ScaleLayout(0, symbolic=True)),
+    "single_channel": ((8, 1, 5), (1, 1, 1), ScaleLayout()),
+    "tokens": ((2, 7, 64), (2, 7, 1), ScaleLayout(2, 64, (1, 1, 1))),
+    "symbolic_tokens": (("n", "t", 64), ("n", "t", 1), ScaleLayout(2, 64, (1, 1, 1), symbolic=True)),
+    "blocks": ((8, 64), (8, 2), ScaleLayout(1, 32, (1, 1))),
+    "blocks_first": ((64, 8), (2, 8), ScaleLayout(0, 32, (1, 1))),
+    "tiles": ((8, 64), (2, 2), ScaleLayout(1, 32, (4, 1))),
+    "two_channels": ((4, 3, 5, 2), (4, 3, 1, 1), ScaleLayout(2, 5, (1, 1, 1, 2))),
+    "every_element": ((4, 3), (4, 3), ScaleLayout(1, 1, (1, 1))),
 }
 
 
 @pytest.mark.parametrize(("shape", "groups", "expected"), LAYOUTS.values(), ids=LAYOUTS)
-def test_layout(shape: tuple[Any, ...], groups: tuple[Any, ...], expected: Layout) -> None:
+def test_layout(shape: tuple[Any, ...], groups: tuple[Any, ...], expected: ScaleLayout) -> None:
     found = layout(shape, groups)
     assert found == expected
     assert found.opset == (21 if expected.block_size or expected.symbolic else 18)
@@ -166,16 +166,16 @@ def test_blocks_of_any_granularity_along_an_axis_of_symbolic_length_are_refused(
 
 
 def test_a_last_block_that_is_not_full_keeps_the_size_of_the_others() -> None:
-    assert layout((3, 40), (3, 2), [1, 32]) == Layout(1, 32, (1, 1))
+    assert layout((3, 40), (3, 2), [1, 32]) == ScaleLayout(1, 32, (1, 1))
 
 
 def test_where_onnx_runtime_overflows() -> None:
     int4, int8, fp8 = (encoding(fq.parse_format(name)).element for name in ("int4", "int8", "float8_e4m3fn"))
-    assert overflows(int4, Layout(), 2)
-    assert not overflows(int8, Layout(0), 2)
-    assert not overflows(int8, Layout(1, 32), 2)
-    assert overflows(int8, Layout(0, 32), 2)
-    assert not overflows(fp8, Layout(0, 32), 2)
+    assert overflows(int4, ScaleLayout(), 2)
+    assert not overflows(int8, ScaleLayout(0), 2)
+    assert not overflows(int8, ScaleLayout(1, 32), 2)
+    assert overflows(int8, ScaleLayout(0, 32), 2)
+    assert not overflows(fp8, ScaleLayout(0, 32), 2)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, 1e-40, float("inf"), float("nan")])

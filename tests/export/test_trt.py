@@ -8,7 +8,7 @@ import pytest
 
 import fakequant as fq
 from fakequant.errors import ExportError
-from fakequant.export.capability import Layout
+from fakequant.export.capability import ScaleLayout
 from fakequant.export.trt import check, place
 
 MXFP8 = "float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu"
@@ -100,5 +100,5 @@ def test_refusals_say_what_came_and_what_to_do(
 
 
 def test_a_block_as_long_as_its_axis_is_still_a_block() -> None:
-    assert place(fq.QuantSpec.parse("int4 per_block(-1:128)"), 2) == Layout(1, 128, (1, 1))
+    assert place(fq.QuantSpec.parse("int4 per_block(-1:128)"), 2) == ScaleLayout(1, 128, (1, 1))
     assert place(fq.QuantSpec.parse("int8 per_channel(0)"), 2) is None

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS  # noqa: E402
 
 from fakequant.delivery.gguf.architecture import architecture_of, describe  # noqa: E402
-from fakequant.delivery.gguf.file import GgufFile, Stored, content  # noqa: E402
+from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content  # noqa: E402
 
 CORPUS = [
     "Hello world, this is 12 quantized models of 3 sizes.",
@@ -81,7 +81,7 @@ def written(tokenizer, folder, vocab_size=340):
     tokenizer.save_pretrained(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     architecture = architecture_of(model)
-    say, tensors = partial(describe, architecture=architecture, model=model), dict[str, Stored]()
+    say, tensors = partial(describe, architecture=architecture, model=model), dict[str, GgufTensor]()
     path = folder / "model.gguf"
     path.write_bytes(b"".join(map(bytes, content(architecture.name, say, tensors))))
     return path

@@ -21,7 +21,7 @@ from fakequant.numerics.granularity import Tiles
 from fakequant.ops import dispatch
 from fakequant.ops.triton import call
 from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
-from fakequant.ops.triton.call import Call, Choice, Place, Reduction, Sweep, Tiling
+from fakequant.ops.triton.call import KernelCall, Reduction, ScaleChoice, Sweep, TilePlace, Tiling
 from fakequant.report import environment
 
 TESTS = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
         assert TritonBackend("cpu").unsupported(x, fq.QuantSpec("int8"), codes=codes) is None
 
 
-@pytest.mark.parametrize("fixed", [Call, Choice, Tiling, Sweep], ids=lambda fixed: fixed.__name__)
+@pytest.mark.parametrize("fixed", [KernelCall, ScaleChoice, Tiling, Sweep], ids=lambda fixed: fixed.__name__)
 def test_kernels_read_every_field_that_they_are_compiled_for(fixed):
     kernels = Path(call.__file__).parent / "kernels"
     read = {name for path in kernels.glob("*.py") for name in re.findall(r"[A-Z]\.([a-z_]+)", path.read_text())}
@@ -94,9 +94,9 @@ def test_kernels_read_every_field_that_they_are_compiled_for(fixed):
 def test_positions_of_the_last_block_of_a_sweep_fit_in_their_integers():
     """They end beyond the tensor, by as many elements as a program takes."""
     for missing in (1, 7, 3 * 2048, 8 * 2048 - 1):
-        place = Place.of(Tiles(1, 2**31 - missing, 1, 1), 2048)
+        place = TilePlace.of(Tiles(1, 2**31 - missing, 1, 1), 2048)
         assert Reduction.of(place).sweep.wide
-    assert not Reduction.of(Place.of(Tiles(1, 2**30, 1, 1), 2048)).sweep.wide
+    assert not Reduction.of(TilePlace.of(Tiles(1, 2**30, 1, 1), 2048)).sweep.wide
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

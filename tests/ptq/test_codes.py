@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.model.training.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 from tests.support.matrix import full, sweep
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -66,7 +66,7 @@ def rounded(model: Any) -> None:
     sums.add(layer.products()[0].rows(model[:5](torch.cat(batches()))))
     quantizer, weight = layer.weight_quantizer, layer.weight.detach().clone()
     params = quantizer.qparams(weight)
-    grid = Grid(quantizer.spec, params, weight.shape)
+    grid = WeightGrid(quantizer.spec, params, weight.shape)
     layer.weight.copy_(adaround(weight, sums.moments[0], grid, grid.nearest(weight), 50))
     quantizer.set_qparams(params)
 

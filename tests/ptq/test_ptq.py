@@ -17,7 +17,7 @@ from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 from fakequant.ptq.solvers.problem import Problem
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
@@ -200,7 +200,7 @@ def test_columns_of_a_grid_are_those_of_the_operator(name: str) -> None:
     spec = spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))
     weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
     params = fq.choose_qparams(weight, spec)
-    grid = Grid(spec, params, weight.shape)
+    grid = WeightGrid(spec, params, weight.shape)
     found = torch.stack([grid.column(column, weight[:, column] * 1.3) for column in range(20)], 1)
     assert_same_bits(found, library.fake_quantize(weight * 1.3, params, spec))
 
@@ -210,7 +210,7 @@ def solved(moments: Tensor, seed: int = 0) -> tuple[float, float, float]:
     weight = torch.randn(5, len(moments), generator=torch.Generator().manual_seed(seed))
     spec = fq.QuantSpec("int3", fq.PerChannel(0))
     params = fq.choose_qparams(weight, spec)
-    grid = Grid(spec, params, weight.shape)
+    grid = WeightGrid(spec, params, weight.shape)
     chosen = gptq(weight, moments, grid)
     polished = descend(weight, chosen, moments, grid)
     assert_same_bits(library.fake_quantize(polished, params, spec), polished)

@@ -148,7 +148,7 @@ def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScaleLayout:
     """The layout of a tensor's scales in ONNX.
 
     Attributes:
@@ -176,7 +176,7 @@ class Layout:
 
 def layout(
     shape: Sequence[Dimension], groups: Sequence[Dimension], blocks: Sequence[Dimension] | None = None
-) -> Layout:
+) -> ScaleLayout:
     """Return the layout for a tensor [shape] with scales [groups, axes kept].
 
     One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes become
@@ -191,7 +191,7 @@ def layout(
         ExportError: ONNX has no such layout.
 
     >>> layout((8, 3, 5, 5), (1, 3, 1, 1))
-    Layout(axis=1, block_size=0, repeats=(), symbolic=False)
+    ScaleLayout(axis=1, block_size=0, repeats=(), symbolic=False)
     >>> print(layout(("batch", 7, 64), ("batch", 7, 1)))
     blocks of 64 along axis 2
     """
@@ -199,10 +199,10 @@ def layout(
         blocks = [_block(n, g) for n, g in zip(shape, groups, strict=True)]
     grouped = [axis for axis, g in enumerate(groups) if g != 1]
     if not grouped:
-        return Layout()
+        return ScaleLayout()
     symbolic = any(isinstance(g, str) for g in groups)
     if len(grouped) == 1 and blocks[grouped[0]] == 1:
-        return Layout(grouped[0], symbolic=symbolic)
+        return ScaleLayout(grouped[0], symbolic=symbolic)
     sizes = [b if isinstance(b, int) else 0 for b in blocks]
     axis = max(range(len(sizes)), key=lambda i: (sizes[i], i))
     repeats = [1 if i == axis else b for i, b in enumerate(blocks)]
@@ -212,7 +212,7 @@ def layout(
             "one axis, or per block of one axis whose length is known; choose such a granularity, or make the other "
             "axes static"
         )
-    return Layout(axis, sizes[axis], tuple(int(b) for b in repeats), symbolic)
+    return ScaleLayout(axis, sizes[axis], tuple(int(b) for b in repeats), symbolic)
 
 
 def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Dimension]:
@@ -265,7 +265,7 @@ def _text(shape: Sequence[Dimension]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def overflows(element: ElementType, where: Layout, axes: int) -> bool:
+def overflows(element: ElementType, where: ScaleLayout, axes: int) -> bool:
     """Whether ONNX Runtime may round inf, and values beyond 2**31 steps, to the lowest code instead of the highest.
 
     Its CPU kernels for 4-bit integers, and for blocks along any axis except the last, convert to int32 before they

@@ -11,7 +11,7 @@ from torch import Tensor
 from fakequant.errors import VerificationError
 from fakequant.export.check import SiteCheck
 from fakequant.export.graph import GraphEditor, names_read
-from fakequant.export.runtime import DEFAULT, WITHOUT_OPTIMISATIONS, Options, Session, element_types
+from fakequant.export.runtime import DEFAULT, WITHOUT_OPTIMISATIONS, Session, SessionOptions, element_types
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport, add_rows
 
@@ -24,12 +24,14 @@ _NO_LOSS = 100.0
 """In dB: sums in another order reach it, a step of 16 bits does not."""
 
 _RESTORING = (
-    Options(
+    SessionOptions(
         'SessionOptions.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")',
         entries=(("session.qdq_matmulnbits_accuracy_level", "1"),),
     ),
-    Options('InferenceSession(..., disabled_optimizers=["WeightBiasQuantization"])', ("WeightBiasQuantization",)),
-    Options('InferenceSession(..., disabled_optimizers=["DoubleQDQPairsRemover"])', ("DoubleQDQPairsRemover",)),
+    SessionOptions(
+        'InferenceSession(..., disabled_optimizers=["WeightBiasQuantization"])', ("WeightBiasQuantization",)
+    ),
+    SessionOptions('InferenceSession(..., disabled_optimizers=["DoubleQDQPairsRemover"])', ("DoubleQDQPairsRemover",)),
     WITHOUT_OPTIMISATIONS,
 )
 """Settings that keep ONNX Runtime from other results: first one that costs no speed of integer products."""

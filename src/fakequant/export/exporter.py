@@ -26,7 +26,7 @@ from fakequant.export.placement import check
 from fakequant.export.record import FileRecord, InputRecord, SiteRecord, write
 from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
-from fakequant.export.trace import Site, sites, to_onnx, trace
+from fakequant.export.trace import TracedSite, sites, to_onnx, trace
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.run.tracing import example_named
@@ -195,7 +195,7 @@ class Traced:
     target: Path
     active: dict[str, Quantizer]
     program: ExportedProgram
-    sites: list[Site]
+    sites: list[TracedSite]
 
 
 def traced(
@@ -303,7 +303,7 @@ def _check_size(model: nn.Module) -> None:
         )
 
 
-def _most_demanding(quantizing: list[Site]) -> tuple[int, str]:
+def _most_demanding(quantizing: list[TracedSite]) -> tuple[int, str]:
     """Return the opset that all quantizers together need, and the quantizer that needs it."""
     site = max(quantizing, key=lambda s: s.needs)
     return max(site.needs, FIRST_OPSET), f"{module_name(site.path)} ({site.spec})"

@@ -37,7 +37,7 @@ from fakequant.export.placement import place
 from fakequant.export.ranges import lower_scale
 from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.scales import ScaleNames, computed_scale, constant_scale
-from fakequant.export.site import Site
+from fakequant.export.site import EmittedSite
 from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.numerics.format import Format
@@ -111,7 +111,7 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
 
 
 def _express_once(
-    site: Site, is_dynamic: bool, equal: dict[tuple[Any, ...], SiteRecord], outputs: set[str]
+    site: EmittedSite, is_dynamic: bool, equal: dict[tuple[Any, ...], SiteRecord], outputs: set[str]
 ) -> SiteRecord:
     """Lower an activation; one that equals an earlier one has its nodes, and none of its own."""
     same = equal.get(_identity(site))
@@ -123,7 +123,7 @@ def _express_once(
     return record
 
 
-def _identity(site: Site) -> tuple[Any, ...]:
+def _identity(site: EmittedSite) -> tuple[Any, ...]:
     """Equal for quantizers of one tensor that give the same result, so that one pair of nodes serves them all.
 
     Engines compute on integers only where all that reads a tensor reads the same codes.
@@ -152,7 +152,7 @@ def _import_domains(model: ModelProto) -> None:
     model.opset_import.extend(kept)
 
 
-def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site:
+def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> EmittedSite:
     x, scale, zero_point = (*node.input, "")[:3]
     spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
     constant = None
@@ -160,7 +160,7 @@ def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site
         constant = QParams(editor.tensor(scale), editor.tensor(zero_point) if zero_point else None)
         check_scale(constant.scale, spec, style)
     placement = place(spec, style, editor.shape(x), editor.shape(scale))
-    return Site(
+    return EmittedSite(
         editor=editor,
         label=editor.label(path or "fake_quantize"),
         path=path,
@@ -177,7 +177,7 @@ def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site
     )
 
 
-def _fold(site: Site, params: QParams) -> SiteRecord:
+def _fold(site: EmittedSite, params: QParams) -> SiteRecord:
     """Store a constant weight as codes with one DequantizeLinear."""
 
     weight = site.editor.tensor(site.x)
@@ -197,7 +197,7 @@ def _fold(site: Site, params: QParams) -> SiteRecord:
     return _record(site, Parameters.CONSTANT, _Stored(codes, scale, zero_point), words)
 
 
-def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> None:
+def _dequantize(site: EmittedSite, codes: str, scale: str, zero_point: str | None) -> None:
     from onnx import TensorProto
 
     kind = site.editor.type(site.x)
@@ -213,7 +213,7 @@ def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> N
         site.emit("Cast", value, result=site.y, to=kind)
 
 
-def _of_scales(site: Site, scale: ScaleNames) -> str:
+def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
     """Describe the storage of the scales."""
     element = site.encoding.scale
     if element is None:
@@ -231,7 +231,7 @@ def _has_nan(fmt: Format) -> bool:
     return bool(fmt.from_storage(stored, torch.float32).isnan().all())
 
 
-def _express(site: Site, is_dynamic: bool) -> SiteRecord:
+def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
     """Lower an activation."""
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
     parameters = computed if site.constant is None else Parameters.CONSTANT
@@ -247,7 +247,7 @@ def _express(site: Site, is_dynamic: bool) -> SiteRecord:
     return _record(site, parameters, _Stored(None, ScaleNames(site.scale, site.scale), site.zero_point), words)
 
 
-def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
+def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str]:
     """Add QuantizeLinear and DequantizeLinear; returns the names of scale and zero point, and a description."""
     from onnx import TensorProto
 
@@ -277,7 +277,7 @@ def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
     return scale, zero_point, f"{', '.join(words)}{_of_scales(site, scale)}"
 
 
-def _constant_parameters(site: Site, params: QParams) -> tuple[ScaleNames, str | None]:
+def _constant_parameters(site: EmittedSite, params: QParams) -> tuple[ScaleNames, str | None]:
     scale = constant_scale(site, params)
     if params.zero_point is None and not site.encoding.has_zero_point:
         return scale, None
@@ -285,7 +285,7 @@ def _constant_parameters(site: Site, params: QParams) -> tuple[ScaleNames, str |
     return scale, site.add("zero_point", stored(site.arrange(zero_point).numpy(), site.encoding.element))
 
 
-def _computed_parameters(site: Site) -> tuple[ScaleNames, str | None]:
+def _computed_parameters(site: EmittedSite) -> tuple[ScaleNames, str | None]:
     """Return the names of scale and zero point; no zero point for zeros whose length is known only at run time."""
     from onnx import TensorProto
 
@@ -298,25 +298,25 @@ def _computed_parameters(site: Site) -> tuple[ScaleNames, str | None]:
     return scale, site.add("zero_point", stored(_ones_array(site) * 0, site.encoding.element))
 
 
-def _ones_array(site: Site) -> np.ndarray:
+def _ones_array(site: EmittedSite) -> np.ndarray:
     shape = [int(n) for n in site.editor.shape(site.scale)]
     return site.arrange(torch.ones(shape, dtype=torch.float32, device="cpu")).numpy()
 
 
-def _ones(site: Site) -> str:
+def _ones(site: EmittedSite) -> str:
     """Add ones in the shape of the scale, as scale / scale, which is exactly 1."""
     if not site.layout.symbolic:
         return site.add("one", _ones_array(site))
     return site.arranged(site.emit("Div", site.scale, site.scale))
 
 
-def _reciprocal(site: Site) -> str:
+def _reciprocal(site: EmittedSite) -> str:
     if site.constant is not None:
         return site.add("reciprocal", site.spread(site.constant.scale.reciprocal()))
     return site.spread_computed(site.emit("Div", site.number("unit", 1.0), site.scale))
 
 
-def _clip(site: Site, value: str) -> str:
+def _clip(site: EmittedSite, value: str) -> str:
     """Add nodes that clip a value, in the units of QuantizeLinear's input, to the lowest and highest code."""
     bounds = (site.spec.format.quant_min, site.spec.format.quant_max)
     if site.constant is None:
@@ -343,7 +343,7 @@ def _constant_bound(params: QParams, code: float, arithmetic: Arithmetic) -> Ten
     return bound
 
 
-def _computed_bound(site: Site, name: str, code: float) -> str:
+def _computed_bound(site: EmittedSite, name: str, code: float) -> str:
     from onnx import TensorProto
 
     bound = site.add(name, np.array(code, np.float32))
@@ -356,7 +356,7 @@ def _computed_bound(site: Site, name: str, code: float) -> str:
     return site.spread_computed(bound)
 
 
-def _record(site: Site, parameters: Parameters, names: _Stored, words: str) -> SiteRecord:
+def _record(site: EmittedSite, parameters: Parameters, names: _Stored, words: str) -> SiteRecord:
     constants = list(dict.fromkeys(site.added))
     return SiteRecord(
         quantizer=site.path,

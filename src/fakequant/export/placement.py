@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fakequant.export import trt
-from fakequant.export.capability import Dimension, Encoding, Layout, block_sizes, check_spec, layout
+from fakequant.export.capability import Dimension, Encoding, ScaleLayout, block_sizes, check_spec, layout
 from fakequant.export.style import Style
 from fakequant.numerics.spec import QuantSpec
 
 
 @dataclass(frozen=True)
-class Placement:
+class QuantizerForm:
     """The encoding of a quantizer, the layout of its scales, and the block size along every axis of its tensor."""
 
     encoding: Encoding
-    layout: Layout
+    layout: ScaleLayout
     blocks: list[Dimension]
 
     def opset(self, *, constant: bool) -> int:
@@ -44,18 +44,18 @@ def check(
     return check_spec(spec, style)
 
 
-def place(spec: QuantSpec, style: Style, shape: Sequence[Dimension], groups: Sequence[Dimension]) -> Placement:
+def place(spec: QuantSpec, style: Style, shape: Sequence[Dimension], groups: Sequence[Dimension]) -> QuantizerForm:
     """Return the placement for a tensor [shape] with scales [groups, axes kept].
 
     Raises:
         ExportError: ONNX cannot express the specification, or has no layout for the scales.
 
     >>> place(QuantSpec.parse("int8 per_channel(0)"), Style.PORTABLE, (8, 4), (8, 1)).layout
-    Layout(axis=0, block_size=0, repeats=(), symbolic=False)
+    ScaleLayout(axis=0, block_size=0, repeats=(), symbolic=False)
     """
     encoding = check_spec(spec, style)
     blocks = block_sizes(spec.granularity, shape)
     where = trt.place(spec, len(blocks)) if style is Style.TRT else None
     if where is None:
-        where = Layout() if encoding.portable else layout(shape, groups, blocks)
-    return Placement(encoding, where, blocks)
+        where = ScaleLayout() if encoding.portable else layout(shape, groups, blocks)
+    return QuantizerForm(encoding, where, blocks)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fakequant.errors import ExportError
-from fakequant.export.site import Emitter, Site
+from fakequant.export.site import EmittedSite, Emitter
 from fakequant.export.steps import look_up, thresholds
 from fakequant.numerics.floats import FloatFormat
 from fakequant.numerics.format import Format
@@ -71,7 +71,7 @@ def _round_to_table(to: Emitter, value: str, fmt: TableFormat) -> str:
     return to.emit("Where", to.emit("IsNaN", value), value, look_up(to, "table", value, limits, values))
 
 
-def express(site: Site) -> tuple[str, str]:
+def express(site: EmittedSite) -> tuple[str, str]:
     """Add the nodes of an activation; returns the name of its scale and a description."""
     from onnx import TensorProto
 
@@ -91,7 +91,7 @@ def express(site: Site) -> tuple[str, str]:
     return scale, "comparisons and Gather" if isinstance(site.spec.format, TableFormat) else "comparisons and Round"
 
 
-def fold(site: Site) -> tuple[str, str, str]:
+def fold(site: EmittedSite) -> tuple[str, str, str]:
     """Add the codes of a constant weight and its nodes; returns the names of codes and scale, and a description."""
     from onnx import TensorProto, helper
 

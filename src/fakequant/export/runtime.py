@@ -67,7 +67,7 @@ class Watch:
         return copy
 
 
-class Options(NamedTuple):
+class SessionOptions(NamedTuple):
     """Settings of a session: as text to paste, disabled optimizers, entries, and whether graphs are optimised."""
 
     text: str
@@ -76,8 +76,8 @@ class Options(NamedTuple):
     optimised: bool = True
 
 
-DEFAULT = Options("SessionOptions()")
-WITHOUT_OPTIMISATIONS = Options(
+DEFAULT = SessionOptions("SessionOptions()")
+WITHOUT_OPTIMISATIONS = SessionOptions(
     "SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL", optimised=False
 )
 
@@ -94,7 +94,9 @@ class Session:
         VerificationError: ONNX Runtime cannot load the model, with its message.
     """
 
-    def __init__(self, model: ModelProto, watched: Sequence[str] = (), chosen: Options = WITHOUT_OPTIMISATIONS) -> None:
+    def __init__(
+        self, model: ModelProto, watched: Sequence[str] = (), chosen: SessionOptions = WITHOUT_OPTIMISATIONS
+    ) -> None:
         import onnxruntime
         from onnx import TensorProto
 

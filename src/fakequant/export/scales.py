@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fakequant.export.capability import Dimension, ElementType, block_sizes
 from fakequant.export.graph import stored
-from fakequant.export.site import Emitter, Site
+from fakequant.export.site import EmittedSite, Emitter
 from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.qparams import QParams
@@ -46,7 +46,7 @@ class ScaleNames(NamedTuple):
     shared: str | None = None
 
 
-def constant_scale(site: Site, params: QParams) -> ScaleNames:
+def constant_scale(site: EmittedSite, params: QParams) -> ScaleNames:
     """Add constant scales to the file and return their names."""
     element, granularity = site.encoding.scale, site.spec.scale.granularity
     if element is not None and granularity is not None and (factored := factor(params.scale, site.spec)):
@@ -62,7 +62,7 @@ def constant_scale(site: Site, params: QParams) -> ScaleNames:
     return ScaleNames(name, name)
 
 
-def computed_scale(site: Site) -> str:
+def computed_scale(site: EmittedSite) -> str:
     """Convert computed scales to the form that QuantizeLinear and DequantizeLinear take; returns their name."""
     arranged = site.arranged(site.scale)
     return _to_e8m0(site, arranged) if site.encoding.powers else arranged

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.export.capability import Dimension, Encoding, Layout
+from fakequant.export.capability import Dimension, Encoding, ScaleLayout
 from fakequant.export.graph import GraphEditor
 from fakequant.export.style import Style
 from fakequant.numerics.qparams import QParams
@@ -77,14 +77,14 @@ class Emitter:
 
 
 @dataclass
-class Site(Emitter):
+class EmittedSite(Emitter):
     """A FakeQuantize node, its parameters, and the nodes that replace it."""
 
     path: str
     spec: QuantSpec
     style: Style
     encoding: Encoding
-    layout: Layout
+    layout: ScaleLayout
     blocks: list[Dimension]
     """The block size along every axis."""
     x: str

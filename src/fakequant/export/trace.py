@@ -49,7 +49,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
-class Site:
+class TracedSite:
     """A quantizer node in the traced graph.
 
     Attributes:
@@ -110,13 +110,13 @@ def _without_names(dynamic_shapes: Any) -> Any:
     return dynamic_shapes
 
 
-def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]:
+def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[TracedSite]:
     """Return all quantizers of the graph.
 
     Raises:
         ExportError: ONNX cannot express some of them; the message names them all with the reasons.
     """
-    quantizers: list[Site] = []
+    quantizers: list[TracedSite] = []
     refused: list[str] = []
     inputs, graph = set(program.graph_signature.user_inputs), program.graph_module.graph
     moving = _depending(graph, lambda node: node.name in inputs)
@@ -144,7 +144,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
     return quantizers
 
 
-def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node], style: Style) -> Site:
+def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node], style: Style) -> TracedSite:
     x, scale, _, text = node.args[:4]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -162,7 +162,7 @@ def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node]
     constant, static = x not in moving, scale not in moving
     check(spec, style, _shape(value), constant=constant, dynamic=not static)
     placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
-    return Site(_path(node), spec, placement.opset(constant=constant))
+    return TracedSite(_path(node), spec, placement.opset(constant=constant))
 
 
 def _depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:

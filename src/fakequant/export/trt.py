@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 
 from fakequant.errors import ExportError
-from fakequant.export.capability import Dimension, Layout
-from fakequant.export.site import Site
+from fakequant.export.capability import Dimension, ScaleLayout
+from fakequant.export.site import EmittedSite
 from fakequant.export.style import Style
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, INT4, IntegerFormat
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -119,24 +119,24 @@ def _check_blocks(spec: QuantSpec, shape: Sequence[Dimension] | None, allowed: t
         )
 
 
-def place(spec: QuantSpec, axes: int) -> Layout | None:
+def place(spec: QuantSpec, axes: int) -> ScaleLayout | None:
     """Return the layout of scales in blocks, also if one block covers its axis; None if TensorRT has no blocks here."""
     if not isinstance(spec.granularity, PerBlock):
         return None
     ((axis, size),) = spec.granularity.sizes
-    return Layout(axis % axes, size, (1,) * axes)
+    return ScaleLayout(axis % axes, size, (1,) * axes)
 
 
 def _refuse(spec: QuantSpec, reason: str) -> NoReturn:
     raise ExportError(f'{spec}: {reason}; or use style="standard" or "portable"')
 
 
-def needed(site: Site) -> bool:
+def needed(site: EmittedSite) -> bool:
     """Whether a quantizer needs TensorRT's own operators."""
     return site.style is Style.TRT and site.spec.scale.format == FLOAT8_E8M0FNU
 
 
-def dequantize(site: Site, codes: str, params: QParams) -> tuple[str, str]:
+def dequantize(site: EmittedSite, codes: str, params: QParams) -> tuple[str, str]:
     """Add the exponents of an MXFP8 weight and its DequantizeLinear; returns their name and a description."""
     exponent = torch.frexp(site.arrange(params.scale))[1] - 1 + FLOAT8_E8M0FNU.exponent_bias
     exponents = site.add("exponents", exponent.to(torch.uint8))
@@ -144,7 +144,7 @@ def dequantize(site: Site, codes: str, params: QParams) -> tuple[str, str]:
     return exponents, f"{site.encoding.element.name} codes and TRT_MXFP8DequantizeLinear, {site.layout}"
 
 
-def quantize(site: Site) -> str:
+def quantize(site: EmittedSite) -> str:
     """Add the nodes of an MXFP8 activation whose scales TensorRT computes; returns a description."""
     from onnx import TensorProto, helper
 
@@ -164,7 +164,7 @@ def quantize(site: Site) -> str:
     return f"TRT_MXFP8DynamicQuantize and TRT_MXFP8DequantizeLinear, {site.layout}"
 
 
-def _dequantize(site: Site, codes: str, exponents: str) -> None:
+def _dequantize(site: EmittedSite, codes: str, exponents: str) -> None:
     kind = site.editor.type(site.x)
     place = {**site.place(), "output_dtype": kind}
     site.emit("TRT_MXFP8DequantizeLinear", codes, exponents, result=site.y, domain=DOMAIN, **place)

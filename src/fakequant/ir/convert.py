@@ -14,7 +14,7 @@ from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref, same
 from fakequant.ir.check import check
 from fakequant.ir.op import IROp
-from fakequant.ir.signature import Kind, Signature, bind
+from fakequant.ir.signature import ArgumentKind, Signature, bind
 from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import find_row, make_op, name_of
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
@@ -158,7 +158,7 @@ def _operation(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     bound = {key: _with_refs(value, inputs) for key, value in arguments.items()}
     types = [type_of(source.meta["val"]) for source in inputs]
     # As little as says the same arguments: no tensor, the lists of tensors, or all by name.
-    for named in ((), (Kind.TENSORS,), (Kind.TENSORS, Kind.TENSOR)):
+    for named in ((), (ArgumentKind.TENSORS,), (ArgumentKind.TENSORS, ArgumentKind.TENSOR)):
         op = make_op(name, range(len(inputs)), _attributes(signature, bound, named))
         if _means(op, signature, bound, types):
             break
@@ -177,17 +177,17 @@ def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
     return [_with_refs(item, inputs) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[Kind]) -> dict[str, Any]:
+def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[ArgumentKind]) -> dict[str, Any]:
     """The arguments that are attributes: all but defaults and those tensors that are not to be named."""
     found: dict[str, Any] = {}
-    tensors = [p.name for p in signature.parameters if p.kind is not Kind.VALUE and p.name in bound]
+    tensors = [p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE and p.name in bound]
     last = max((i for i, name in enumerate(tensors) if isinstance(bound[name], (Ref, list))), default=-1)
     for parameter in signature.parameters:
         name = parameter.name
         if name not in bound:
             continue
         value = bound[name]
-        if parameter.kind is Kind.VALUE:
+        if parameter.kind is ArgumentKind.VALUE:
             if parameter.required or not same(value, parameter.default):
                 found[name] = value
         elif value is None:
@@ -205,7 +205,7 @@ def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequenc
         found = bind(op, (signature,), types).arguments
     except GraphError:
         return False
-    tensors = {p.name for p in signature.parameters if p.kind is not Kind.VALUE}
+    tensors = {p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE}
     expected = {k: v for k, v in bound.items() if k in op.attributes or (k in tensors and v is not None)}
     return found == expected
 

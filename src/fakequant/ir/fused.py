@@ -8,7 +8,7 @@ from typing import Any
 from fakequant.errors import GraphError
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Call, Parameter, Signature
-from fakequant.ir.table import ROWS, Row, faults, make_op, repeatable
+from fakequant.ir.table import ROWS, OperationRow, faults, make_op, repeatable
 from fakequant.ir.types import TensorType
 
 NAME = "Fused"
@@ -69,4 +69,4 @@ def _draws(op: IROp) -> bool:
 
 
 _PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
-ROWS[NAME] = Row(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)
+ROWS[NAME] = OperationRow(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)

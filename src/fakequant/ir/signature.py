@@ -21,7 +21,7 @@ from fakequant.ir.op import IROp
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
-class Kind(Enum):
+class ArgumentKind(Enum):
     """The kinds of arguments."""
 
     TENSOR = "tensor"
@@ -39,12 +39,12 @@ class Parameter(NamedTuple):
     keyword_only: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ArgumentKind:
         """The kind of argument."""
         inner = self.type.removeprefix("Optional[")
         if inner.startswith("Tensor"):
-            return Kind.TENSOR
-        return Kind.TENSORS if inner.startswith(("List[Tensor", "List[Optional[Tensor")) else Kind.VALUE
+            return ArgumentKind.TENSOR
+        return ArgumentKind.TENSORS if inner.startswith(("List[Tensor", "List[Optional[Tensor")) else ArgumentKind.VALUE
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ def _arguments(op: IROp, signature: Signature, attributes: dict[str, Any]) -> di
     for parameter in signature.parameters:
         if parameter.name in attributes:
             found[parameter.name] = attributes[parameter.name]
-        elif parameter.kind is Kind.TENSORS and (free or parameter.required):
+        elif parameter.kind is ArgumentKind.TENSORS and (free or parameter.required):
             found[parameter.name], free = free, []
-        elif parameter.kind is Kind.TENSOR and free:
+        elif parameter.kind is ArgumentKind.TENSOR and free:
             found[parameter.name] = free.pop(0)
         elif parameter.required:
             raise GraphError(f"lacks the {parameter.kind.value} {parameter.name!r}: it has {_inputs(given)}")
@@ -198,8 +198,12 @@ def _check(call: Call) -> None:
         for ref in references(value):
             found = call.inputs[ref.position].type
             # A size may stand for a tensor that accepts a number.
-            fits = found is IRType.Index or parameter.kind is not Kind.VALUE
-            if not fits or found is IRType.Missing or (found is IRType.Index and parameter.kind is Kind.TENSORS):
+            fits = found is IRType.Index or parameter.kind is not ArgumentKind.VALUE
+            if (
+                not fits
+                or found is IRType.Missing
+                or (found is IRType.Index and parameter.kind is ArgumentKind.TENSORS)
+            ):
                 raise GraphError(f"takes a {parameter.kind.value} as {parameter.name!r}, got an input of {found.value}")
         if not _fits(value, parameter.type):
             raise GraphError(f"takes {parameter.type} as {parameter.name!r}, got {to_text(value)}")

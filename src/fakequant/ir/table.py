@@ -27,14 +27,14 @@ from torch._subclasses.fake_tensor import (
 from fakequant.errors import GraphError, nearest
 from fakequant.ir.attributes import same
 from fakequant.ir.op import IROp
-from fakequant.ir.signature import Call, Kind, Parameter, Signature, bind, signature_of
+from fakequant.ir.signature import ArgumentKind, Call, Parameter, Signature, bind, signature_of
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 Rule = Callable[[Call], Sequence[TensorType]]
 
 
 @dataclass(frozen=True)
-class Row:
+class OperationRow:
     """One kind of operation.
 
     Attributes:
@@ -61,7 +61,7 @@ _SOME = 840
 # Libraries of kernels that backends call with arguments that they have checked.
 _PRIVATE = "fakequant_"
 
-ROWS: dict[str, Row] = {}
+ROWS: dict[str, OperationRow] = {}
 OP_CLASSES: dict[str, type[IROp]] = {}
 _captured_from: dict[object, str] = {}
 
@@ -79,25 +79,25 @@ def add_row(
     Args:
         name: its name in graphs.
         targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
-        rule: as in `Row`.
-        moves: as in `Row`.
-        draws: as in `Row`.
+        rule: as in `OperationRow`.
+        moves: as in `OperationRow`.
+        draws: as in `OperationRow`.
     """
     overloads = [find_overload(target) for target in targets.split()]
-    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves, draws=draws))
+    _put(OperationRow(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves, draws=draws))
 
 
 def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
     """Add a kind of operation that a module computes."""
-    _put(Row(name, (Signature(tuple(parameters)),), rule, module))
+    _put(OperationRow(name, (Signature(tuple(parameters)),), rule, module))
 
 
 def add_function_row(name: str, function: Callable[..., object], parameters: Iterable[Parameter], rule: Rule) -> None:
     """Add a kind of operation that a function of Python computes."""
-    _put(Row(name, (Signature(tuple(parameters), function),), rule))
+    _put(OperationRow(name, (Signature(tuple(parameters), function),), rule))
 
 
-def _put(row: Row) -> None:
+def _put(row: OperationRow) -> None:
     ROWS[row.name] = row
     for signature in row.signatures:
         if signature.target is not None:
@@ -134,7 +134,7 @@ def name_of(target: object) -> str:
     raise GraphError(f"the operation {target} cannot be in a graph; it is no operator of torch")
 
 
-def find_row(name: str) -> Row:
+def find_row(name: str) -> OperationRow:
     """The row of a kind of operation.
 
     Raises:
@@ -147,10 +147,10 @@ def find_row(name: str) -> Row:
     overload = find_overload(name)
     if overload._schema.is_mutable:
         raise GraphError(f"{name} changes its inputs in place, which operations of a graph do not")
-    return Row(name, (signature_of(overload),))
+    return OperationRow(name, (signature_of(overload),))
 
 
-def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[Row, Call]:
+def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[OperationRow, Call]:
     """The row of an operation and its arguments.
 
     Raises:
@@ -264,7 +264,7 @@ def repeatable(op: IROp) -> bool:
 
 def without_defaults(op: IROp) -> dict[str, Any]:
     """The attributes of an operation but those that are the defaults in all of its forms."""
-    parameters = [p for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is Kind.VALUE]
+    parameters = [p for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is ArgumentKind.VALUE]
 
     def is_default(name: str, value: Any) -> bool:
         named = [p for p in parameters if p.name == name]
@@ -278,7 +278,9 @@ def in_order(op: IROp) -> bool:
 
     Passes that look at the first or second input leave other operations alone.
     """
-    tensors = {p.name for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is not Kind.VALUE}
+    tensors = {
+        p.name for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is not ArgumentKind.VALUE
+    }
     return not tensors & op.attributes.keys()
 
 

@@ -16,7 +16,7 @@ from fakequant.ops import library
 _Made = TypeVar("_Made")
 
 
-class _Quantizer(Protocol):
+class _Cached(Protocol):
     """What a cache needs to know of a `Quantizer`."""
 
     name: str
@@ -37,7 +37,7 @@ class WeightCache:
     Copies and pickles of it are None: the copy of a quantizer quantizes its weight at every call.
     """
 
-    def __init__(self, quantizer: _Quantizer) -> None:
+    def __init__(self, quantizer: _Cached) -> None:
         self._quantizer = quantizer
         self._state: tuple[Any, ...] | None = None
         self._held: list[Tensor] = []

@@ -14,7 +14,7 @@ from fakequant.numerics.spec import QuantSpec
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
 
 
-class Traced(torch.autograd.Function):
+class Decomposed(torch.autograd.Function):
     """The definition as plain torch operations, forward and backward, which a compiler fuses with its neighbours."""
 
     @staticmethod
@@ -62,8 +62,8 @@ def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
     return torch.where(dy == 0, x, x)
 
 
-class Transformed(Traced):
-    """`Traced` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
+class DecomposedInTransforms(Decomposed):
+    """`Decomposed` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
 
     generate_vmap_rule = True
 

@@ -26,7 +26,7 @@ from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .backend import CODES, RELU, Extras, KernelPlan
-from .decomposition import Traced, Transformed, on_mesh_of, tensors_of
+from .decomposition import Decomposed, DecomposedInTransforms, on_mesh_of, tensors_of
 from .dispatch import choose_for, find_plan
 from .gradients import apply_plan, unpack_mask
 from .graph_operators import quantize_as_node
@@ -169,7 +169,7 @@ def _by_operations(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
     if is_compiled_as_node(x):
         return quantize_as_node(x, spec, *params)
-    traced = Traced if torch.compiler.is_compiling() else Transformed
+    traced = Decomposed if torch.compiler.is_compiling() else DecomposedInTransforms
     return traced.apply(x, *tensors_of(on_mesh_of(x, params)), spec)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fakequant.delivery.gguf.blocks import pack
-from fakequant.delivery.gguf.file import GgufFile, Stored, content, is_gguf
+from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf
 from fakequant.errors import CheckpointError
 
 pytest.importorskip("gguf")
@@ -16,9 +16,9 @@ VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 CODES = np.arange(512, dtype=np.int64).reshape(2, 256) % 16
 BLOCKS = pack("Q4_0", {"codes": (CODES - 8).astype(np.int8).reshape(-1, 32), "d": np.ones(16, np.float16)})
 TENSORS = {
-    "a.weight": Stored("F32", (2, 3), lambda: VALUES),
-    "b.weight": Stored("Q4_0", (2, 256), lambda: BLOCKS.reshape(2, -1)),
-    "c.weight": Stored("F16", (5,), lambda: np.ones(5, np.float16)),
+    "a.weight": GgufTensor("F32", (2, 3), lambda: VALUES),
+    "b.weight": GgufTensor("Q4_0", (2, 256), lambda: BLOCKS.reshape(2, -1)),
+    "c.weight": GgufTensor("F16", (5,), lambda: np.ones(5, np.float16)),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_tensor_is_made_when_its_part_is_asked_for(path):
 
 
 def test_content_of_another_size_is_refused():
-    tensors = {"a": Stored("F32", (2, 3), lambda: VALUES[:1])}
+    tensors = {"a": GgufTensor("F32", (2, 3), lambda: VALUES[:1])}
     with pytest.raises(CheckpointError, match="a has 12 bytes, but 24 were stated"):
         list(content("llama", say, tensors))
 

@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.ops import library
 from fakequant.ptq import adaround, descend, gptq
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 from tests.support.bits import assert_same_bits
 
 FORMATS = {
@@ -26,7 +26,7 @@ FORMATS = {
 OUT, COLUMNS = 6, 20
 
 
-def problem(name: str) -> tuple[Tensor, Tensor, Grid, fq.QuantSpec, fq.QParams]:
+def problem(name: str) -> tuple[Tensor, Tensor, WeightGrid, fq.QuantSpec, fq.QParams]:
     generator = torch.Generator().manual_seed(0)
     spec = FORMATS[name] if isinstance(FORMATS[name], fq.QuantSpec) else fq.QuantSpec.parse(str(FORMATS[name]))
     spec = spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))
@@ -34,7 +34,7 @@ def problem(name: str) -> tuple[Tensor, Tensor, Grid, fq.QuantSpec, fq.QParams]:
     x = torch.randn(300, COLUMNS, generator=generator).double()
     x = x @ torch.randn(COLUMNS, COLUMNS, generator=generator).double()
     params = fq.choose_qparams(weight, spec)
-    return weight, x.T @ x, Grid(spec, params, weight.shape), spec, params
+    return weight, x.T @ x, WeightGrid(spec, params, weight.shape), spec, params
 
 
 def losses(values: Tensor, target: Tensor, moments: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
     architecture.tokenizer(writer, model)
 
 
-class Names:
+class GgufNames:
     """The names of a model's tensors in a file, and the order of their rows there."""
 
     def __init__(self, architecture: Architecture, config: Any) -> None:

@@ -20,7 +20,7 @@ _CHUNK = 1 << 18
 
 Array = np.ndarray
 Numbers = Mapping[str, Array]
-"""Arrays of the numbers of blocks by name, see `Layout`."""
+"""Arrays of the numbers of blocks by name, see `BlockLayout`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Halfs(NamedTuple):
 
     name: str
 
-    def size(self, layout: Layout) -> int:
+    def size(self, layout: BlockLayout) -> int:
         """Bytes of a block."""
         return 2
 
@@ -81,7 +81,7 @@ class Bits:
     count: int
     run: int
 
-    def size(self, layout: Layout) -> int:
+    def size(self, layout: BlockLayout) -> int:
         """Bytes of a block."""
         return layout.integers[self.name].count * self.count // 8
 
@@ -111,7 +111,7 @@ class Bits:
 class ScalesAndMinima(NamedTuple):
     """Eight scales and eight minima of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
 
-    def size(self, layout: Layout) -> int:
+    def size(self, layout: BlockLayout) -> int:
         """Bytes of a block."""
         return 12
 
@@ -133,7 +133,7 @@ class ScalesAndMinima(NamedTuple):
 class ScaleNibbles(NamedTuple):
     """Scales of 4 bits below minima of 4 bits, a byte for each sub-block, as Q2_K has them."""
 
-    def size(self, layout: Layout) -> int:
+    def size(self, layout: BlockLayout) -> int:
         """Bytes of a block."""
         return layout.integers["scales"].count
 
@@ -152,7 +152,7 @@ class Trits(NamedTuple):
     The byte is the fraction 0.t0t1t2t3t4 of base 3 in units of 1/256, rounded up: times 3, a digit is the carry.
     """
 
-    def size(self, layout: Layout) -> int:
+    def size(self, layout: BlockLayout) -> int:
         """Bytes of a block."""
         return 52
 
@@ -181,7 +181,7 @@ _TRITS = (0, 5, 32), (160, 5, 16), (240, 4, 4)  # the first code, digits of a by
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """How the blocks of a type are stored.
 
     Attributes:
@@ -218,35 +218,37 @@ _Q3_K_SCALES = _nibbles(8, name="scales"), Bits("scales", 4, 2, 4)
 _IQ4_XS_SCALES = Bits("scales", 4, 2, 1), _nibbles(1, name="scales")
 
 LAYOUTS = {
-    "Q8_0": Layout(_codes(32, -128, 127), (_D, Bits("codes", 0, 8, 32))),
-    "Q4_0": Layout(_codes(32, -8, 7), (_D, _nibbles(16))),
-    "Q4_1": Layout(_codes(32, 0, 15), (_D, _M, _nibbles(16))),
-    "Q5_0": Layout(_codes(32, -16, 15), (_D, _FIFTH_BITS, _nibbles(16))),
-    "Q5_1": Layout(_codes(32, 0, 31), (_D, _M, _FIFTH_BITS, _nibbles(16))),
-    "Q2_K": Layout(
+    "Q8_0": BlockLayout(_codes(32, -128, 127), (_D, Bits("codes", 0, 8, 32))),
+    "Q4_0": BlockLayout(_codes(32, -8, 7), (_D, _nibbles(16))),
+    "Q4_1": BlockLayout(_codes(32, 0, 15), (_D, _M, _nibbles(16))),
+    "Q5_0": BlockLayout(_codes(32, -16, 15), (_D, _FIFTH_BITS, _nibbles(16))),
+    "Q5_1": BlockLayout(_codes(32, 0, 31), (_D, _M, _FIFTH_BITS, _nibbles(16))),
+    "Q2_K": BlockLayout(
         _codes(256, 0, 3, scales=Integers(16, 0, 15), minima=Integers(16, 0, 15)),
         (ScaleNibbles(), Bits("codes", 0, 2, 32), _D, _M),
     ),
-    "Q3_K": Layout(
+    "Q3_K": BlockLayout(
         _codes(256, -4, 3, scales=Integers(16, -32, 31)),
         (Bits("codes", 2, 1, 32), Bits("codes", 0, 2, 32), *_Q3_K_SCALES, _D),
     ),
-    "Q4_K": Layout(_codes(256, 0, 15, **_SIX_BITS), (_D, _M, ScalesAndMinima(), _nibbles(32))),
-    "Q5_K": Layout(_codes(256, 0, 31, **_SIX_BITS), (_D, _M, ScalesAndMinima(), Bits("codes", 4, 1, 32), _nibbles(32))),
-    "Q6_K": Layout(
+    "Q4_K": BlockLayout(_codes(256, 0, 15, **_SIX_BITS), (_D, _M, ScalesAndMinima(), _nibbles(32))),
+    "Q5_K": BlockLayout(
+        _codes(256, 0, 31, **_SIX_BITS), (_D, _M, ScalesAndMinima(), Bits("codes", 4, 1, 32), _nibbles(32))
+    ),
+    "Q6_K": BlockLayout(
         _codes(256, -32, 31, scales=Integers(16, -128, 127)),
         (_nibbles(64), Bits("codes", 4, 2, 32), Bits("scales", 0, 8, 16), _D),
     ),
-    "IQ4_NL": Layout(_codes(32, 0, 15), (_D, _nibbles(16))),
-    "IQ4_XS": Layout(_codes(256, 0, 15, scales=Integers(8, -32, 31)), (_D, *_IQ4_XS_SCALES, _nibbles(16))),
-    "TQ1_0": Layout(_codes(256, -1, 1), (Trits(), _D)),
-    "TQ2_0": Layout(_codes(256, -1, 1), (Bits("codes", 0, 2, 32), _D)),
-    "MXFP4": Layout(_codes(32, 0, 15, exponent=Integers(1, 0, 255)), (Bits("exponent", 0, 8, 1), _nibbles(16))),
+    "IQ4_NL": BlockLayout(_codes(32, 0, 15), (_D, _nibbles(16))),
+    "IQ4_XS": BlockLayout(_codes(256, 0, 15, scales=Integers(8, -32, 31)), (_D, *_IQ4_XS_SCALES, _nibbles(16))),
+    "TQ1_0": BlockLayout(_codes(256, -1, 1), (Trits(), _D)),
+    "TQ2_0": BlockLayout(_codes(256, -1, 1), (Bits("codes", 0, 2, 32), _D)),
+    "MXFP4": BlockLayout(_codes(32, 0, 15, exponent=Integers(1, 0, 255)), (Bits("exponent", 0, 8, 1), _nibbles(16))),
 }
 """How each type stores its blocks."""
 
 
-def layout_of(kind: str) -> Layout:
+def layout_of(kind: str) -> BlockLayout:
     """How a type stores its blocks.
 
     Raises:
@@ -262,8 +264,8 @@ def pack(kind: str, numbers: Numbers) -> Array:
 
     Args:
         kind: the type, such as "Q4_K".
-        numbers: integers [blocks, count of `Layout.integers`] by name, and "d" and "m" [blocks], float16, where the
-            type has them. Minima of K-quants are subtracted, "m" of Q4_1 and Q5_1 is added.
+        numbers: integers [blocks, count of `BlockLayout.integers`] by name, and "d" and "m" [blocks], float16, where
+            the type has them. Minima of K-quants are subtracted, "m" of Q4_1 and Q5_1 is added.
 
     Returns:
         [blocks, bytes of a block], uint8.

@@ -45,7 +45,7 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == _MAGIC
 
 
-class Stored(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
@@ -75,7 +75,7 @@ def sizes_of(kind: str) -> tuple[int, int]:
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
-def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping[str, Stored]) -> Iterator[Any]:
+def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping[str, GgufTensor]) -> Iterator[Any]:
     """The bytes of a file, in parts; a tensor is made when its part is asked for.
 
     Args:
@@ -123,7 +123,7 @@ class GgufFile:
             self._raw = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        reader = _Reader(self._raw, str(path))
+        reader = _ValueReader(self._raw, str(path))
         tensors = reader.counts()
         self.metadata = dict(reader.pairs())
         if self.metadata.get("split.count", 1) not in (0, 1):
@@ -137,7 +137,7 @@ class GgufFile:
         if len(self.tensors) != tensors:
             raise reader.damage("has several tensors of one name")
 
-    def _stored(self, reader: _Reader, name: str, shape: tuple[int, ...], kind: int) -> Stored:
+    def _stored(self, reader: _ValueReader, name: str, shape: tuple[int, ...], kind: int) -> GgufTensor:
         gguf = require_gguf()
         if kind not in list(gguf.GGMLQuantizationType):
             raise reader.damage(f"says that {name} is of type {kind}, which is unknown")
@@ -145,7 +145,7 @@ class GgufFile:
         weights, _ = sizes_of(text)
         if not shape or min(shape) <= 0 or len(shape) > _MOST_AXES or shape[-1] % weights:
             raise reader.damage(f"says that {name} is of shape {list(shape)}, which {text} cannot have")
-        stored, start = Stored(text, shape, partial(self._content, name)), self._starts[name]
+        stored, start = GgufTensor(text, shape, partial(self._content, name)), self._starts[name]
         if start + stored.size > len(self._raw):
             raise reader.damage(f"ends within {name}: {stored.size} bytes of {text} from {start} on")
         return stored
@@ -158,7 +158,7 @@ class GgufFile:
         return raw.reshape(*one.shape[:-1], -1)
 
 
-class _Reader:
+class _ValueReader:
     """Reads values one after the other, none beyond the end of the file."""
 
     def __init__(self, raw: Array, path: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
-from fakequant.ir.signature import Call, Kind
+from fakequant.ir.signature import ArgumentKind, Call
 from fakequant.ir.table import add_row
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
@@ -43,7 +43,7 @@ def broadcast(call: Call) -> TensorShape:
     """The shape of all tensors together."""
     shape = TensorShape()
     for parameter in call.signature.parameters:
-        if parameter.kind is Kind.TENSOR and call.has(parameter.name):
+        if parameter.kind is ArgumentKind.TENSOR and call.has(parameter.name):
             shape = shape.broadcast_with(call.shape(parameter.name))
     return shape
 

@@ -30,7 +30,7 @@ class FoldConvBatchNorm:
         """A graph without the batch normalisations that could be folded."""
         folded = graph.copy()
         for norm in [op for op in folded.ops if op.op_type == "BatchNorm"]:
-            pair = _Pair.find(folded, norm)
+            pair = _NormPair.find(folded, norm)
             if pair is not None:
                 pair.fold(folded)
         return folded
@@ -40,7 +40,7 @@ _AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
 """The number of spatial axes of each convolution."""
 
 
-class _Pair(NamedTuple):
+class _NormPair(NamedTuple):
     """A convolution and the batch normalisation that alone reads its result."""
 
     conv: IROp
@@ -50,7 +50,7 @@ class _Pair(NamedTuple):
     params: list[Tensor]
 
     @staticmethod
-    def find(graph: Graph, norm: IROp) -> _Pair | None:
+    def find(graph: Graph, norm: IROp) -> _NormPair | None:
         """The pair of a normalisation; None if it has none that can be folded."""
         producers, users = graph.producers(), graph.users()
         conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
@@ -71,7 +71,7 @@ class _Pair(NamedTuple):
         if any(id not in graph.constants for id in needed):
             return None
         weight = graph.constants[source].tensor.detach()
-        pair = _Pair(conv, norm, quantizer, weight, [graph.constants[id].tensor.detach() for id in params])
+        pair = _NormPair(conv, norm, quantizer, weight, [graph.constants[id].tensor.detach() for id in params])
         return pair if pair.scales_follow(graph) else None
 
     def scales_follow(self, graph: Graph) -> bool:

@@ -10,7 +10,7 @@ from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.analysis.coverage import Operation, scripted
-from fakequant.model.run.recorded import QUANTIZED, Call, Recording
+from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording
 from fakequant.model.run.recording import record
 from fakequant.model.run.traits import has
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
@@ -119,7 +119,7 @@ def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Param
     return {parameter for parameter, number in recording.numbers(model).items() if number in reached}
 
 
-def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[int]) -> list[int]:
+def _operands(recording: Recording, call: FunctionCall, floats: list[int], fixed: set[int]) -> list[int]:
     """The values that count: of a product its factors, of anything else the activations.
 
     A product's bias is added in higher precision, and statistics, affine parameters and constants of other operations

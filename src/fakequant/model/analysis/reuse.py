@@ -18,7 +18,7 @@ from fakequant.restore import restore_after
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Call(NamedTuple):
+class _RecordedCall(NamedTuple):
     inputs: tuple[Tensor, ...]
     output: Tensor
     versions: list[int]
@@ -34,7 +34,7 @@ class ReusedOutputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {module: module.forward for module in model.modules() if _computes_alone(module)}
-        self._calls: dict[nn.Module, list[_Call]] = {}
+        self._calls: dict[nn.Module, list[_RecordedCall]] = {}
         self._next: dict[nn.Module, int] = {}
         self._recording = False
 
@@ -81,7 +81,7 @@ class ReusedOutputs:
             versions = [x._version for x in inputs]
             output = forward(*inputs)
             if isinstance(output, Tensor) and not output.is_inference():
-                self._calls[module].append(_Call(inputs, output, [*versions, output._version]))
+                self._calls[module].append(_RecordedCall(inputs, output, [*versions, output._version]))
             return output
 
         return run

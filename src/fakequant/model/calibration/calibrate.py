@@ -16,7 +16,7 @@ from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.choice import AUTO, HeldBack, choose
-from fakequant.model.calibration.observation import Job, matches
+from fakequant.model.calibration.observation import Observation, matches
 from fakequant.model.calibration.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
@@ -128,7 +128,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             return make_calibrator(method, found[name].spec, **options)
         return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
 
-    job = Job(model, found, pattern, data, make)
+    job = Observation(model, found, pattern, data, make)
     group = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         with Together(group) as processes:
@@ -325,7 +325,7 @@ def _calibrate_by_choice(
         if len(given.held) < given.count:  # else they were seen
             with restore_after(attributes_of(found.values(), "calibrator")):
                 remaining = {name: found[name] for name in used}
-                Job(model, remaining, how["pattern"], held, used.__getitem__).observe(shared=False)
+                Observation(model, remaining, how["pattern"], held, used.__getitem__).observe(shared=False)
         chosen = recalibrate(model, collected, choice.method)
     if how["progress"] is not False:
         say(str(choice))

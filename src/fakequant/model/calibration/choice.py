@@ -58,7 +58,7 @@ class HeldBack:
         self.held = self.held or only
 
 
-class Choice(NamedTuple):
+class MethodChoice(NamedTuple):
     """What each method leaves.
 
     Attributes:
@@ -86,7 +86,7 @@ class Choice(NamedTuple):
         )
 
 
-def choose(model: nn.Module, held: KeptBatches, use: Callable[[str], object]) -> Choice:
+def choose(model: nn.Module, held: KeptBatches, use: Callable[[str], object]) -> MethodChoice:
     """Measure the model's output by every method.
 
     Args:
@@ -109,4 +109,4 @@ def choose(model: nn.Module, held: KeptBatches, use: Callable[[str], object]) ->
         use(method)
         found = outputs.of(model)
         errors[method], worst[method] = found.mean, f"({found.shown_worst}) " if found.shown_worst else ""
-    return Choice(errors, len(held), worst)
+    return MethodChoice(errors, len(held), worst)

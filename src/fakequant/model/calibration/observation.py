@@ -41,7 +41,7 @@ def _form(batch: Any) -> str:
     return f"{structure} {kinds}"
 
 
-class Part(NamedTuple):
+class ProcessPart(NamedTuple):
     """What one process saw."""
 
     task: list[str]
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Job:
+class Observation:
     """One call of `calibrate`."""
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Job:
         weights = quantized_weights(self.model).items()
         self.weights = {name: weight for name, weight in weights if matches(name, self.pattern)}
 
-    def observe(self, *, shared: bool) -> Part:
+    def observe(self, *, shared: bool) -> ProcessPart:
         """Show the batches of this process, and the weights, to fresh calibrators."""
         for name, quantizer in self.found.items():
             quantizer.calibrator = self.make(name)
@@ -92,7 +92,7 @@ class Job:
                 if not weight.quantizer.dynamic and not observed(weight.quantizer):
                     weight.quantizer.observe(fresh_weight(weight, name))
         task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
-        return Part(task, self._states() if shared else {}, called, self.batches, self.read)
+        return ProcessPart(task, self._states() if shared else {}, called, self.batches, self.read)
 
     def _show(self, *, shared: bool) -> None:
         model, mask = self._inner(), self.data.mask
@@ -144,7 +144,7 @@ class Job:
             if quantizer.calibrator is not None
         }
 
-    def take(self, parts: list[Part]) -> None:
+    def take(self, parts: list[ProcessPart]) -> None:
         """Go on from what all processes saw, merged in the order of their ranks."""
         for rank, part in enumerate(parts):
             if part.task != parts[0].task:

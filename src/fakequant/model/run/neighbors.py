@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
+from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep
 from fakequant.model.run.traits import having
 from fakequant.nn.sites.traits import Trait
 
@@ -51,17 +51,17 @@ def find_neighbors(
     >>> found.readers[model[0]] == [model[2]]
     True
     """
-    walk = _Walk(model, recording, makers, layers, having(Trait.SCALES) if through is None else through)
+    walk = _NeighborWalk(model, recording, makers, layers, having(Trait.SCALES) if through is None else through)
     for step, one in recording.steps():
-        if step is Step.CALL:
+        if step is RunStep.CALL:
             walk.call(one)
         else:
-            walk.module(one, entered=step is Step.ENTER)
+            walk.module(one, entered=step is RunStep.ENTER)
     walk.read({*recording.outputs, *recording.kept})
     return walk.found
 
 
-class _Walk:
+class _NeighborWalk:
     """Goes through a run and notes which modules read the outputs of makers, as for `find_neighbors`."""
 
     def __init__(
@@ -85,7 +85,7 @@ class _Walk:
         """Note that something else than a layer reads or keeps values."""
         self.found.elsewhere.update(self._made[value] for value in values if value in self._made)
 
-    def call(self, call: Call) -> None:
+    def call(self, call: FunctionCall) -> None:
         """Note what a function reads; within makers and layers only parameters of others count."""
         owners = [self._owners[value] for value in call.read if value in self._owners]
         self.found.elsewhere.update(owner for owner in owners if owner not in self._running)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fakequant.model.run.recorded import QUANTIZER, Recording, Step
+from fakequant.model.run.recorded import QUANTIZER, Recording, RunStep
 from fakequant.nn.quantized.layers import QuantizedLayer
 
 
@@ -55,9 +55,9 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     quantized: set[nn.Module] = set()
     running: list[str] = []
     for step, one in recording.steps():
-        if step is Step.ENTER:
+        if step is RunStep.ENTER:
             running.append(one.path)
-        elif step is Step.LEAVE:
+        elif step is RunStep.LEAVE:
             running.pop()
         else:
             # A call without a result asks for a shape or a dtype; a quantizer that observes has none.

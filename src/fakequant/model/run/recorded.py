@@ -46,7 +46,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """One call of a torch function.
 
     Attributes:
@@ -118,7 +118,7 @@ class ModuleCall:
     output: int | None = None
 
 
-class Step(Enum):
+class RunStep(Enum):
     """What happens in a run: see `Recording.steps`."""
 
     CALL = auto()
@@ -143,7 +143,7 @@ class Recording:
         masks: the values of zeros and numbers as large as those of masks alone.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Recording:
     buffers: frozenset[int] = frozenset()
     masks: set[int] = field(default_factory=set)
 
-    def is_constant(self, call: Call) -> bool:
+    def is_constant(self, call: FunctionCall) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
 
@@ -177,36 +177,36 @@ class Recording:
         return found
 
     @cached_property
-    def calls_of(self) -> dict[str | None, list[Call]]:
+    def calls_of(self) -> dict[str | None, list[FunctionCall]]:
         """The calls of a complete run, by their owner."""
-        found: dict[str | None, list[Call]] = {}
+        found: dict[str | None, list[FunctionCall]] = {}
         for call in self.calls:
             found.setdefault(call.owner, []).append(call)
         return found
 
     @cached_property
-    def consumers(self) -> dict[int, list[Call]]:
+    def consumers(self) -> dict[int, list[FunctionCall]]:
         """The calls of a complete run that make something of a value, each once."""
-        found: dict[int, list[Call]] = {}
+        found: dict[int, list[FunctionCall]] = {}
         for call in filter(_makes, self.calls):
             for value in dict.fromkeys(call.inputs):
                 found.setdefault(value, []).append(call)
         return found
 
-    def steps(self) -> Iterator[tuple[Step, Any]]:
-        """Calls of functions and modules in their order, as (CALL, a `Call`), (ENTER or LEAVE, a `ModuleCall`)."""
+    def steps(self) -> Iterator[tuple[RunStep, Any]]:
+        """Calls in their order, as (CALL, a `FunctionCall`) and (ENTER or LEAVE, a `ModuleCall`)."""
         done, running = 0, list[ModuleCall]()
         for number, module in enumerate([*self.modules, None]):
             while running and (module is None or running[-1].end <= number):
                 ended = running.pop()
-                yield from ((Step.CALL, call) for call in self.calls[done : ended.last])
+                yield from ((RunStep.CALL, call) for call in self.calls[done : ended.last])
                 done = ended.last
-                yield Step.LEAVE, ended
+                yield RunStep.LEAVE, ended
             first = len(self.calls) if module is None else module.first
-            yield from ((Step.CALL, call) for call in self.calls[done:first])
+            yield from ((RunStep.CALL, call) for call in self.calls[done:first])
             done = first
             if module is not None:
-                yield Step.ENTER, module
+                yield RunStep.ENTER, module
                 running.append(module)
 
     @cached_property
@@ -218,15 +218,15 @@ class Recording:
             found[one.path] += before[one.last] - before[one.first]
         return found
 
-    def of_owner(self, owner: str) -> list[list[Call]]:
+    def of_owner(self, owner: str) -> list[list[FunctionCall]]:
         """The calls of functions that can be quantized, for every visit of an owner."""
-        visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]
+        visits: list[list[FunctionCall]] = [[] for _ in range(self.visits[owner])]
         for call in self.calls_of.get(owner, []):
             if call.function in SITE_FUNCTIONS:
                 visits[call.visit].append(call)
         return visits
 
 
-def _makes(call: Call) -> bool:
+def _makes(call: FunctionCall) -> bool:
     """Whether a call gives a tensor, and not a number, a text or a shape."""
     return bool(call.outputs)

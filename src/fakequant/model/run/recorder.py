@@ -24,7 +24,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.model.modes import not_compiled
 from fakequant.model.run.memory import Tensors, unwrapped, version_of
-from fakequant.model.run.recorded import FAKE_QUANTIZE, IN_A_BRANCH, QUANTIZER, Call, ModuleCall, Recording, Value
+from fakequant.model.run.recorded import (
+    FAKE_QUANTIZE,
+    IN_A_BRANCH,
+    QUANTIZER,
+    FunctionCall,
+    ModuleCall,
+    Recording,
+    Value,
+)
 from fakequant.model.run.traits import factors_of, has, is_number
 from fakequant.nn.sites.functions import CalledAs, called_as
 from fakequant.nn.sites.traits import Trait
@@ -32,7 +40,7 @@ from fakequant.restore import restore_after, stack_without
 
 
 class Detail(NamedTuple):
-    """Attributes that only calls that can be quantized have: see `Call`."""
+    """Attributes that only calls that can be quantized have: see `FunctionCall`."""
 
     operands: dict[str, int]
     where: tuple[tuple[CodeType, int], ...]
@@ -164,7 +172,7 @@ class Recorder(TorchFunctionMode):
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
         recording.calls.append(
-            Call(number, owner, visit, name, index, inputs, outputs, multiplications=count, **detail._asdict())
+            FunctionCall(number, owner, visit, name, index, inputs, outputs, multiplications=count, **detail._asdict())
         )
 
     def _note_shared(self, made: list[Tensor], written: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.run.masks import masked_values
-from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.run.traits import having
 from fakequant.model.sites.planned import Candidate, SiteQuantizer
 from fakequant.model.sites.sites import candidates, operand_quantizer, rules_of_sites
@@ -63,7 +63,7 @@ class _Planner:
         self.given = layers
         self.layers = dict(layers)
         self.candidates = {(one.owner, one.function, one.index): one for one in configs}
-        self.same: dict[tuple[str | None, str, int], list[Call]] = {}  # calls, which differ by visit alone
+        self.same: dict[tuple[str | None, str, int], list[FunctionCall]] = {}  # calls, which differ by visit alone
         for call in recording.calls:
             self.same.setdefault(call.site, []).append(call)
         self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
@@ -89,7 +89,7 @@ class _Planner:
             for value in values:
                 self.readers.setdefault(value, []).append(path)
 
-    def _candidate(self, call: Call) -> Candidate | None:
+    def _candidate(self, call: FunctionCall) -> Candidate | None:
         return None if call.owner is None else self.candidates.get((call.owner, call.function, call.index))
 
     def place(self) -> Placement:
@@ -137,7 +137,7 @@ class _Planner:
         producer = self.flow.producer(value)
         return producer is not None and (producer.function, function) in self.target.fused and self.flow.alone(value)
 
-    def _adds_bias(self, one: Candidate, call: Call) -> bool:
+    def _adds_bias(self, one: Candidate, call: FunctionCall) -> bool:
         """Whether a parameter is added to the result of a product, as its bias."""
         if one.function != "add" or not one.constants:
             return False
@@ -155,7 +155,7 @@ class _Planner:
             producer = self.flow.producer(value)
         return False
 
-    def _main_branch(self, one: Candidate, call: Call) -> str | None:
+    def _main_branch(self, one: Candidate, call: FunctionCall) -> str | None:
         """The operand that the engine computes together with the sum: a product's result that nothing else uses."""
         main = [name for name in one.operands if self._is_of_product(call.operands[name], ("batch_norm",))]
         if len(main) < 2:
@@ -235,7 +235,7 @@ class _Planner:
             quantized = {value for same in self.same[last.site] for value in same.outputs[:1]}
             self._drop_after(quantized, self.target.keeps if inside else having(Trait.IDENTITY))
 
-    def _quantize_output(self, call: Call) -> bool:
+    def _quantize_output(self, call: FunctionCall) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where it stays in float."""
         if self._is_unfit(value for same in self.same[call.site] for value in same.outputs[:1]):
             return False
@@ -250,7 +250,7 @@ class _Planner:
             self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
         return config is not None
 
-    def _last_of_chain(self, call: Call) -> Call:
+    def _last_of_chain(self, call: FunctionCall) -> FunctionCall:
         """The last of the calls that are computed as one, from a call on."""
         while call.outputs and self.flow.alone(call.outputs[0]):
             after = self.flow.consumers[call.outputs[0]][0]
@@ -301,7 +301,7 @@ class _Planner:
             )
         return notes
 
-    def _quantizes(self, consumer: Call, value: int) -> bool:
+    def _quantizes(self, consumer: FunctionCall, value: int) -> bool:
         if consumer.owner in self.layers:
             return self.layers[consumer.owner].input is not None
         one = self._candidate(consumer)
@@ -310,7 +310,7 @@ class _Planner:
         return bool(names) and all(name in held for name in names)
 
 
-def _first_operands(calls: Iterable[Call]) -> list[int]:
+def _first_operands(calls: Iterable[FunctionCall]) -> list[int]:
     return [value for call in calls for value in [*call.operands.values()][:1]]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.modes import training
-from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.run.recording import record
 from fakequant.model.sites.planned import SitePlan
 from fakequant.model.sites.sites import different_orders, shielded_modules
@@ -77,7 +77,7 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
     return tuple(keys)
 
 
-def _by_place(calls: Sequence[Call], names: Sequence[Any]) -> dict[Any, list[Any]]:
+def _by_place(calls: Sequence[FunctionCall], names: Sequence[Any]) -> dict[Any, list[Any]]:
     """Names of calls by function and place in the code."""
     places: dict[Any, list[Any]] = {}
     for call, name in zip(calls, names, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.sites.planned import Candidate, PlannedSite, SitePlan, SiteQuantizer, site_path
 from fakequant.model.sizes import exceeds_float
 from fakequant.nn.operands import Kernel, Role
@@ -141,7 +141,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
     for owner, module in model.named_modules():
         if quantized_class(module) is not None or isinstance(module, QuantizedLayer):
             continue
-        calls: dict[tuple[str, int], list[Call]] = {}
+        calls: dict[tuple[str, int], list[FunctionCall]] = {}
         for visit in recording.of_owner(owner):
             for call in visit:
                 calls.setdefault((call.function, call.index), []).append(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.sites.targets.table import products
 
 
@@ -18,7 +18,7 @@ class Flow:
         self.of_owner = recording.calls_of
         self.products = products()
 
-    def producer(self, value: int) -> Call | None:
+    def producer(self, value: int) -> FunctionCall | None:
         """The call that made a value."""
         number = self.recording.values[value].producer
         return None if number is None else self.calls[number]
@@ -81,7 +81,7 @@ class Flow:
         common = set.intersection(*map(set, depths))
         return [min((own[value] for value in common), default=0) for own in depths]
 
-    def _ends_walk(self, depths: Sequence[dict[int, int]], call: Call, value: int) -> bool:
+    def _ends_walk(self, depths: Sequence[dict[int, int]], call: FunctionCall, value: int) -> bool:
         """Whether all values come from one, and no parameter or input that they share is read before it."""
         common = set.intersection(*map(set, depths))
         shared = [one for one in common if self.producer(one) is None]

@@ -20,7 +20,7 @@ from fakequant.model.state.codecs import codec, decoded, write_folder
 from fakequant.model.state.manifest import (
     MANIFEST,
     Manifest,
-    TensorFile,
+    TensorEntry,
     named_files,
     read_manifest,
     tensor_file_name,
@@ -84,7 +84,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
 
 def _write(folder: Path, state: QuantizedState, encoded: Encoded) -> None:
     """Write the two files; a process that dies leaves the model that was there, or this one."""
-    nothing = TensorFile(tensor_file_name("0" * 64), "0" * 64, 0)
+    nothing = TensorEntry(tensor_file_name("0" * 64), "0" * 64, 0)
     Manifest(tensors=nothing, packed=encoded.packed, **state.fields()).to_bytes()  # raises before anything is written
     digest, size = hashlib.sha256(), 0
 
@@ -96,7 +96,7 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded) -> None:
             yield part
 
     with temporary_file(folder, hashed()) as written:
-        file = TensorFile(tensor_file_name(digest.hexdigest()), digest.hexdigest(), size)
+        file = TensorEntry(tensor_file_name(digest.hexdigest()), digest.hexdigest(), size)
         with locked(folder) as alone:
             before = [name for name in named_files(folder) if name != file.file]
             manifest = Manifest(
@@ -168,7 +168,7 @@ def _read(folder: Path) -> tuple[Manifest, bytes]:
             manifest = newer
 
 
-def _read_tensors(folder: Path, expected: TensorFile) -> bytes:
+def _read_tensors(folder: Path, expected: TensorEntry) -> bytes:
     """The content of the file of tensors.
 
     Raises:

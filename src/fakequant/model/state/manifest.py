@@ -25,7 +25,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class TensorFile:
+class TensorEntry:
     """The file of the tensors: its name in the folder, the SHA-256 of its content, its size in bytes."""
 
     file: str
@@ -53,7 +53,7 @@ class Manifest(Plan):
         packed: the weights that are stored as codes, by name.
     """
 
-    tensors: TensorFile
+    tensors: TensorEntry
     previous: str | None = field(default=None, metadata=ALWAYS)
     packed: dict[str, PackedEntry] = field(default_factory=dict)
 

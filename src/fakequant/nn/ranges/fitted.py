@@ -17,7 +17,7 @@ _TOLERATED = 0.1
 """Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
 
 
-class _Quantizer(Protocol):
+class _Fitted(Protocol):
     """The part of a `Quantizer` that is read here."""
 
     spec: QuantSpec
@@ -29,7 +29,7 @@ class _Quantizer(Protocol):
     def learned(self) -> object | None: ...
 
 
-def look(quantizer: _Quantizer, weight: Tensor) -> None:
+def look(quantizer: _Fitted, weight: Tensor) -> None:
     """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
 
     An unchanged parameter costs 1 us. A computed weight is another tensor in every call: it is looked at in the first
@@ -55,7 +55,7 @@ def look(quantizer: _Quantizer, weight: Tensor) -> None:
         )
 
 
-def is_stale(quantizer: _Quantizer, weight: Tensor) -> bool:
+def is_stale(quantizer: _Fitted, weight: Tensor) -> bool:
     """Whether a group's largest magnitude is not nearly the one for which the parameters were set.
 
     A learned scale and the weight that trains with it always fit. A frozen weight changes by other means alone.

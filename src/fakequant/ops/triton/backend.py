@@ -25,7 +25,7 @@ from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
 from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, table_fields
 from fakequant.ops.layout import Layout, layout_of
 
-from .call import Call, Place, call_of, dynamic_call_of
+from .call import KernelCall, TilePlace, call_of, dynamic_call_of
 
 # Bytes of a block of elements: 16 loads of 16 bytes for each thread of 4 warps leave enough in flight to fill the bus.
 _BLOCK_BYTES = 8192
@@ -149,14 +149,14 @@ class TritonKernels(Kernels):
     def __init__(self, kind: Kind, backend: str, block: int) -> None:
         super().__init__(kind, backend)
         spec, self.block = kind.spec, block
-        self.place = Place.of(self.layout.tiles, block)
+        self.place = TilePlace.of(self.layout.tiles, block)
         shifted = kind.zero_point is not None or (kind.scale is None and not spec.symmetric)
         self.calls = {mask: call_of(spec, kind.dtype, zero_point=shifted, mask=mask) for mask in (False, True)}
         self.encoding = call_of(spec, kind.dtype, zero_point=shifted, emit="code")
         dtype = compute_dtype(kind.dtype)
         fields = table_fields(spec.format, dtype)
         self.table = torch.tensor(fields, dtype=dtype, device=kind.device) if fields else None
-        self.dynamic: dict[bool, Call] = {}
+        self.dynamic: dict[bool, KernelCall] = {}
         if kind.scale is None:
             reason = cannot_choose(spec, kind.dtype, self.layout.group_shape) if self.place.elements else "it is empty"
             if reason is None:
@@ -205,7 +205,7 @@ class TritonKernels(Kernels):
         from . import launch
 
         # Sums of four digits take the registers of four times as many elements.
-        place = Place.of(self.layout.tiles, max(self.block // 4, 8))
+        place = TilePlace.of(self.layout.tiles, max(self.block // 4, 8))
         packed, clips = self.layout.pack(x), self.spec.gradient is Gradient.CLIP
         wanted = params.scale if wants[0] else None, params.zero_point if wants[1] else None
         sums = torch.zeros(2, 6, place.groups, dtype=torch.int64, device=x.device)
@@ -230,7 +230,7 @@ class TritonKernels(Kernels):
         launch.dequantize(packed, y, (*self._tensors(params), self.table), self.place, self.calls[False])
         return self.layout.unpack(y)
 
-    def _launch(self, packed: Tensor, outputs: tuple[Tensor | None, ...], params: QParams, call: Call) -> None:
+    def _launch(self, packed: Tensor, outputs: tuple[Tensor | None, ...], params: QParams, call: KernelCall) -> None:
         """Outputs are values or codes, the packed mask, and whether something was NaN."""
         from . import launch
 
@@ -273,12 +273,12 @@ class TritonKernels(Kernels):
 
 
 def _measured(x: Tensor, layout: Layout, block: int) -> Range:
-    low, high, _ = _magnitudes(layout.pack(x), Place.of(layout.tiles, block), signed=True)
+    low, high, _ = _magnitudes(layout.pack(x), TilePlace.of(layout.tiles, block), signed=True)
     assert low is not None
     return Range(layout.unpack_groups(0.0 - low), layout.unpack_groups(high))
 
 
-def _magnitudes(packed: Tensor, place: Place, *, signed: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+def _magnitudes(packed: Tensor, place: TilePlace, *, signed: bool) -> tuple[Tensor | None, Tensor, Tensor]:
     """Magnitudes of the lowest and highest values of groups [groups], or of the farthest alone; the largest of all."""
     from . import launch
 

@@ -1,7 +1,7 @@
 """What the kernels know at compile time, as values; imports no triton.
 
-A kernel is compiled anew for every different value of `Call`, `Tiling` and `Sweep`, so that they hold only what kernels
-read, and nothing that changes with every shape.
+A kernel is compiled anew for every different value of `KernelCall`, `Tiling` and `Sweep`, so that they hold only what
+kernels read, and nothing that changes with every shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MASKS = {Gradient.CODE_RANGE: "code", Gradient.INPUT_RANGE: "input", Gradient.C
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScaleChoice:
     """How scales are found from ranges: `ops.kernel_params.ScaleRule`, with numbers as the compute dtype has them."""
 
     kind: str
@@ -49,11 +49,11 @@ class Choice:
     lowest: int
     highest: int
     smallest: float
-    scales: Call | None  # how scales are rounded to their format, where they have one that is rounded to
+    scales: KernelCall | None  # how scales are rounded to their format, where they have one that is rounded to
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """How one element becomes a code and a value; a different one is compiled anew."""
 
     arithmetic: str
@@ -78,7 +78,7 @@ class Call:
     stochastic: bool
     mask: str  # where gradients pass: "none", "code", "input" or "clip"
     emit: str  # "value" or "code"
-    rule: Choice | None  # by which scales are found, where they are not given
+    rule: ScaleChoice | None  # by which scales are found, where they are not given
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Tiles as runs of memory, each under one scale, and how blocks of elements meet them.
 
     Attributes:
@@ -122,13 +122,13 @@ class Place:
     tiling: Tiling
 
     @staticmethod
-    def of(tiles: Tiles, block: int) -> Place:
+    def of(tiles: Tiles, block: int) -> TilePlace:
         """That of tiles and blocks of so many elements, a power of two of at least 8."""
         g0, b0, g1, b1 = tiles
         # Groups that are runs of memory are one row of columns.
         run, columns, period = (b0, g0, g0) if g1 == 1 and b1 == 1 else (b1, g1, b0 * g1)
-        tiling = _tiling(Place(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING))
-        return Place(tiles.elements, tiles.groups, run, columns, period, block, tiling)
+        tiling = _tiling(TilePlace(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING))
+        return TilePlace(tiles.elements, tiles.groups, run, columns, period, block, tiling)
 
     @property
     def is_one_plane(self) -> bool:
@@ -141,7 +141,7 @@ class Place:
         one_row = self.columns == self.period
         return one_row, not one_row and self.is_one_plane
 
-    def is_in_one_pass(self, rule: Choice) -> bool:
+    def is_in_one_pass(self, rule: ScaleChoice) -> bool:
         """Whether a program holds whole groups, and whole bytes of the mask, so that it finds their scales itself."""
         runs_are_groups = self.columns == self.period and self.groups * self.run == self.elements
         return runs_are_groups and self.run % 8 == 0 and self.run <= LONGEST_RUN and rule.kind != "under_a_scale"
@@ -150,7 +150,7 @@ class Place:
 _NO_TILING = Tiling("single", 0, 0, False, False, False)
 
 
-def _tiling(place: Place) -> Tiling:
+def _tiling(place: TilePlace) -> Tiling:
     one_row, one_plane = place.numbering
     kind, run, columns = "any", 0, 0
     if place.groups <= 1:
@@ -183,12 +183,12 @@ def call_of(
     zero_point: bool = False,
     mask: bool = False,
     emit: str = "value",
-) -> Call:
+) -> KernelCall:
     """The call for tensors of a dtype by given parameters; `mask`: whether it is written."""
     fmt = spec.format
     stochastic = spec.rounding is Rounding.STOCHASTIC
     keeps_sign = spec.arithmetic is Arithmetic.MULTIPLIER or stochastic
-    return Call(
+    return KernelCall(
         arithmetic=spec.arithmetic.value,
         has_zero_point=zero_point,
         plain=_family(fmt) == "integer" and fmt.bits <= _PLAIN_BITS and not keeps_sign,
@@ -201,7 +201,7 @@ def call_of(
     )
 
 
-def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> Call:
+def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> KernelCall:
     """The call for tensors of a dtype by the range of groups."""
     call, rule = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask), _choice_of(spec, dtype)
     # Dividing by a power of two is multiplying by its reciprocal, bit for bit, where that exists: from 2**-127 on.
@@ -244,14 +244,14 @@ def _infinity_pattern(fmt: Format) -> int:
     return ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
 
 
-def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> Choice:
+def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleChoice:
     rule, computed = rule_of(spec, dtype), compute_dtype(dtype)
     number, info = (np.float64 if computed == torch.float64 else np.float32), torch.finfo(computed)
     scales = None
     if rule.kind == UNDER_A_SCALE:
         assert spec.scale.format is not None
         scales = replace(call_of(QuantSpec("int8"), dtype), plain=False, **_fields(spec.scale.format, dtype))
-    return Choice(
+    return ScaleChoice(
         kind=_KINDS[rule.kind],
         bound=float(number(rule.bound)),
         limit=float(number(rule.limit)),
@@ -307,7 +307,7 @@ class Reduction(NamedTuple):
     programs: int
 
     @staticmethod
-    def of(place: Place, most_steps: int = 8) -> Reduction:
+    def of(place: TilePlace, most_steps: int = 8) -> Reduction:
         """That of a place, in blocks of its size."""
         across = place.run < _SHORT and place.period > place.columns
         if across:

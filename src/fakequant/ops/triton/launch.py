@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Place, Reduction, ceiling, is_wide, next_power_of_two
+from .call import KernelCall, Reduction, TilePlace, ceiling, is_wide, next_power_of_two
 from .kernels.backward import mask_kernel
 from .kernels.codes import dequantize_kernel
 from .kernels.dynamic import quantize_runs_kernel
@@ -38,27 +38,27 @@ def _start(
         kernel[(programs,)](x, *rest, **fixed, enable_fp_fusion=False, num_warps=warps)
 
 
-def _shape(place: Place) -> tuple[int, int, int, int]:
+def _shape(place: TilePlace) -> tuple[int, int, int, int]:
     one_row, _ = place.numbering
     # Then no kernel reads the columns, and triton would compile anew where 16 divides them.
     return place.elements, place.run, 1 if one_row else place.columns, place.period
 
 
-def quantize(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
+def quantize(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
     """`quantize_kernel` over all of x; outputs are y, bits and odd; given goes from scale_or_whole to seed_value."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(quantize_kernel, ceiling(place.elements, place.block), x, *outputs, *given, *_shape(place), **fixed)
 
 
-def dequantize(codes: Tensor, y: Tensor, given: Given, place: Place, call: Call) -> None:
+def dequantize(codes: Tensor, y: Tensor, given: Given, place: TilePlace, call: KernelCall) -> None:
     """`dequantize_kernel` over all codes; given goes from scale to table."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(dequantize_kernel, ceiling(place.elements, place.block), codes, y, *given, *_shape(place), **fixed)
 
 
-def quantize_runs(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
+def quantize_runs(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
     """`quantize_runs_kernel` over all runs; outputs are y and bits; given goes from table to seed_value."""
     width = max(next_power_of_two(place.run), 8)
     rows = max(place.block // width, 1)
@@ -69,7 +69,7 @@ def quantize_runs(x: Tensor, outputs: Given, given: Given, place: Place, call: C
     _start(quantize_runs_kernel, programs, x, *outputs, *given, place.groups, place.run, warps=warps, **fixed)
 
 
-def measure(x: Tensor, patterns: Given, place: Place) -> None:
+def measure(x: Tensor, patterns: Given, place: TilePlace) -> None:
     """`measure_kernel` over all of x; patterns are low, high and whole."""
     if place.elements:
         sweep, steps, programs = Reduction.of(place)
@@ -102,7 +102,7 @@ def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
         _start(mask_kernel, ceiling(n, block), dy.view(integer), bits, dx.view(integer), n, WIDE=wide, BLOCK=block)
 
 
-def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: Place, call: Call) -> None:
+def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
     """Both passes over dy and x that add to sums [6, groups]; given goes from scale to seed_value."""
     sweep, steps, programs = Reduction.of(place, most_steps=16)
     numbers = place.groups, *_shape(place), steps

@@ -12,7 +12,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.products.product import Product
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
-from fakequant.ptq.solvers.grid import Grid, of_elements
+from fakequant.ptq.solvers.grid import WeightGrid, of_elements
 
 _LOW, _HIGH = -0.1, 1.1  # the ends of AdaRound's stretched sigmoid
 _MOST = torch.finfo(torch.float32).max
@@ -52,7 +52,7 @@ class LearnedWeight:
             self._weight = parameter.detach().float().clone()
             self._params = weight.quantizer.qparams(parameter.detach())
             matrix = self._weight.reshape(len(self._weight), -1)
-            sides = Grid(self.spec, self._params, self._weight.shape).neighbours(matrix)
+            sides = WeightGrid(self.spec, self._params, self._weight.shape).neighbours(matrix)
             self._low, high = (side.reshape(self._weight.shape) for side in sides)
             self._gap = high - self._low
             self._range = self._whole_range()

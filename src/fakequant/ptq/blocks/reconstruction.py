@@ -159,7 +159,7 @@ def _learnable_inputs(block: nn.Module) -> list[Quantizer]:
     ]
 
 
-class _Group(NamedTuple):
+class _AtOneRate(NamedTuple):
     """Tensors that are learned at one rate."""
 
     tensors: list[Tensor]
@@ -251,17 +251,17 @@ class _Learning:
             gradient = torch.zeros_like(tensor) if gradient is None else gradient
             tensor.grad = gradient.sign() if self._preset.sign else gradient
 
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[_AtOneRate]:
         preset, groups = self._preset, []
         if preset.rounding:
             ends = (-0.5, 0.5) if preset.rounding == "offset" else (-math.inf, math.inf)
-            groups.append(_Group([learned.rounding for learned in self._learned.values()], preset.reach, *ends))
+            groups.append(_AtOneRate([learned.rounding for learned in self._learned.values()], preset.reach, *ends))
         if preset.ranges:
-            groups.append(_Group([learned.factor for learned in self._learned.values()], preset.ranges, 0.2, 1.2))
+            groups.append(_AtOneRate([learned.factor for learned in self._learned.values()], preset.ranges, 0.2, 1.2))
         for quantizer in self._steps:
             step: Any = quantizer.learned.step  # type: ignore[union-attr]
             size = float(step.detach().abs().mean())
-            groups.append(_Group([step], preset.inputs * size, float(step.detach().min()) * 0.2))
+            groups.append(_AtOneRate([step], preset.inputs * size, float(step.detach().min()) * 0.2))
         return [group for group in groups if group.tensors]
 
     def _count(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
+from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep
 from fakequant.model.run.traits import has
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.traits import Trait
@@ -60,9 +60,9 @@ def follow(model: nn.Module, recording: Recording) -> Streams:
     >>> [len(one.readers) for one in found.residuals]
     [1]
     """
-    walk = _Walk(model, recording)
+    walk = _StreamWalk(model, recording)
     for step, one in recording.steps():
-        walk.call(one) if step is Step.CALL else walk.module(one, entered=step is Step.ENTER)
+        walk.call(one) if step is RunStep.CALL else walk.module(one, entered=step is RunStep.ENTER)
     for value in recording.outputs:
         walk.read(value, "the model's output")
     found = list(dict.fromkeys(walk.root(group) for group in walk.groups))
@@ -82,7 +82,7 @@ class _Value(NamedTuple):
     """Channels of a head behind attention."""
 
 
-class _Walk:
+class _StreamWalk:
     """Goes through a run and notes what is made of values."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
@@ -148,7 +148,7 @@ class _Walk:
         for other in rest:
             self.read(other, one.path)
 
-    def call(self, call: Call) -> None:
+    def call(self, call: FunctionCall) -> None:
         """Note what a function makes of values; within layers nothing needs to be known."""
         if self._running:
             return
@@ -167,7 +167,7 @@ class _Walk:
         for value in known:
             self.read(value, f"torch.{name}")
 
-    def _result(self, name: str, call: Call, known: list[int]) -> _Value | None:
+    def _result(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
         """What is known of a function's result; None where no rotation can follow it."""
         if has(name, Trait.CHANNELS):
             others = [value for value in call.inputs if value != known[0]]
@@ -180,7 +180,7 @@ class _Walk:
             return self._attention(name, call, known)
         return None
 
-    def _attention(self, name: str, call: Call, known: list[int]) -> _Value | None:
+    def _attention(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
         values = {operand.name for operand in SITE_FUNCTIONS[name].operands if operand.reduction == -2}
         number = next((value for operand, value in call.operands.items() if operand in values), None)
         for one in known:
@@ -192,7 +192,7 @@ class _Walk:
         self.root(value.group).read_by.append("attention")
         return value._replace(head=self._shapes[number][-1])
 
-    def _sum(self, call: Call, known: list[int]) -> _Value | None:
+    def _sum(self, call: FunctionCall, known: list[int]) -> _Value | None:
         values = [self._values[value] for value in known]
         groups = [self.root(value.group) for value in values]
         if len(known) < len(call.inputs) or any(value.norm is not None or value.head for value in values):

@@ -265,7 +265,7 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
-class _Seen(NamedTuple):
+class _LookedAt(NamedTuple):
     layers: dict[str, MatrixProduct]
     """What is chosen."""
     recorded: CallOrder
@@ -276,7 +276,7 @@ class _Seen(NamedTuple):
 
 def _looked_at(
     model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches, judging: Container[int]
-) -> _Seen:
+) -> _LookedAt:
     """Run all batches, to see how the model calls its layers, and which products are what they seem."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches, judging)
@@ -300,7 +300,7 @@ def _looked_at(
         ]
     )
     layers = {path: own for path, own in layers.items() if path not in others}
-    return _Seen(layers, recorded.of(layers), fixed, result)
+    return _LookedAt(layers, recorded.of(layers), fixed, result)
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 
 _LOW, _HIGH = -0.1, 1.1  # the sigmoid is stretched to these ends, and reaches 0 and 1 (equation 23)
 _FIRST_POWER, _LAST_POWER = 20.0, 2.0  # of the regularizer, from first to last iteration
@@ -20,7 +20,7 @@ _WARM = 0.2  # share of the iterations without a regularizer
 def adaround(
     target: Tensor,
     moments: Tensor,
-    grid: Grid,
+    grid: WeightGrid,
     start: Tensor,
     iterations: int = 500,
     *,
@@ -51,7 +51,7 @@ def adaround(
 
     >>> from fakequant.functional import choose_qparams
     >>> weight, x = torch.tensor([[0.9, 0.4, 0.3]]), torch.ones(8, 3, dtype=torch.float64)
-    >>> grid = Grid(QuantSpec("int2"), choose_qparams(torch.ones(1, 3), "int2"), weight.shape)
+    >>> grid = WeightGrid(QuantSpec("int2"), choose_qparams(torch.ones(1, 3), "int2"), weight.shape)
     >>> adaround(weight, x.T @ x, grid, grid.nearest(weight)).sum()
     tensor(2.)
     """
@@ -67,7 +67,7 @@ def adaround(
 
 
 def _learned(
-    target: Tensor, moments: Tensor, grid: Grid, start: Tensor, before: Tensor, how: tuple[int, float, float]
+    target: Tensor, moments: Tensor, grid: WeightGrid, start: Tensor, before: Tensor, how: tuple[int, float, float]
 ) -> Tensor:
     iterations, rate, weight = how
     wanted = target.float()
@@ -94,7 +94,7 @@ def _learned(
     return torch.where(learned >= 0, high, low).to(target.dtype)
 
 
-def _pairs(target: Tensor, grid: Grid, start: Tensor) -> tuple[Tensor, Tensor]:
+def _pairs(target: Tensor, grid: WeightGrid, start: Tensor) -> tuple[Tensor, Tensor]:
     """The two values between which each value is learned; the start is one of them if it is further away."""
     low, high = grid.neighbours(target)
     further = (start < low) | (start > high)

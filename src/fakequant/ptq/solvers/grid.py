@@ -14,7 +14,7 @@ from fakequant.ops import library
 _BITS = 33  # steps of a bisection over all float32 numbers
 
 
-class Grid:
+class WeightGrid:
     """The values of a weight [out, ...] by fixed parameters, as a matrix [out, columns].
 
     Each column is quantized by the package's own operator with the scales of its elements, so that formats and
@@ -27,7 +27,7 @@ class Grid:
 
     >>> from fakequant.functional import choose_qparams
     >>> weight = torch.tensor([[0.3, -0.7], [1.0, 0.2]])
-    >>> grid = Grid(QuantSpec("int2"), choose_qparams(weight, "int2"), weight.shape)
+    >>> grid = WeightGrid(QuantSpec("int2"), choose_qparams(weight, "int2"), weight.shape)
     >>> grid.column(0, weight[:, 0])
     tensor([0., 1.])
     """
@@ -54,7 +54,7 @@ class Grid:
 
         >>> from fakequant.functional import choose_qparams
         >>> weight = torch.tensor([[0.3, -0.7], [1.0, 5.0]])
-        >>> grid = Grid(QuantSpec("int3"), choose_qparams(weight[:1], "int2"), weight.shape)
+        >>> grid = WeightGrid(QuantSpec("int3"), choose_qparams(weight[:1], "int2"), weight.shape)
         >>> [part.mul(10).round().tolist() for part in grid.neighbours(weight)]
         [[[0.0, -7.0], [7.0, 21.0]], [[7.0, -7.0], [14.0, 21.0]]]
         """
@@ -76,9 +76,9 @@ class Grid:
         params = QParams(self._scale[:, columns].contiguous(), zero_point)
         return library.fake_quantize(values.float().contiguous(), params, self._spec).to(values.dtype)
 
-    def rows(self, part: slice) -> Grid:
+    def rows(self, part: slice) -> WeightGrid:
         """The grid of some rows of the matrix."""
-        grid = object.__new__(Grid)
+        grid = object.__new__(WeightGrid)
         grid._spec = self._spec
         grid._scale = self._scale[part]
         grid._zero_point = None if self._zero_point is None else self._zero_point[part]

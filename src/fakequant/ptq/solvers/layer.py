@@ -15,7 +15,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result
 from fakequant.ptq.solvers.adaround import adaround
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.problem import Problem
 from fakequant.ptq.solvers.ranges import searched_params
@@ -92,7 +92,7 @@ def _chosen(
         params = searched_params(float_weight, spec, solved.sums.moments, parts)
         tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
     if solving := [step for step in SOLVERS if step in steps]:
-        grid = Grid(spec, params, float_weight.shape)
+        grid = WeightGrid(spec, params, float_weight.shape)
         setting = _setting(float_weight, grid, solving, fit, held, centred=bias is not None)
         for step, values in _solved(solved, grid, solving, setting).items():
             tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
@@ -118,7 +118,7 @@ class _Part(NamedTuple):
     group: int
     wanted: Tensor
     """The values [outputs, columns] to come close to."""
-    grid: Grid
+    grid: WeightGrid
     before: Tensor | None
     """The values that the solver before gave."""
     setting: Setting
@@ -152,7 +152,7 @@ SOLVERS = {"gptq": _Solver(_gptq), "descend": _Solver(_descend), "adaround": _So
 """The steps that choose codes, in their order; each goes on from the values of the one before it."""
 
 
-def _solved(problem: Problem, grid: Grid, steps: Sequence[str], setting: Setting) -> dict[str, Tensor]:
+def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str], setting: Setting) -> dict[str, Tensor]:
     """The values [groups, outputs, columns] after each step."""
     groups, outputs, _ = problem.weight.shape
     target = problem.target(setting.ridge)
@@ -166,7 +166,7 @@ def _solved(problem: Problem, grid: Grid, steps: Sequence[str], setting: Setting
 
 
 def _setting(
-    weight: Tensor, grid: Grid, steps: Sequence[str], fit: InputSums, held: InputSums, *, centred: bool
+    weight: Tensor, grid: WeightGrid, steps: Sequence[str], fit: InputSums, held: InputSums, *, centred: bool
 ) -> Setting:
     """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
     quick = [step for step in steps if SOLVERS[step].tries_settings]

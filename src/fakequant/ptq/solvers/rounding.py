@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError
-from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.grid import WeightGrid
 from fakequant.ptq.solvers.problem import damped_factor
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
 
 
-def gptq(target: Tensor, moments: Tensor, grid: Grid, damping: float = 0.05) -> Tensor:
+def gptq(target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.05) -> Tensor:
     """Values of a grid for a matrix [out, columns], column by column: later ones make good the errors of earlier ones.
 
     Columns with the largest moments come first. A column whose input is always 0 gets the nearest values.
@@ -56,7 +56,7 @@ def _inverse_factor(moments: Tensor, damping: float) -> Tensor:
     return upper
 
 
-def descend(target: Tensor, chosen: Tensor, moments: Tensor, grid: Grid, passes: int = 2) -> Tensor:
+def descend(target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, passes: int = 2) -> Tensor:
     """Values of a grid with a loss that is not larger, by choosing each column anew while the others stay.
 
     Args:
