@@ -58,7 +58,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
     state = snapshot(model)
     parts = parts_of(model, state)
-    refuse(chosen, parts, state)
+    refuse(chosen, model, parts, state)
     out = writable_folder(target.parent if name else target)
     files = dict(chosen.encode(state, model, parts))
     if chosen.suffix:

@@ -168,7 +168,9 @@ def build(path: Path) -> nn.Module:
     values = {key: value for key, value in config.items() if key != "quantization_config"}
     own = cls.config_class.from_dict(values)
     with no_init_weights():
-        return cls._from_config(own, dtype=config.get("dtype", config.get("torch_dtype"))).eval()
+        model = cls._from_config(own, dtype=config.get("dtype", config.get("torch_dtype")))
+    model.tie_weights()
+    return model.eval()
 
 
 class Names:

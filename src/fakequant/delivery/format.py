@@ -18,6 +18,7 @@ from fakequant.model.state.snapshots import QuantizedState
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.operands import Operand
 from fakequant.nn.paths import join
+from fakequant.text import module_name
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Part:
     paths: Mapping[str, str]
     places: Mapping[str, Operand] = field(default_factory=dict)
     call: str = ""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return join(self.path, self.call) if self.call else module_name(self.path)
 
     @property
     def weight(self) -> str:
@@ -89,6 +95,10 @@ class DeliveryFormat(ABC):
     @abstractmethod
     def why_not(self, part: Part) -> str | None:
         """Why the format cannot hold a part; None if it can. Presets are tried by it, too, so it reads no values."""
+
+    def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
+        """Why a format cannot hold parts together, each of which it could hold alone, by their names."""
+        return {}
 
     @abstractmethod
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:

@@ -18,7 +18,7 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
     """
     count = patterns.shape[-1]
     if bits == _TOGETHER:
-        return patterns.to(torch.uint8)
+        return patterns.to(torch.uint8).contiguous()
     parts = pad(patterns, (0, -count % _TOGETHER)).unflatten(-1, (-1, _TOGETHER))
     if bits == 4:
         parts = parts.to(torch.uint8)
@@ -27,7 +27,7 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
         parts = parts.to(torch.int64) << torch.arange(0, _TOGETHER * bits, bits)
         # Sums of numbers that share no bits.
         packed = parts.sum(-1, keepdim=True).view(torch.uint8)[..., :bits]
-    return packed.flatten(-2)[..., : -(-count * bits // 8)]
+    return packed.flatten(-2)[..., : -(-count * bits // 8)].contiguous()
 
 
 def unpack(stored: Tensor, bits: int, count: int) -> Tensor:

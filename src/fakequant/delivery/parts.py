@@ -20,7 +20,6 @@ from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
-from fakequant.text import module_name
 
 _IN_FLOAT = 32
 """Bits of a tensor that is not quantized, for distances."""
@@ -72,7 +71,7 @@ def _shown(attribute: str) -> str:
     return attribute.strip("_").removesuffix("_quantizer")
 
 
-def refuse(format: DeliveryFormat, parts: Sequence[Part], state: QuantizedState) -> None:
+def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], state: QuantizedState) -> None:
     """Raise if a format cannot hold all that is quantized, before any work.
 
     Raises:
@@ -81,18 +80,16 @@ def refuse(format: DeliveryFormat, parts: Sequence[Part], state: QuantizedState)
     found: dict[str, str] = {}
     for part in parts:
         if reason := _own_reason(part, state):
-            found[_place(part)] = reason
+            found[part.name] = reason
         elif reason := format.why_not(part):
-            found[_place(part)] = f"{reason}{_nearest(format, part)}"
+            found[part.name] = f"{reason}{_nearest(format, part)}"
+    if not found:
+        found |= format.conflicts(model, parts)
     weights = {state.shared.get(part.weight, part.weight) for part in parts if "weight" in part.operands}
     found |= {name: reason for name, reason in state.in_float.items() if name in weights}
     if found:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in found.items())
         raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
-
-
-def _place(part: Part) -> str:
-    return module_name(join(part.path, part.kind) if part.call else part.path)
 
 
 def _own_reason(part: Part, state: QuantizedState) -> str | None:

@@ -24,6 +24,8 @@ from fakequant.model.modes import evaluating
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes, lowest_of, patterns_of
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.format import Format
+from fakequant.numerics.spec import QuantSpec
 
 _CALL = "verify_delivery('folder', model, batches)"
 
@@ -101,41 +103,60 @@ def verify_delivery(
 
 
 def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
-    """Add a row for each weight, and one for the float tensors."""
-    names = {*live.weights, *stored.weights}
-    for name in [one for one in live.weights if one in names] + sorted(names - {*live.weights}):
-        if name not in live.weights or name not in stored.weights:
-            report.rows.append(Row(name, "", "only in one of file and model", intact=False))
-            continue
-        ours, theirs = live.weights[name], stored.weights[name]
-        row = Row(name, str(ours.spec), "weight")
-        for one, two in zip(_numbers(ours), _numbers(theirs), strict=True):
-            row.elements += one.numel()
-            row.differing += one.numel() if one.shape != two.shape else int((one != two).sum())
+    """Add a row for each weight, one for the ranges of activations, and one for the float tensors."""
+    for name in [*live.weights, *(one for one in stored.weights if one not in live.weights)]:
+        if name in live.weights and name in stored.weights:
+            row = Row(name, str(live.weights[name].spec), "codes")
+            _count(row, _numbers(live.weights[name]), _numbers(stored.weights[name]))
+        elif name in live.weights and name in stored.tensors:  # which the format holds by the values of its codes
+            row = Row(name, str(live.weights[name].spec), "values")
+            _count(row, [live.weights[name].values()], [stored.tensors[name]])
+        else:
+            row = Row(name, "", "in one of file and model alone", intact=False)
         report.rows.append(row)
-    floats = Row("", "", "in float")
-    own = {name for name in live.others if name in stored.tensors}
-    for name in own - names:
-        one, two = live.tensors[name], stored.tensors[name]
-        floats.elements += one.numel()
-        floats.differing += _differing(one.flatten(), two.flatten())
-    report.rows.append(floats)
+    ranges, floats = Row("ranges of activations", "", "activation"), Row("float tensors", "", "in float")
+    theirs = {path: entry for path, _, entry in stored.quantizers()}
+    for path, _, entry in live.quantizers():
+        if f"{path}.scale" in live.tensors and path in theirs and f"{path}.scale" in stored.tensors:
+            specs = entry.tensor.spec, theirs[path].tensor.spec
+            _count(ranges, *(_range(state, path, spec) for state, spec in zip((live, stored), specs, strict=True)))
+    own = tuple(f"{path}." for path, _, _ in live.quantizers())
+    for name in live.tensors:
+        if name in stored.tensors and name not in live.weights and not name.startswith(own):
+            _count(floats, [live.tensors[name]], [stored.tensors[name]])
+    report.rows += [row for row in (ranges, floats) if row.elements]
 
 
-def _numbers(weight: WeightCodes) -> list[Tensor]:
-    """Codes counted from the lowest, scales, and zero points counted likewise; signed and unsigned codes are equal."""
-    low = lowest_of(weight.spec.format)
-    point = weight.zero_point if weight.zero_point is not None else torch.full_like(weight.scale, 0)
-    return [patterns_of(weight.codes, weight.spec.format), weight.scale, point.reshape(weight.scale.shape) - low]
+def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Add to a row how many values of pairs of tensors differ; all of them where shapes do."""
+    for one, two in zip(ours, theirs, strict=True):
+        row.elements += one.numel()
+        row.differing += one.numel() if one.shape != two.shape else _differing(one, two)
 
 
 def _differing(one: Tensor, two: Tensor) -> int:
-    """The number of values whose bits differ; all of them where shapes or dtypes do."""
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return one.numel()
-    if not one.is_floating_point() or one.element_size() == 1:
+    if not one.is_floating_point() or one.element_size() == 1 or one.dtype is not two.dtype:
         return int((one != two).sum())
     return differing_bits(one.detach(), two)
+
+
+def _numbers(weight: WeightCodes) -> list[Tensor]:
+    """Codes, scales and zero points; codes of integers as signed ones, so that formats may count them otherwise."""
+    point, format = weight.zero_point, weight.spec.format
+    point = torch.zeros_like(weight.scale) if point is None else point.reshape(weight.scale.shape)
+    middle = 0 if weight.spec.offset is not None else _middle(format)
+    return [patterns_of(weight.codes, format) + lowest_of(format) - _middle(format), weight.scale, point - middle]
+
+
+def _range(state: QuantizedState, path: str, spec: QuantSpec) -> list[Tensor]:
+    """The scale of a quantizer, and its zero point among signed codes."""
+    point = state.tensors.get(f"{path}.zero_point", torch.zeros(1))
+    return [state.tensors[f"{path}.scale"].flatten(), point.flatten() - _middle(spec.format)]
+
+
+def _middle(format: Format) -> int:
+    """The code of an unsigned integer format that is 0 among signed ones."""
+    return 1 << format.bits - 1 if format.has_zero_point and not format.signed else 0
 
 
 def _compare_weights(report: DeliveryReport, live: QuantizedState, engine: Engine) -> None:
@@ -144,8 +165,7 @@ def _compare_weights(report: DeliveryReport, live: QuantizedState, engine: Engin
         theirs: Mapping[str, Tensor] = engine.weights
         if name in theirs and name in rows:
             ours = live.weights[name].values()
-            rows[name].elements += ours.numel()
-            rows[name].differing += int((ours != theirs[name]).sum())
+            _count(rows[name], [ours], [theirs[name].to(ours.dtype)])
 
 
 def _compare_outputs(

@@ -41,6 +41,7 @@ EXACT = "exact global scale of "
 """Before the name of a layer in the header of a file: the number whose rounded reciprocal the file has."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
+_HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
 _DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
 _PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0])
 """Ranges by which two rules for scales are told apart."""
@@ -58,6 +59,19 @@ def scheme_of(part: Part) -> Args | str:
             return f"its {name} is {config}, and {found}"
         scheme[role] = found
     return {**scheme, "format": _layout_of(scheme["weights"], ROLES["input"] in scheme)}
+
+
+def attention_args(part: Part) -> Args | str:
+    """The arguments of keys and values, and of queries with them, in a call of attention; or why there are none."""
+    if "attention" not in part.kind or part.operands.keys() - {"query", "key", "value"}:
+        return "files quantize keys and values of attention, and queries with them, and no other functions"
+    found = [_activation_args(config, part.shape[-1] if part.shape else 1) for config in part.operands.values()]
+    first = found[0]
+    if isinstance(first, str) or any(one != first for one in found) or not {"key", "value"} <= part.operands.keys():
+        return "keys and values, and queries where they are quantized, are so in one way"
+    if first["strategy"] != "tensor" or first["dynamic"] or not first["symmetric"]:
+        return "keys and values have one fixed scale for a layer, and no zero point"
+    return first
 
 
 def _layout_of(weights: Args, has_input: bool) -> str:
@@ -97,8 +111,8 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
     except ShapeError as error:
         return str(error)
     is_float = args["type"] == "float"
-    if any(size != 1 for size in stack) or (stack and (height, width) == (rows, columns)):
-        return "files have scales of experts for rows, or for groups of inputs, of one expert"
+    if stack and (stack != [1] or (height, width) == (rows, columns) or not args["symmetric"]):
+        return "files have scales of experts for rows, or for groups of inputs, of one expert, and no zero points"
     if height == 1 and columns % width and width < columns:
         return f"groups divide the inputs, and {columns} is no multiple of {width}"
     own = _own_scales(spec, (*shape[:-2], rows, columns // width)) if is_float and height == 1 else None
@@ -202,8 +216,12 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
     return scheme
 
 
-def config_of(args: Mapping[str, Any]) -> TensorConfig:
+def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> TensorConfig:
     """How arguments quantize a tensor.
+
+    Args:
+        args: of a scheme, see `normalized`.
+        scales: the type in which a file has the scales.
 
     Raises:
         CheckpointError: arguments that this reader does not know.
@@ -222,7 +240,7 @@ def config_of(args: Mapping[str, Any]) -> TensorConfig:
         if strategy != "token" or bits != found.spec.format.bits:
             raise CheckpointError(f"a scheme has dynamic integers {dict(args)}, which this reader does not know")
         return found
-    scale = ScaleSpec()
+    scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:
         powers = ScaleSpec(_POWERS, ScaleRounding.EVEN if dynamic else ScaleRounding.FLOOR)
         scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers

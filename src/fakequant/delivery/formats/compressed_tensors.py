@@ -14,12 +14,14 @@ from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from math import prod
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fakequant.delivery.calls import attention_sites
 from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, Names, build, config_file, later
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
 from fakequant.delivery.formats._compressed_tensors import (
@@ -28,20 +30,24 @@ from fakequant.delivery.formats._compressed_tensors import (
     PACKED,
     ROLES,
     Stored,
+    attention_args,
     config_of,
     normalized,
+    reciprocal,
     scheme_of,
     shift_of,
     stored,
 )
 from fakequant.delivery.places import Place, float_names, places_of
 from fakequant.errors import CheckpointError, warn_user
+from fakequant.model.sites.planned import site_path
 from fakequant.model.state.codecs import Files, TensorFile
 from fakequant.model.state.packing import Made
-from fakequant.model.state.plan import LayerEntry, QuantizerEntry
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join, module_at
+from fakequant.nn.quantized.forms import own_class
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
@@ -54,13 +60,27 @@ class CompressedTensors(DeliveryFormat):
 
     def why_not(self, part: Part) -> str | None:
         if part.call:
-            return "it quantizes no functions of a forward"
+            found = attention_args(part)
+            return found if isinstance(found, str) else None
         if not (isinstance(part.module, (nn.Linear, nn.Embedding)) or part.is_stack):
             return f"it quantizes linear layers, embeddings and experts, and this is a {part.kind}"
         if "weight" not in part.operands:
             return "it quantizes activations of layers whose weight is quantized, too"
         found = scheme_of(part)
         return found if isinstance(found, str) else None
+
+    def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
+        calls = {part.path: part for part in parts if part.call}
+        classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
+        others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
+        schemes = {part.name: attention_args(part) for part in calls.values()}
+        first = next(iter(schemes.values()), None)
+        found = {
+            name: "files have one scheme of keys and values for all layers"
+            for name, one in schemes.items()
+            if one != first
+        }
+        return found | dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         return _Writer(state, model, parts).files()
@@ -99,9 +119,10 @@ class _Writer:
         tied = {*state.shared, *state.shared.values()}
         # Programs read these as floats, and tie them: the values of codes are the same numbers.
         self.in_float = [p.weight for p in parts if isinstance(p.module, nn.Embedding) or p.weight in tied]
-        self.coded = {part.weight: part for part in parts if part.weight not in self.in_float}
+        self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
+        self.calls = [part for part in parts if part.call]
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
-        self.groups: dict[str, list[str]] = {}
+        self.groups: dict[str, dict[str, int]] = {}
         self.pieces = lru_cache(maxsize=1)(self._pieces)
 
     def files(self) -> Files:
@@ -110,8 +131,18 @@ class _Writer:
             if not name.startswith(own):
                 tensor = later(self.state.tensors, self.state.shared.get(name, name))
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                for key, piece in self.names.split(name, like).items():
+                pieces = self.names.split(name, like)
+                if name in self.coded:
+                    scheme, (first, last) = scheme_of(self.coded[name]), (min(pieces), max(pieces))
+                    alike = first[: [*map(eq, first, last), False].index(False)]
+                    target = f"re:{re.escape(alike)}.*" if len(pieces) > 1 else first.removesuffix(".weight")
+                    self.groups.setdefault(json.dumps(scheme), {})[target] = len(pieces)
+                for key, piece in pieces.items():
                     self._add(name, key, piece, tensor)
+        for part in self.calls:
+            for name in part.operands:
+                scale = self.state.tensors[f"{part.paths[name]}.scale"]
+                self.tensors[f"{part.path}.{name[0]}_scale"] = scale.reshape(1)
         quantization = self._quantization()
         self._say([json.loads(scheme) for scheme in self.groups])
         return {WEIGHTS: self.tensors, CONFIG: config_file(self.model, quantization)}
@@ -134,10 +165,13 @@ class _Writer:
         """Add what stands for a weight [out, in]."""
         spec, scheme = part.operands["weight"].spec, scheme_of(part)
         assert not isinstance(scheme, str), scheme
-        self.groups.setdefault(json.dumps(scheme), []).append(base)
         rounded = spec.scale.format is not None and spec.scale.format.storage is piece.dtype
         for suffix, one in stored(scheme, spec.format, piece.shape, piece.dtype if rounded else torch.float32).items():
             self.tensors[f"{base}.{suffix}"] = self._later(part.weight, key, one)
+            if one.field == "shared":
+                exact = self.pieces(part.weight, "shared")[key].flatten()[0]
+                if not torch.equal(reciprocal(reciprocal(exact))[0], exact):
+                    self.tensors.metadata[f"{EXACT}{base}"] = float(exact).hex()
         if scheme["format"] == PACKED:
             self.tensors[f"{base}.weight_shape"] = torch.tensor(piece.shape)
         for role, what in product(("input", "output"), ("scale", "zero_point")):
@@ -171,22 +205,24 @@ class _Writer:
         return self.names.split(name, found)
 
     def _quantization(self) -> dict[str, Any]:
-        """What `config.json` says: the largest group is for all linear layers, the others name their modules."""
-        stacks = {part.path for part in self.coded.values() if part.is_stack}
-        groups: dict[str, Any] = {}
-        for scheme, modules in sorted(self.groups.items(), key=lambda item: -len(item[1])):
-            inside = {path: [one for one in modules if one.startswith(f"{path}.")] for path in stacks}
-            named = sorted({*modules} - {one for found in inside.values() for one in found})
-            targets = [f"re:{re.escape(path)}[.].*" for path, found in inside.items() if found] + named
-            groups[f"group_{len(groups)}"] = {"targets": targets if groups else ["Linear"], **json.loads(scheme)}
-        formats = {group["format"] for group in groups.values()}
+        """What `config.json` says: most layers have their scheme by their class, and others are named before it."""
+        ranked = sorted(self.groups.items(), key=lambda item: sum(item[1].values()))
+        groups = [{"targets": [*targets], **json.loads(scheme)} for scheme, targets in ranked]
+        by_class = [one for one in groups if len(groups) == 1 or not any("re:" in target for target in one["targets"])]
+        for group in by_class[-1:]:
+            group["targets"] = ["Linear"]
+        groups.sort(key=lambda group: group["targets"] == ["Linear"])
+        formats = {group["format"] for group in groups}
+        attention = attention_args(self.calls[0]) if self.calls else None
+        if has_query := any("query" in part.operands for part in self.calls):
+            groups.insert(0, {"targets": [part.path for part in self.calls], ROLES["input"]: attention})
         return {
             "quant_method": CompressedTensors.name,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
-            "config_groups": groups,
+            "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
             "ignore": self.ignored,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if has_query else attention,
         }
 
     def _say(self, schemes: list[dict[str, Any]]) -> None:
@@ -196,21 +232,26 @@ class _Writer:
             notes.append(
                 f"{listed(self.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
             )
-        if needs_dequantize(schemes):
-            notes.append(
-                "load it with transformers by quantization_config=CompressedTensorsConfig(dequantize=True), and in "
-                "float32 by .float(): else transformers fails on zero points, and computes 4-bit floats in bfloat16"
-            )
+        if needs_dequantize(schemes, self.tensors, next(self.model.parameters()).dtype):
+            way = "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
+            if len(schemes) > 1:
+                way = "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
+            notes.append(f"transformers loads these files {way}")
         if notes:
             warn_user(f"compressed-tensors: {'; '.join(notes)}")
 
 
-def needs_dequantize(schemes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether transformers loads weights in float32 only when it dequantizes them at once."""
-    return any(
-        "scale_dtype" in one["weights"] or (one["format"] == PACKED and not one["weights"]["symmetric"])
-        for one in schemes
-    )
+def needs_dequantize(
+    schemes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype
+) -> bool:
+    """Whether transformers loads the same weights only where it dequantizes them at once."""
+    weights = [one for one in schemes if ROLES["weight"] in one]
+    if any("scale_dtype" in one["weights"] for one in weights):
+        return True
+    if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
+        return True
+    scales = (name for name in tensors if name.endswith(".weight_scale"))
+    return dtype is not torch.float32 and any(tensors[name].dtype is torch.float32 for name in scales)
 
 
 class _Reader:
@@ -224,10 +265,10 @@ class _Reader:
             raise CheckpointError(
                 f"{path} holds no codes: its quantization_config is of a model that is not compressed"
             )
-        if left := [key for key in ("transform_config", "sparsity_config", "kv_cache_scheme") if given.get(key)]:
+        if left := [key for key in ("transform_config", "sparsity_config") if given.get(key)]:
             raise CheckpointError(f"{path} has {', '.join(left)}, which this reader does not know")
         self.groups = [normalized(one, given.get("format")) for one in given["config_groups"].values()]
-        self.ignored = given.get("ignore") or []
+        self.ignored, self.attention = given.get("ignore") or [], given.get("kv_cache_scheme")
         self.coded: dict[str, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}
 
     def state(self) -> QuantizedState:
@@ -246,7 +287,8 @@ class _Reader:
                 self._need(*pieces)
                 tensors[name] = partial(self._float, name, pieces, place)
             else:
-                config = config_of(scheme["weights"]).placed(place.operand.axes())
+                scales = self.tensors.get(f"{base}.weight_scale", torch.ones(1)).dtype
+                config = config_of(scheme["weights"], scales).placed(place.operand.axes())
                 config = config.for_each() if place.operand.is_stack else config
                 entry = layers.setdefault(place.path, LayerEntry(place.kind, {}))
                 entry.quantizers[place.attribute] = QuantizerEntry(config)
@@ -261,9 +303,10 @@ class _Reader:
                     )
                     self.used.add(f"{key.removesuffix('.weight')}.weight_shape")
                 tensors |= self._activations(place, entry, scheme, [*pieces])
+        sites = self._attention(tensors)
         if left := sorted({*self.tensors} - self.used):
             raise CheckpointError(f"{self.path} has tensors for which the model has no place: {listed(left)}")
-        return QuantizedState(layers=layers, shared=shared, tensors=Made(tensors), weights=Made(weights))
+        return QuantizedState(sites=sites, layers=layers, shared=shared, tensors=Made(tensors), weights=Made(weights))
 
     def _need(self, *keys: str) -> None:
         if missing := [key for key in keys if key not in self.tensors]:
@@ -319,6 +362,23 @@ class _Reader:
             decompress = compressor.get_value_from_registry(scheme["format"]).decompress
             found[key] = decompress(own, scheme_class.model_validate(scheme))["weight"]
         return self.names.joined(name, found, self.model.state_dict()[name].shape, place.operand.channels)
+
+    def _attention(self, tensors: dict[str, Any]) -> SitesEntry:
+        """The calls of attention with their ranges, which are added to the tensors."""
+        operands = ("key", "value")
+        args = self.attention and normalized({"targets": [], ROLES["input"]: self.attention}, None)
+        for group in (one for one in self.groups if ROLES["weight"] not in one):
+            operands, args = ("query", *operands), group
+        if not args:
+            return SitesEntry()
+        sites = attention_sites(self.model, config_of(args[ROLES["input"]]), operands)
+        for path, owner in sites.owners.items():
+            for key, name in ((key, name) for key, site in owner.sites.items() for name in site.quantizers):
+                if name in operands:
+                    self._need(f"{path}.{name[0]}_scale")
+                    place = f"{site_path(path, key)}.{name}.scale"
+                    tensors[place] = partial(self._range, f"{path}.{name[0]}_scale", torch.float32)
+        return sites
 
     def _range(self, key: str, dtype: torch.dtype) -> Tensor:
         return self.tensors[key].to(dtype).reshape(1)
@@ -379,7 +439,7 @@ def _transformers(path: Path, model: nn.Module, groups: Sequence[Mapping[str, An
 
     coded = [one for one in groups if "weights" in one]
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
-    if needs_dequantize(coded):
+    if needs_dequantize(coded, Folder(path).tensors(), next(model.parameters()).dtype):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
         if len(coded) > 1:
             note = "dequantizes all layers by one scheme, and the file has several"
@@ -391,4 +451,5 @@ def _transformers(path: Path, model: nn.Module, groups: Sequence[Mapping[str, An
         return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}."])
     architecture = getattr(transformers, Folder(path).config["architectures"][0])
     loaded = architecture.from_pretrained(path, dtype=model.dtype, **options)
-    return Engine(name, model=loaded.to(model.dtype).eval())
+    # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
+    return Engine(name, model=(loaded.to(model.dtype) if model.dtype is torch.float32 else loaded).eval())

@@ -1,0 +1,54 @@
+"""Quantizers of keys and values, which files name by the module that calls the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fakequant.errors import CheckpointError, ConfigError
+from fakequant.model.config import Config, Rule
+from fakequant.model.run.recording import record
+from fakequant.model.sites.planned import SitePlan
+from fakequant.model.sites.sites import plan_sites
+from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry
+from fakequant.model.state.stored_sites import sites_entry
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.quantizer import quantizers
+
+
+def attention_sites(model: nn.Module, config: TensorConfig, operands: Iterable[str]) -> SitesEntry:
+    """The calls of attention of a language model, with quantizers of some operands.
+
+    A float model runs once with two tokens, by which its calls are found; a prepared one has them.
+
+    Raises:
+        CheckpointError: no call of attention is found.
+    """
+    if quantizers(model):
+        return sites_entry(model)
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    try:
+        recording = record(model, lambda: model(input_ids=tokens, use_cache=False))
+        plan = plan_sites(model, Config("attention", (Rule("*", ops=("attention",), input=config),)), recording)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"keys and values are quantized, and the model calls no attention: {error}") from error
+    return _entry(model, plan, {*operands})
+
+
+def _entry(model: nn.Module, plan: SitePlan, operands: set[str]) -> SitesEntry:
+    keys = {path: list(own) for path, own in plan.training_keys.items()}
+    owners = {
+        path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, keys.get(path))
+        for path, steps in plan.steps.items()
+    }
+    for site in plan.sites:
+        held = {
+            name: SiteQuantizerEntry(one.tensor, kind=one.kind, group=one.group)
+            for name, one in site.quantizers.items()
+            if name in operands
+        }
+        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
+    return SitesEntry(owners, list(plan.shielded))

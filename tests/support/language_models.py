@@ -1,0 +1,41 @@
+"""Tiny language models of transformers, made from a configuration, for tests of delivered files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.vision import import_torchvision
+
+IDS = torch.arange(32).view(1, 32)
+BATCHES: list[dict[str, Tensor | bool]] = [{"input_ids": IDS, "use_cache": False}]
+
+
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """14 linear layers between an embedding and a head."""
+    import_torchvision()  # transformers imports it
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=tied, pad_token_id=0)
+    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def mixtral() -> nn.Module:
+    """Four experts, whose weights a file names one by one."""
+    import_torchvision()
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).eval()
+
+
+def logits(model: nn.Module) -> Tensor:
+    """Of the batch."""
+    with torch.no_grad():
+        found: Tensor = model(**BATCHES[0]).logits
+    return found
