@@ -80,10 +80,10 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = self._json(CONFIG)
+        self.config = self.json(CONFIG)
         self.quantization: Any = self.config.get("quantization_config", {})
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def json(self, name: str) -> dict[str, Any]:
         content = read_folder(self.path)[name]
         assert isinstance(content, bytes)
         try:
@@ -108,7 +108,7 @@ class Folder:
                 f"{self.path} has neither {WEIGHTS} nor {_INDEX}; pickles (.bin, .pt) are not read, because they can "
                 "execute code: convert them to safetensors"
             )
-        places = self._json(_INDEX).get("weight_map")
+        places = self.json(_INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
             raise CheckpointError(f"{self.path / _INDEX} is damaged: its weight_map names no files")
         return ShardedTensors(self.path, places)

@@ -121,6 +121,47 @@ class BlockHadamard(InputTransform):
         return f"blocks of {self.matrix.shape[0]}"
 
 
+class Permutation(InputTransform):
+    """The last axis in another order, as groups of inputs are formed that do not lie side by side (GPTQ's `desc_act`).
+
+    >>> permutation = Permutation.of(nn.Linear(3, 1))
+    >>> permutation.order = torch.tensor([2, 0, 1])
+    >>> permutation(torch.tensor([[10.0, 20.0, 30.0]]))
+    tensor([[30., 10., 20.]])
+    """
+
+    kind = "permutation"
+    order: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(features))
+
+    @classmethod
+    def of(cls, layer: Any, **options: int) -> Permutation:
+        if layer.weight.dim() != 2:
+            raise ConfigError(
+                f"a permutation orders the inputs of a linear layer, and this is a {type(layer).__name__}"
+            )
+        return cls(layer.weight.shape[1]).to(layer.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_select(-1, self.order)
+
+    def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        return self(weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.order.numel()} features"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        given = state_dict.get(f"{prefix}order")
+        if given is not None and not torch.equal(given.sort().values.to(self.order), torch.arange(len(self.order))):
+            args[-1].append(f"{prefix}order names inputs twice, or others than the {len(self.order)} that there are.")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
 def hadamard(size: int) -> Tensor:
     """The orthogonal matrix of +1 and -1 over the root of a power of two, by Sylvester's construction.
 

@@ -87,7 +87,7 @@ class CompressedTensors(DeliveryFormat):
 
     def recognizes(self, path: Path) -> bool:
         found = Folder(path).quantization if (path / CONFIG).is_file() else None
-        return isinstance(found, dict) and found.get("quant_method", self.name) == self.name
+        return isinstance(found, dict) and bool(found) and found.get("quant_method", self.name) == self.name
 
     def build(self, path: Path) -> nn.Module:
         return build(path)

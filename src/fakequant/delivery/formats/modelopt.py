@@ -1,0 +1,178 @@
+"""ModelOpt's folder of Hugging Face ("unified checkpoint"): FP8, NVFP4, MXFP8, MXFP4, INT8 and INT4 in groups.
+
+The tensors of a layer say which layout it has. Scales multiply codes; NVFP4 has a second one for the tensor. A byte has
+two rows of INT4, or two inputs of FP4, the first one in its low bits. Source: ModelOpt's `torch/export`, 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.packing import unpack
+from fakequant.errors import warn_user
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.numerics.granularity import PerBlock, PerChannel, PerToken
+from fakequant.numerics.spec import QuantSpec
+
+_OWN = "hf_quant_config.json"
+_UNKNOWN = {
+    "svdquant_lora_a": "a product of low rank is added to its output",
+    "weight_scale_inv": "its weight has the layout of DeepSeek's files",
+}
+_E4M3, _E8M0, _F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
+_NVFP4 = QuantSpec.parse("float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor")
+_MXFP4, _MXFP8 = (
+    QuantSpec.parse(f"{name} per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
+    for name in ("float4_e2m1fn", "float8_e4m3fn")
+)
+_FP8, _INT8 = QuantSpec("float8_e4m3fn"), QuantSpec("int8")
+_TILE = 128
+_STATIC = {"FP8": _FP8, "W4A8_NVFP4_FP8": _FP8, "W4A8_MXFP4_FP8": _FP8, "W8A8_SQ_PER_CHANNEL": _INT8}
+"""Inputs with the range `input_scale`, by the name of a method."""
+_DYNAMIC = {
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8.replace(granularity=PerToken()),
+    "MXFP8": _MXFP8,
+    "NVFP4": _NVFP4,
+    "NVFP4_AWQ": _NVFP4,
+}
+"""Inputs whose ranges are taken anew."""
+_WEIGHT_ONLY = {"W4A16_NVFP4", "W4A16_AWQ", "W8A16", "MXFP4", "FP8_PB_WO", "FP8_PB_REAL"}
+
+
+class ModelOpt(LayeredFormat):
+    """FP8, NVFP4, MXFP8, MXFP4, INT8 and INT4 in groups."""
+
+    name = "modelopt"
+
+    def recognizes(self, path: Path) -> bool:
+        return (path / _OWN).is_file() or super().recognizes(path)
+
+    def coded(self, module: LayerTensors) -> CodedWeight | None:
+        for end, reason in _UNKNOWN.items():
+            if module.has(end):
+                module.refuse(f"{reason}, which this reader does not know")
+        if not module.has("weight_scale"):
+            return None
+        weight = module.tensors.get(f"{module.base}.weight")
+        dtype = None if weight is None else weight.dtype
+        if dtype not in (_E4M3, torch.int8, torch.uint8):
+            module.refuse(f"weight is {dtype}, and it has a weight_scale")
+        coded = _four_bits(module) if dtype is torch.uint8 else _eight_bits(module, _FP8 if dtype is _E4M3 else _INT8)
+        return _with_input(module, coded)
+
+    def skips(self, name: str) -> str | None:
+        if name.endswith((".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")):
+            return "the cache of keys and values stays in float, and the scales of it in the file are left out"
+        return super().skips(name)
+
+
+def _method(module: LayerTensors) -> str:
+    """The method of a layer by its name in the configuration."""
+    given = module.folder.quantization
+    if (module.folder.path / _OWN).is_file():
+        given = module.folder.json(_OWN).get("quantization", {})
+    layers = given.get("quantized_layers") or {}
+    own = layers.get(module.base, {}) if isinstance(layers, dict) else {}
+    return str((own if isinstance(own, dict) else {}).get("quant_algo") or given.get("quant_algo") or "")
+
+
+def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
+    method, transform = _method(module), None
+    if method not in {*_STATIC, *_DYNAMIC, *_WEIGHT_ONLY}:
+        module.refuse(f"quant_algo is {method!r:.40}, which this reader does not know")
+    if module.has("pre_quant_scale"):
+        if not module.is_alone:
+            module.refuse("pre_quant_scale is that of one weight of a stack, which has no transform of its own")
+        columns = (module.shape[1],)
+        transform = "channel_scale", {"scale": module.get("pre_quant_scale", FLOATS, columns, (1, *columns)).float()}
+    has_scale = module.has("input_scale")
+    scale = module.get("input_scale", FLOATS, (1,), ()).float() if has_scale else None
+    if method in _STATIC and scale is not None:
+        return replace(coded, input=TensorConfig(_STATIC[method]), input_scale=scale, transform=transform)
+    if method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
+        if scale is not None:
+            warn_user(
+                "modelopt: inputs in NVFP4 take the scale of the tensor from each call; input_scale of the file, which "
+                "fixes it, is left out"
+            )
+        return replace(coded, input=TensorConfig(_DYNAMIC[method], dynamic=True), transform=transform)
+    return replace(coded, transform=transform)
+
+
+def _eight_bits(module: LayerTensors, spec: QuantSpec) -> CodedWeight:
+    rows, columns = module.shape
+    tiles = -(-rows // _TILE), -(-columns // _TILE)
+    stored = module.tensors[f"{module.base}.weight_scale"]
+    codes = partial(module.get, "weight", spec.format.storage, (rows, columns))
+    codes()
+    if stored.dtype is _E8M0 and spec == _FP8:
+        return CodedWeight(_MXFP8, _maker(codes, _powers(module, (rows, -(-columns // 32)))))
+    shape: tuple[int, int] = tiles
+    if stored.numel() == 1:
+        shape, shapes = (1, 1), [(1, 1), (), (1,), (1, 1, 1, 1)]
+    elif stored.numel() == rows:
+        shape, shapes, spec = (rows, 1), [(rows, 1), (rows,)], spec.replace(granularity=PerChannel(0))
+    else:
+        shapes = [tiles, (tiles[0], 1, tiles[1], 1)]
+        spec = spec.replace(granularity=PerBlock({0: _TILE, -1: _TILE}, pad=True))
+    scale = partial(module.get, "weight_scale", FLOATS, shape, *shapes)
+    return CodedWeight(spec.replace(scale=FLOATS[scale().dtype]), _maker(codes, scale))
+
+
+def _four_bits(module: LayerTensors) -> CodedWeight:
+    rows, columns = module.shape
+    if module.tensors[f"{module.base}.weight"].shape[-1] == columns:
+        return _four_bit_integers(module)
+    packed = partial(module.get, "weight", torch.uint8, (rows, -(-columns // 2)))
+    packed()
+
+    def codes() -> Tensor:
+        return unpack(packed(), 4, columns).to(torch.uint8)
+
+    if not module.has("weight_scale_2"):
+        return CodedWeight(_MXFP4, _maker(codes, _powers(module, (rows, -(-columns // 32)))))
+    scale = partial(module.get, "weight_scale", _E4M3, (rows, -(-columns // 16)))
+    shared = partial(module.get, "weight_scale_2", _F32, (1,), ())
+    scale()
+    shared()
+    return CodedWeight(_NVFP4, _maker(codes, lambda: scale().float() * shared()))
+
+
+def _four_bit_integers(module: LayerTensors) -> CodedWeight:
+    rows, columns = module.shape
+    if module.has("weight_scale_2"):
+        module.refuse("weight_scale_2 says that codes of 4 bits are scaled to FP8, which this reader does not know")
+    stored = module.tensors[f"{module.base}.weight_scale"]
+    count = stored.shape[-1] if stored.dim() == 2 else 0
+    if not count or columns % count:
+        module.refuse(f"weight_scale is of shape {[*stored.shape]}, which gives no groups of {columns} inputs")
+    packed = partial(module.get, "weight", torch.uint8, (-(-rows // 2), columns))
+    scale = partial(module.get, "weight_scale", FLOATS, (rows, count))
+    packed()
+    scale()
+
+    def codes() -> Tensor:
+        two = packed()
+        pairs = torch.stack([two & 15, two >> 4], 1).flatten(0, 1)[:rows]
+        return (pairs.to(torch.int8) ^ 8) - 8
+
+    spec = QuantSpec("int4", module.groups(columns // count).granularity, scale=FLOATS[stored.dtype])
+    return CodedWeight(spec, _maker(codes, scale))
+
+
+def _maker(codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Callable[[], Codes]:
+    return lambda: (codes(), scale().float(), None)
+
+
+def _powers(module: LayerTensors, shape: tuple[int, int]) -> Callable[[], Tensor]:
+    stored = partial(module.get, "weight_scale", _E8M0, shape)
+    if bool((stored() == 255).any()):
+        module.refuse("weight_scale holds codes for no number")
+    return lambda: torch.ldexp(torch.ones(shape), stored().to(torch.int32) - 127)

@@ -1,0 +1,278 @@
+"""Folders in which each layer has tensors of its own, as GPTQ, AWQ and ModelOpt write them: read, and not written."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.delivery.folder import CONFIG, Folder, Names, build
+from fakequant.delivery.format import DeliveryFormat, Part
+from fakequant.delivery.places import Place, float_names, places_of
+from fakequant.errors import CheckpointError, ExportError, warn_user
+from fakequant.functional import quantize
+from fakequant.model.state.codecs import Files
+from fakequant.model.state.packing import Made
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry, TransformEntry
+from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.paths import join
+from fakequant.numerics.granularity import PerBlock
+from fakequant.numerics.scales import ScaleSpec
+from fakequant.numerics.spec import QuantSpec
+from fakequant.text import listed
+
+Codes = tuple[Tensor, Tensor, "Tensor | None"]
+"""Codes, scales and zero points of a weight [out, in]."""
+FLOATS = {torch.float16: ScaleSpec("float16"), torch.bfloat16: ScaleSpec("bfloat16"), torch.float32: ScaleSpec()}
+"""Types in which files have scales."""
+_INPUTS = "_input_transform"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of the inputs of a weight: their size and number, and how a specification says them."""
+
+    size: int
+    count: int
+    granularity: PerBlock
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight [out, in] that a file holds as codes.
+
+    Attributes:
+        spec: how it is quantized.
+        make: its codes, scales [out, groups] and zero points, read when they are asked for.
+        input: how the input of its layer is quantized, None where it is not.
+        input_scale: that of a static range.
+        transform: the kind of the transform of the input, with its buffers; None where there is none.
+    """
+
+    spec: QuantSpec
+    make: Callable[[], Codes]
+    input: TensorConfig | None = None
+    input_scale: Tensor | None = None
+    transform: tuple[str, dict[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of a file that belong to one weight.
+
+    Attributes:
+        folder: with the configuration.
+        tensors: of the folder.
+        base: the path of the layer in the file.
+        shape: of the weight, [out, in].
+        is_alone: whether its layer may have a transform of its own: the weight is no part of a stack.
+        used: the names that were asked for.
+    """
+
+    folder: Folder
+    tensors: Mapping[str, Tensor]
+    base: str
+    shape: tuple[int, int]
+    is_alone: bool
+    used: set[str] = field(default_factory=set)
+
+    def has(self, end: str) -> bool:
+        """Whether there is a tensor whose name is the path and this end."""
+        return join(self.base, end) in self.tensors
+
+    def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Tensor:
+        """A tensor, in the first of some shapes.
+
+        Raises:
+            CheckpointError: there is none, or it is of another dtype or shape.
+        """
+        key, allowed = join(self.base, end), (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.folder.path} lacks {key}; it is damaged, or of another model or version")
+        tensor = self.tensors[key]
+        if tensor.dtype not in allowed or tuple(tensor.shape) not in {tuple(shape) for shape in shapes}:
+            expected = " or ".join(map(str, dict.fromkeys(str([*shape]) for shape in shapes)))
+            kinds = " or ".join(map(str, allowed))
+            self.refuse(f"{end} is {tensor.dtype} of shape {[*tensor.shape]}, not {kinds} of {expected}")
+        self.used.add(key)
+        return tensor.reshape(tuple(shapes[0]))
+
+    def groups(self, size: object) -> Groups:
+        """The groups of a size that a configuration gives; -1 is one group.
+
+        Raises:
+            CheckpointError: it is no size of groups.
+        """
+        columns = self.shape[1]
+        if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+            self.refuse(f"group_size is {size!r:.40}, not a number of inputs or -1")
+        given = columns if size == -1 else min(size, columns)
+        if not given:
+            self.refuse("a weight without inputs has no groups")
+        return Groups(given, -(-columns // given), PerBlock({-1: given}, pad=columns % given != 0))
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise a CheckpointError that names the file and the layer."""
+        raise CheckpointError(f"{self.folder.path}: of {self.base or 'the model'}, {reason}")
+
+
+class LayeredFormat(DeliveryFormat):
+    """A format that `config.json` names as the method of quantization."""
+
+    @abstractmethod
+    def coded(self, module: LayerTensors) -> CodedWeight | None:
+        """How the file holds a weight; None if in float.
+
+        Raises:
+            CheckpointError: tensors that this reader does not know.
+        """
+
+    def why_not(self, part: Part) -> str | None:
+        raise ExportError(
+            f"files of {self.name} are read and not written; deliver the model as compressed-tensors, which the same "
+            "programs load"
+        )
+
+    def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
+        raise ExportError(f"files of {self.name} are read and not written")
+
+    def recognizes(self, path: Path) -> bool:
+        found = Folder(path).quantization if (path / CONFIG).is_file() else None
+        return isinstance(found, dict) and found.get("quant_method") == self.name
+
+    def build(self, path: Path) -> nn.Module:
+        return build(path)
+
+    def decode(self, path: Path, model: nn.Module) -> QuantizedState:
+        return _LayeredReader(self, Folder(path), model).state()
+
+    def skips(self, name: str) -> str | None:
+        """Why a tensor of the file for which the model has no place is left out; None: it is damage."""
+        return "" if name.endswith("rotary_emb.inv_freq") else None
+
+
+class _LayeredReader:
+    """The state in a folder, for a model."""
+
+    def __init__(self, format: LayeredFormat, folder: Folder, model: nn.Module) -> None:
+        self.format, self.folder, self.model = format, folder, model
+        self.names, self.tensors, self.used = Names(model), folder.tensors(), set[str]()
+        self.own, self.found = model.state_dict(), dict[str, Callable[[], Tensor]]()
+        self.layers: dict[str, LayerEntry] = {}
+        self.weights: dict[str, Callable[[], WeightCodes]] = {}
+
+    def state(self) -> QuantizedState:
+        shared, places = shared_names(self.model), places_of(self.model)
+        for name in float_names(self.model):
+            pieces = self.names.split(name, torch.empty_like(self.own[name], device="meta"))
+            if name in shared:
+                self.used |= {*pieces}
+                continue
+            place = places.get(name)
+            coded = {} if place is None else {key: self._coded(key, place, len(pieces)) for key in pieces}
+            if place is None or None in coded.values():
+                self._add_float(name, pieces, place)
+            else:
+                self._add(name, place, {key: one for key, one in coded.items() if one is not None})
+        self._check_left()
+        return QuantizedState(layers=self.layers, shared=shared, tensors=Made(self.found), weights=Made(self.weights))
+
+    def _coded(self, key: str, place: Place, pieces: int) -> CodedWeight | None:
+        operand, weight = place.operand, self.own[join(place.path, place.operand.weight)]
+        shape = weight.shape[operand.channels], weight.shape[operand.reduction]
+        if pieces > 1:
+            piece = self.names.split(join(place.path, operand.weight), torch.empty_like(weight, device="meta"))[key]
+            shape = piece.shape[0], piece.shape[1]
+        is_alone = not operand.is_stack and operand.channels == 0
+        module = LayerTensors(self.folder, self.tensors, key.rpartition(".")[0], shape, is_alone)
+        found = self.format.coded(module) if weight.dim() - operand.is_stack == 2 else None
+        self.used |= module.used if found is not None else set()
+        return found
+
+    def _add_float(self, name: str, pieces: Mapping[str, Tensor], place: Place | None) -> None:
+        if missing := [key for key in pieces if key not in self.tensors]:
+            raise CheckpointError(f"{self.folder.path} lacks {listed(missing)}; it is damaged, or of another model")
+        self.used |= {*pieces}
+        channels = place and place.operand.channels
+        self.found[name] = lambda: self._joined(name, {key: self.tensors[key] for key in pieces}, channels)
+
+    def _joined(self, name: str, pieces: Mapping[str, Tensor], channels: int | None) -> Tensor:
+        return self.names.joined(name, pieces, self.own[name].shape, channels)
+
+    def _add(self, name: str, place: Place, coded: Mapping[str, CodedWeight]) -> None:
+        first, *others = coded.values()
+        if any((one.spec, one.input) != (first.spec, first.input) for one in others):
+            raise CheckpointError(f"{self.folder.path} has experts of {name} that are quantized in different ways")
+        if any(not _is_same(one.input_scale, first.input_scale) for one in others):
+            raise CheckpointError(f"{self.folder.path} has experts of {name} with different ranges of their input")
+        config = TensorConfig(first.spec).placed(place.operand.axes())
+        config = config.for_each() if place.operand.is_stack else config
+        entry = self.layers.setdefault(place.path, LayerEntry(place.kind, {}))
+        entry.quantizers[place.attribute] = QuantizerEntry(config)
+        if first.input is not None and place.input:
+            entry.quantizers[place.input] = QuantizerEntry(first.input)
+            if first.input_scale is not None:
+                self.found[f"{join(place.path, place.input)}.scale"] = lambda: first.input_scale  # type: ignore[return-value,assignment]
+        if first.transform is not None:
+            kind, buffers = first.transform
+            self.layers[place.path] = LayerEntry(entry.type, entry.quantizers, TransformEntry(kind, {}))
+            for key, value in buffers.items():
+                self.found[join(place.path, f"{_INPUTS}.{key}")] = partial(Tensor.clone, value)
+        self.weights[name] = partial(self._weight, name, place, config.spec, coded)
+
+    def _weight(self, name: str, place: Place, spec: QuantSpec, coded: Mapping[str, CodedWeight]) -> WeightCodes:
+        like, channels = self.own[name], place.operand.channels
+        groups = spec.granularity.group_shape(tuple(like.shape))
+        made = {key: _without_zero_scales(one.spec, *one.make()) for key, one in coded.items()}
+        whole: list[Tensor | None] = []
+        for number, shape in enumerate((like.shape, groups, groups)):
+            parts = {key: one[number] for key, one in made.items()}
+            tensors = {key: part for key, part in parts.items() if part is not None}
+            joined = self.names.joined(name, tensors, shape, channels) if tensors else None
+            is_turned = joined is not None and not place.operand.is_stack and channels == 1
+            whole.append(joined.mT.contiguous() if is_turned and joined is not None else joined)
+        codes, scale, point = whole
+        assert codes is not None
+        assert scale is not None
+        point = None if point is None else point.to(torch.int32).reshape(groups)
+        reader = (join(place.path, place.attribute),)
+        return WeightCodes(codes, scale.float().reshape(groups), point, spec, tuple(like.shape), like.dtype, reader)
+
+    def _check_left(self) -> None:
+        left = [name for name in self.tensors if name not in self.used]
+        reasons = {name: self.format.skips(name) for name in left}
+        for name, reason in reasons.items():
+            if reason is None and name.endswith(".bias") and not self.tensors[name].any():
+                reasons[name] = ""  # which some writers add to layers that have none
+        if damage := [name for name, reason in reasons.items() if reason is None]:
+            raise CheckpointError(
+                f"{self.folder.path} has tensors for which the model has no place: {listed(sorted(damage))}"
+            )
+        for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
+            warn_user(f"{self.format.name}: {reason}")
+
+
+def _is_same(one: Tensor | None, two: Tensor | None) -> bool:
+    return one is two if one is None or two is None else torch.equal(one, two)
+
+
+def _without_zero_scales(spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> Codes:
+    """The same values with the largest scale and the code of 0 in groups that have the scale 0."""
+    empty = scale == 0
+    if not bool(empty.any()):
+        return codes, scale, point
+    peak = scale.max()
+    filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)
+    zeros, _ = quantize(torch.zeros(codes.shape), spec, scale=filled.float(), zero_point=point)
+    sizes = [-(-whole // groups) for whole, groups in zip(codes.shape, scale.shape, strict=True)]
+    wide = empty.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: codes.shape[0], : codes.shape[1]]
+    chosen = torch.where(wide, zeros.view(torch.uint8), codes.view(torch.uint8))  # floats of 8 bits are not chosen from
+    return chosen.view(codes.dtype), filled, point

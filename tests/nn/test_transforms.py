@@ -1,0 +1,37 @@
+"""The order of inputs as a transform: exact, differentiable, and checked where it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from fakequant.errors import ConfigError
+from fakequant.nn.transforms import Permutation, make_transform
+
+
+def test_a_permutation_keeps_the_function() -> None:
+    layer, x = nn.Linear(6, 3), torch.randn(2, 4, 6, requires_grad=True)
+    permutation = make_transform("permutation", layer)
+    permutation.load_state_dict({"order": torch.tensor([4, 0, 5, 1, 2, 3])})
+    y = linear(permutation(x), permutation.into_weight(layer, layer.weight), layer.bias)
+    torch.testing.assert_close(y, layer(x))
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x))
+
+
+@pytest.mark.parametrize("order", [[0, 0, 2], [1, 2, 3], [-1, 0, 1], [0, 1]])
+def test_other_orders_are_not_loaded(order: list[int]) -> None:
+    permutation: Any = Permutation.of(nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match="order names inputs twice, or others than the 3 that"):
+        permutation.load_state_dict({"order": torch.tensor(order)})
+    assert permutation.order.tolist() == [0, 1, 2]
+
+
+def test_a_permutation_is_for_linear_layers() -> None:
+    with pytest.raises(ConfigError, match="a permutation orders the inputs of a linear layer, and this is a Conv2d"):
+        Permutation.of(nn.Conv2d(2, 2, 1))

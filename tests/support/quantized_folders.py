@@ -1,0 +1,57 @@
+"""Folders of quantized models as other programs write them, for a model of two linear layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fakequant as fq
+
+ROWS, COLUMNS = 64, 96
+X = torch.linspace(-3, 3, 3 * COLUMNS).reshape(3, COLUMNS)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A quantized layer, and one that stays in float."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Linear(ROWS, 8)).to(dtype)
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Path:
+    """A folder whose first layer has these tensors, by the ends of their names."""
+    folder.mkdir(exist_ok=True)
+    floats = {name: value for name, value in net().state_dict().items() if name != "0.weight"}
+    own = {f"0.{end}": tensor.clone(memory_format=torch.contiguous_format) for end, tensor in tensors.items()}
+    save_file({**floats, **own}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": dict(quantization)}))
+    return folder
+
+
+def read(folder: Path, model: nn.Module | None = None) -> Any:
+    """What is read into a model, by default in float32."""
+    return fq.read(folder, net() if model is None else model)
+
+
+def words(numbers: np.ndarray, bits: int, axis: int) -> Tensor:
+    """Numbers below 2**bits as a stream of bits along an axis, low bits first, in int32."""
+    lines = np.moveaxis(numbers, axis, -1).astype(np.uint8)
+    stream = np.unpackbits(lines[..., None], axis=-1, bitorder="little")[..., :bits].reshape(*lines.shape[:-1], -1)
+    packed = np.packbits(stream, axis=-1, bitorder="little")
+    packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed.view(np.int32), -1, axis)))
+
+
+def random_codes(bits: int, groups: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [out, in], zero points [out, groups] with their extremes, and scales in float16."""
+    made = np.random.default_rng(seed)
+    codes = made.integers(0, 1 << bits, (ROWS, COLUMNS))
+    points = made.integers(0, 1 << bits, (ROWS, groups))
+    points[0, 0], points[0, 1] = 0, (1 << bits) - 1
+    return codes, points, made.uniform(1e-4, 0.1, (ROWS, groups)).astype(np.float16)
