@@ -29,94 +29,71 @@ def evaluate(text: str) -> str:
     return f"{GOOD}def evaluate(net):\n    return {text}\n"
 
 
-# Name: the recipe, the arguments after `quantize RECIPE --out OUT`, and what the one line says.
-QUANTIZE: dict[str, tuple[str, list[str], str]] = {
-    "preset mistyped": (GOOD, ["--preset", "int9"], r"unknown preset 'int9'; did you mean .*INT8"),
-    "preset of two": (GOOD, ["--preset", "int8,fp8"], r"unknown preset 'int8,fp8'; did you mean"),
-    "method mistyped": (GOOD, ["--method", "percentil"], r"unknown calibrator 'percentil'; did you mean percentile\?"),
-    "method of a peer": (GOOD, ["--method", "awq"], r"unknown calibrator 'awq'; (did you mean|known names are)"),
-    "rule without a preset": (GOOD, ["--rule", "2"], r"--rule takes PATTERN=PRESET, such as --rule head=int8, got '2'"),
-    "rule with a wrong preset": (GOOD, ["--rule", "*=int88"], r"unknown preset 'int88'; did you mean"),
-    "rule for no layer": (GOOD, ["--rule", "head=fp8"], r"the rule 'head' matches no layer"),
-    "float for no layer": (GOOD, ["--float", "head"], r"the rule 'head' matches no layer"),
-    "style of an engine": (GOOD, ["--style", "tensorrt"], r"unknown style 'tensorrt'; did you mean trt\?$"),
-    "execution mistyped": (GOOD, ["--execution", "int"], r"execution must be one of 'simulate', 'auto', 'integer'"),
-    "unseen mistyped": (GOOD, ["--unseen", "flaot"], r"flaot.*float"),
-    "improve mistyped": (GOOD, ["--improve", "fats"], r"unknown steps 'fats' of --improve; did you mean fast\?"),
-    "integers for floats": (GOOD, ["--preset", "fp8", "--execution", "integer"], r"codes of float8_e4m3fn are no int"),
-    "text without a folder": (GOOD, ["--text", "lines.txt"], r"--text is for a folder of Hugging Face"),
-    "nothing defined": ("", [], r"lacks the functions model\(\) and calibration_batches\(\); a recipe defines"),
-    "no batches defined": (MODEL, [], r"lacks the function calibration_batches\(\); a recipe defines"),
-    "model a module": (
-        "from torch import nn\nmodel = nn.Linear(8, 2)\n",
-        [],
-        r"model is a Module.* write `def model\(",
-    ),
-    "batches a list": (f"{MODEL}calibration_batches = [1]\n", [], r"calibration_batches is a list; it must be a func"),
-    "model returns a class": (GOOD.replace("nn.Linear(8, 2)", "nn.Linear"), [], r"of type type, not a torch\.nn\.Mod"),
-    "model returns nothing": (
-        GOOD.replace("return nn.Linear(8, 2)", "pass"),
-        [],
-        r"model\(\) returned None of type No",
-    ),
-    "batches nothing": (batches("None"), [], r"calibration_batches\(\) returned None of type NoneType, not a list"),
-    "batches empty": (batches("[]"), [], r"no (batch|data)"),
-    "batches one tensor": (
-        batches("torch.ones(4, 8)"),
-        [],
-        r"returned a Tensor, .* return a list of batches: \[tensor\]",
-    ),
+# Name: the arguments after `quantize RECIPE --out OUT`, and what the one line says.
+ARGUMENTS: dict[str, tuple[list[str], str]] = {
+    "preset mistyped": (["--preset", "int9"], r"unknown preset 'int9'; did you mean .*INT8"),
+    "preset of two": (["--preset", "int8,fp8"], r"unknown preset 'int8,fp8'; did you mean"),
+    "method mistyped": (["--method", "percentil"], r"unknown calibrator 'percentil'; did you mean percentile\?"),
+    "method of a peer": (["--method", "awq"], r"unknown calibrator 'awq'; (did you mean|known names are)"),
+    "rule without a preset": (["--rule", "2"], r"--rule takes PATTERN=PRESET, such as --rule head=int8, got '2'"),
+    "rule with a wrong preset": (["--rule", "*=int88"], r"unknown preset 'int88'; did you mean"),
+    "rule for no layer": (["--rule", "head=fp8"], r"the rule 'head' matches no layer"),
+    "float for no layer": (["--float", "head"], r"the rule 'head' matches no layer"),
+    "style of an engine": (["--style", "tensorrt"], r"unknown style 'tensorrt'; did you mean trt\?$"),
+    "execution mistyped": (["--execution", "int"], r"execution must be one of 'simulate', 'auto', 'integer'"),
+    "unseen mistyped": (["--unseen", "flaot"], r"flaot.*float"),
+    "improve mistyped": (["--improve", "fats"], r"unknown steps 'fats' of --improve; did you mean fast\?"),
+    "integers for floats": (["--preset", "fp8", "--execution", "integer"], r"codes of float8_e4m3fn are no int"),
+    "text without a folder": (["--text", "lines.txt"], r"--text is for a folder of Hugging Face"),
+}
+
+# Name: the recipe, and what the one line says.
+RECIPES: dict[str, tuple[str, str]] = {
+    "nothing defined": ("", r"lacks the functions model\(\) and calibration_batches\(\); a recipe defines"),
+    "no batches defined": (MODEL, r"lacks the function calibration_batches\(\); a recipe defines"),
+    "model a module": ("from torch import nn\nmodel = nn.Linear(8, 2)\n", r"model is a Module.* write `def model\("),
+    "batches a list": (f"{MODEL}calibration_batches = [1]\n", r"calibration_batches is a list; it must be a func"),
+    "model returns a class": (GOOD.replace("nn.Linear(8, 2)", "nn.Linear"), r"of type type, not a torch\.nn\.Mod"),
+    "model returns nothing": (GOOD.replace("return nn.Linear(8, 2)", "pass"), r"model\(\) returned None of type No"),
+    "batches nothing": (batches("None"), r"calibration_batches\(\) returned None of type NoneType, not a list"),
+    "batches empty": (batches("[]"), r"no (batch|data)"),
+    "batches one tensor": (batches("torch.ones(4, 8)"), r"returned a Tensor, .* return a list of batches: \[tensor\]"),
     "batches one dict": (
         batches("{'input': torch.ones(4, 8)}"),
-        [],
         r"returned a dict, .* return a list of batches: \[dict\]",
     ),
     "batch of text": (
         batches("['text']"),
-        [],
         r"batch 1 of .*, a str, failed in Linear 8 -> 2: .* must be Tensor, not str",
     ),
-    "batch of another width": (
-        batches("[torch.ones(4, 9)]"),
-        [],
-        r"batch 1 of .*\(?Linear 8 -> 2\)? on float32 \[4, 9\]",
-    ),
-    "batch of another dtype": (batches("[torch.ones(4, 8).double()]"), [], r"on float64 \[4, 8\]: RuntimeError"),
-    "batch of integers": (batches("[torch.ones(4, 8).long()]"), [], r"batch 1 of .*int64"),
-    "batch with NaN": (batches("[torch.full((4, 8), torch.nan)]"), [], r"contains 32 NaN and 0 inf values of 32"),
-    "batch with inf": (batches("[torch.full((4, 8), torch.inf)]"), [], r"contains 0 NaN and 32 inf values"),
-    "model in half": (
-        GOOD.replace("nn.Linear(8, 2)", "nn.Linear(8, 2).half()"),
-        [],
-        r"batch 1 .* on float32 \[4, 8\]: ",
-    ),
+    "batch of another width": (batches("[torch.ones(4, 9)]"), r"batch 1 of .*\(?Linear 8 -> 2\)? on float32 \[4, 9\]"),
+    "batch of another dtype": (batches("[torch.ones(4, 8).double()]"), r"on float64 \[4, 8\]: RuntimeError"),
+    "batch of integers": (batches("[torch.ones(4, 8).long()]"), r"batch 1 of .*int64"),
+    "batch with NaN": (batches("[torch.full((4, 8), torch.nan)]"), r"contains 32 NaN and 0 inf values of 32"),
+    "batch with inf": (batches("[torch.full((4, 8), torch.inf)]"), r"contains 0 NaN and 32 inf values"),
+    "model in half": (GOOD.replace("nn.Linear(8, 2)", "nn.Linear(8, 2).half()"), r"batch 1 .* on float32 \[4, 8\]: "),
     "a model of one batch size": (
         GOOD.replace("nn.Linear(8, 2)", "nn.Sequential(nn.Linear(8, 2), nn.Unflatten(0, (2, 2)))"),
-        [],
         r"torch cannot trace the model: .*; --static exports one batch size",
     ),
-    "model on meta": (GOOD.replace("Linear(8, 2)", "Linear(8, 2, device='meta')"), [], r"meta"),
+    "model on meta": (GOOD.replace("Linear(8, 2)", "Linear(8, 2, device='meta')"), r"meta"),
     "generator kept": (
         f"{MODEL}kept = (torch.ones(4, 8) for _ in range(2))\ndef calibration_batches():\n    return kept\n",
-        [],
         r"returned the same generator at another call.*; make the generator inside the function",
     ),
-    "evaluate nothing": (evaluate("None"), [], r"evaluate\(model\) returned None of type NoneType, not a number"),
-    "evaluate text": (evaluate("'good'"), [], r"evaluate\(model\) returned 'good' of type str, not a number"),
-    "evaluate NaN": (
-        evaluate("float('nan')"),
-        [],
-        r"evaluate\(model\) returned nan of type float, not a finite number",
-    ),
+    "evaluate nothing": (evaluate("None"), r"evaluate\(model\) returned None of type NoneType, not a number"),
+    "evaluate text": (evaluate("'good'"), r"evaluate\(model\) returned 'good' of type str, not a number"),
+    "evaluate NaN": (evaluate("float('nan')"), r"evaluate\(model\) returned nan of type float, not a finite number"),
     "already prepared": (
         GOOD.replace(
             "return nn.Linear(8, 2)", "import fakequant as fq\n    return fq.prepare(nn.Linear(8, 2), 'int8')"
         ),
-        [],
         r"the model is already prepared: it has 2 quantizers",
     ),
-    "nothing to quantize": (GOOD.replace("nn.Linear(8, 2)", "nn.ReLU()"), [], r"no layer that can be quantized"),
+    "nothing to quantize": (GOOD.replace("nn.Linear(8, 2)", "nn.ReLU()"), r"no layer that can be quantized"),
 }
+QUANTIZE = {name: (GOOD, *row) for name, row in ARGUMENTS.items()}
+QUANTIZE |= {name: (text, [], message) for name, (text, message) in RECIPES.items()}
 
 # Name: arguments, in which RECIPE, FOLDER and ABSENT stand for paths, and what the one line says.
 OTHERS: dict[str, tuple[list[str], str]] = {
@@ -171,6 +148,9 @@ INTEGERS = (
     r"quantize a tensor of dtype torch\.int64: .*; convert it first, .*; correct the batch or the model$"
 )
 FIRST_FAILS = FAILS.replace("batch 2", "batch 1")
+EXAMPLE_FAILS = (
+    r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give"
+)
 PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset is given by its name, such as 'int8', got 8"),
     "prepare by a dtype": (lambda _: fq.prepare(net(), torch.int8), r"such as 'int8', got torch\.int8"),
@@ -244,19 +224,16 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.ptq.reestimate_batch_norm(nn.Sequential(nn.BatchNorm1d(8)), [X, X9]),
         r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(BatchNorm1d\) on float32 \[4, 9\]: Run",
     ),
-    "prepare on another width": (
-        lambda _: fq.prepare(net(), "int8", X9),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
-    ),
+    "prepare on another width": (lambda _: fq.prepare(net(), "int8", X9), EXAMPLE_FAILS),
     "fuse on another width": (
         lambda _: fq.fuse_batch_norm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), X9),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
+        EXAMPLE_FAILS,
     ),
     "fold on another width": (
         lambda _: fq.qat.fold_batch_norm(
             fq.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "int8"), X9
         ),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
+        EXAMPLE_FAILS,
     ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
     "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),
@@ -266,10 +243,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: fq.export_onnx(fq.prepare(net(), "int8"), X, path / "model.onnx"),
         r"calibrate\(model, batches\)",
     ),
-    "export on another width": (
-        lambda path: fq.export_onnx(ready(), X9, path / "model.onnx"),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
-    ),
+    "export on another width": (lambda path: fq.export_onnx(ready(), X9, path / "model.onnx"), EXAMPLE_FAILS),
     "export a float model": (lambda path: fq.export_onnx(net(), X, path / "model.onnx"), r"prepare"),
     "verify nothing": (lambda path: fq.verify_onnx(path / "absent.onnx"), r"absent\.onnx"),
     "load nothing": (lambda path: fq.load(net(), path / "absent"), r"absent"),
@@ -314,10 +288,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "compare by a metric's name": (lambda _: fq.compare(net(), [X], metric="acc"), r"a function as metric.*got 'acc'"),
     "compare by nothing": (lambda _: fq.compare(net(), [X], metric=lambda _: None), r"metric\(model\) returned None"),
-    "compare on another width": (
-        lambda _: fq.compare(net(), [X, X9]),
-        r"^batch 2, .* layer 0 \(Linear 8",
-    ),
+    "compare on another width": (lambda _: fq.compare(net(), [X, X9]), r"^batch 2, .* layer 0 \(Linear 8"),
     "search by a text": (
         lambda _: fq.search(net(), [X], bits="5"),
         r"bits='5': a budget is a positive number, such as",
