@@ -18,7 +18,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
-from fakequant.model.modes import evaluating, not_compiled
+from fakequant.errors import StaleScaleWarning
+from fakequant.model.modes import evaluating, modes, not_compiled
+from fakequant.nn.quantizer import Mode
 from tests.support.bits import assert_same_bits
 
 BATCHES = [sign * torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).abs() for sign in (1, -1, 1)]
@@ -205,6 +207,18 @@ def test_flex_attention_of_a_model_itself(biased: bool, masked: bool, tmp_path: 
     with pytest.raises(fq.FakeQuantError, match="flex_attention has no form there; let the model"):
         fq.export_onnx(model, x, tmp_path / "model.onnx")
     assert not torch._C._are_functorch_transforms_active()
+
+
+def test_a_measurement_leaves_the_warning_of_a_changed_weight_to_the_next_call() -> None:
+    model, x = fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8"), torch.randn(8, 4)
+    fq.calibrate(model, [x], progress=False)
+    model.eval()(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with modes(model, lambda *_: Mode.QUANTIZE), pytest.warns(StaleScaleWarning):
+        model(x)
+    with pytest.warns(StaleScaleWarning):
+        model(x)
 
 
 def stance() -> str:

@@ -1,4 +1,4 @@
-"""Changes the kernels and the definition in one place at a time, and sees that the quick tests find each change.
+"""Changes one place of the sources at a time, as mutations.txt says, and sees that the quick tests find each change.
 
     python tests/native/mutate.py                  # all of them; the first build of the kernels takes minutes
     python tests/native/mutate.py numerics sums.h  # those whose name or file has one of these texts
@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutate"
 TREE, OBJECTS = FOLDER / "tree", FOLDER / "objects"
 SOURCE = "src/fakequant"
-NUMERICS, CPU = f"{SOURCE}/numerics", f"{SOURCE}/ops/cpu"
+CPU = f"{SOURCE}/ops/cpu"
+LIST = Path(__file__).with_name("mutations.txt")
 
 
 @dataclass(frozen=True)
@@ -37,153 +38,20 @@ class Mutation:
     new: str
     tests: str
 
+    @classmethod
+    def read(cls, lines: str) -> Mutation:
+        name, file, old, new, tests = lines.splitlines()
+        if old[0] != "-" or new[0] != "+":
+            sys.exit(f"{LIST.name}: {name}: the third line begins with -, the fourth with +")
+        return cls(name, f"{SOURCE}/{file}", old[1:], new[1:], tests)
+
     @property
     def native(self) -> bool:
         return self.file.startswith(CPU)
 
 
-MUTATIONS = [
-    Mutation(
-        "integers round half up",
-        f"{NUMERICS}/integers.py",
-        "return v.round()",
-        "return (v + 0.5).floor()",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "NaN has the integer code 0",
-        f"{NUMERICS}/integers.py",
-        "code.isnan(), self.low, code",
-        "code.isnan(), 0, code",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "ties of tables go to odd codes",
-        f"{NUMERICS}/tables.py",
-        "above % 2 == 0",
-        "above % 2 == 1",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "integers keep a negative zero",
-        f"{NUMERICS}/reference.py",
-        "codes = codes + 0.0",
-        "codes = codes * 1.0",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "the highest code is outside the mask",
-        f"{NUMERICS}/reference.py",
-        "inside = (code >= spec.format.quant_min) & (code <= spec.format.quant_max)",
-        "inside = (code >= spec.format.quant_min) & (code < spec.format.quant_max)",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "clipping passes gradients at its lower end",
-        f"{NUMERICS}/reference.py",
-        "inside = (b.x > lo) & (b.x < hi)",
-        "inside = (b.x >= lo) & (b.x < hi)",
-        "tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "the range of inputs is open at its upper end",
-        f"{NUMERICS}/reference.py",
-        "inside = (b.x >= lo) & (b.x <= hi)",
-        "inside = (b.x >= lo) & (b.x < hi)",
-        "tests/numerics/test_reference.py tests/ops/test_library.py",
-    ),
-    Mutation(
-        "the gradient of a multiplier has the other sign",
-        f"{NUMERICS}/reference.py",
-        "scale = (-scale / b.scale / b.scale)",
-        "scale = (scale / b.scale / b.scale)",
-        "tests/ops/test_plans_learned.py",
-    ),
-    Mutation(
-        "sums keep half of their digits",
-        f"{NUMERICS}/sums.py",
-        "DIGITS = 4",
-        "DIGITS = 2",
-        "tests/numerics/test_sums.py",
-    ),
-    Mutation(
-        "a negative zero is stored where the format has none",
-        f"{NUMERICS}/floats.py",
-        "torch.signbit(code) & ((code != 0) | self.grid.negative_zero)",
-        "torch.signbit(code)",
-        "tests/numerics/test_formats.py tests/numerics/test_reference.py",
-    ),
-    Mutation(
-        "zero points are cut off",
-        f"{NUMERICS}/qparams.py",
-        "divide(lo, scale).round()",
-        "divide(lo, scale).trunc()",
-        "tests/ops/test_functional.py",
-    ),
-    Mutation(
-        "random words of nine rounds",
-        f"{NUMERICS}/philox.py",
-        "_ROUNDS = 10",
-        "_ROUNDS = 9",
-        "tests/numerics/test_philox.py",
-    ),
-    Mutation(
-        "kernels round half up",
-        f"{CPU}/rounding.h",
-        "return std::rint(v);",
-        "return std::floor(v + C(0.5));",
-        "tests/ops/test_cpu_kernels.py",
-    ),
-    Mutation(
-        "bits of the last byte of a mask in the other order",
-        f"{CPU}/apply_mask.h",
-        "(mask[bytes] >> (i % 8)) & 1",
-        "(mask[bytes] >> (7 - i % 8)) & 1",
-        "tests/ops/test_cpu_kernels.py",
-    ),
-    Mutation(
-        "sums of codes are scaled in another order",
-        f"{CPU}/products.cpp",
-        "static_cast<float>(sums[c]) * (s * column_scale[c])",
-        "(static_cast<float>(sums[c]) * s) * column_scale[c]",
-        "tests/ops/test_integer.py",
-    ),
-    Mutation(
-        "the rest of a transposed product reads the next column",
-        f"{CPU}/products.cpp",
-        "out[c * inner + i] = scaled[i * e.columns + c];",
-        "out[c * inner + i] = scaled[i * e.columns + (c + 1) % e.columns];",
-        "tests/ops/test_integer.py",
-    ),
-    Mutation(
-        "power-of-two scales step one number late",
-        f"{CPU}/scales.h",
-        "(mantissa >= up_from)",
-        "(mantissa > up_from)",
-        "tests/ops/test_cpu_dynamic.py",
-    ),
-    Mutation(
-        "an infinity counts as finite",
-        f"{CPU}/histogram.cpp",
-        "lo > Ordered<C>::of(-kInfinity)",
-        "lo >= Ordered<C>::of(-kInfinity)",
-        "tests/ops/test_histogram_kernel.py",
-    ),
-    Mutation(
-        "a thread leaves out its last element",
-        f"{CPU}/chunks.h",
-        "std::min(end * kChunk, elements) - begin * kChunk);",
-        "std::min(end * kChunk, elements) - begin * kChunk - (begin > 0));",
-        "tests/ops/test_cpu_kernels.py",
-    ),
-    Mutation(
-        "sums of gradients keep half of their digits",
-        f"{CPU}/sums.h",
-        "constexpr int kDigits = 4;",
-        "constexpr int kDigits = 2;",
-        "tests/ops/test_cpu_kernels.py",
-    ),
-]
+def mutations() -> list[Mutation]:
+    return [Mutation.read(lines) for lines in LIST.read_text().strip().split("\n\n")[1:]]
 
 
 def compile_once(command: list[str]) -> int:
@@ -263,7 +131,7 @@ def try_out(mutation: Mutation) -> bool:
 
 
 def main(words: list[str]) -> int:
-    chosen = [m for m in MUTATIONS if not words or any(word in f"{m.name} {m.file}" for word in words)]
+    chosen = [m for m in mutations() if not words or any(word in f"{m.name} {m.file}" for word in words)]
     if not chosen:
         sys.exit(f"no change has one of the texts {words}; `--list` shows all")
     copy_tree()
@@ -279,6 +147,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
         sys.exit(compile_once(sys.argv[2:]))
     if sys.argv[1:] == ["--list"]:
-        print("\n".join(f"{m.name} ({m.file})" for m in MUTATIONS))
+        print("\n".join(f"{m.name} ({m.file})" for m in mutations()))
         sys.exit(0)
     sys.exit(main(sys.argv[1:]))

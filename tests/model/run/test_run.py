@@ -186,3 +186,15 @@ def test_layers_that_ask_for_a_shape_alone_do_not_read() -> None:
     found = find_neighbors(net, record(net, lambda: net(X)), {net.a}, {net.b})
     assert found.readers == {net.a: [net.b]}
     assert not found.elsewhere
+
+
+def test_an_argument_besides_the_first_is_read_elsewhere() -> None:
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return super().forward(x) * gate
+
+    net = Net(lambda net, x: net.gated(net.a(x), net.b(x)))
+    net.gated = Gated(8, 8)
+    found = find_neighbors(net, record(net, lambda: net(X)), {net.a, net.b}, {net.gated})
+    assert found.readers == {net.a: [net.gated]}
+    assert found.elsewhere == {net.b}

@@ -59,6 +59,8 @@ def test_a_split_loses_less_and_keeps_the_float_function(weight: str) -> None:
     assert [layer.layer for layer in found.layers] == ["0", "2", "4"]
     assert all(layer.after < layer.before for layer in found.layers)
     assert error(model) < 0.8 * nearest
+    for layer in (model[0], model[2], model[4]):
+        assert_same_bits(layer.weight_quantizer.scale, fq.choose_qparams(layer.weight.detach(), weight).scale)
     with torch.no_grad(), fq.disabled(model):
         torch.testing.assert_close(model(batches()[0]), net()(batches()[0]), rtol=1e-3, atol=1e-3)
 
