@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.torchlib import read_torchlib_once
 from tests.support.vision import import_torchvision
 
 # transformers and peft import it. Where that fails, as beside another torch, `importorskip` skips their tests silently.
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _same_start():
+    read_torchlib_once()
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
