@@ -22,8 +22,9 @@ from fakequant.export.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
 from fakequant.model.modes import evaluating
 from fakequant.model.state.snapshots import QuantizedState, snapshot
-from fakequant.model.state.weight_codes import WeightCodes, lowest_of, patterns_of
+from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.codes import lowest_of, patterns_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.spec import QuantSpec
 

@@ -19,7 +19,7 @@ from fakequant.data.failures import described
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
-from fakequant.export.fixed_weights import active_weights, weights_fixed
+from fakequant.export.fixed_weights import active_weights, codes_to_write, weights_fixed
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.placement import check
@@ -172,7 +172,7 @@ def _lowered(converted: ModelProto, ready: Traced, needed: int, style: Style) ->
     """Replace the quantizer nodes; returns the bytes of the file, its records, and the bytes that its codes save."""
     sizes = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
-    records = lower(converted, dynamic, style)
+    records = lower(converted, dynamic, style, ready.codes)
     write(converted, FileRecord(__version__, style, records, _inputs(converted, ready.program)))
     data = finish(converted, needed)
     remaining = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
@@ -190,12 +190,14 @@ class Traced:
         active: the quantizers that will be in the file, by path.
         program: the graph.
         sites: all quantizers of the graph.
+        codes: of weights, by the path of the quantizer, where quantizing these would give others.
     """
 
     target: Path
     active: dict[str, Quantizer]
     program: ExportedProgram
     sites: list[TracedSite]
+    codes: dict[str, Tensor]
 
 
 def traced(
@@ -219,6 +221,7 @@ def traced(
     active = _check(model, opset, style)
     arguments = args, kwargs = example_arguments(example)
     _check_example(model, example, args, kwargs)
+    codes = codes_to_write(model)
     with (
         in_eval_mode(model),
         fixed_ranges(model),
@@ -231,7 +234,7 @@ def traced(
         raise ExportError(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
-    return Traced(target, active, program, quantizing)
+    return Traced(target, active, program, quantizing, codes)
 
 
 def _check_example(model: nn.Module, example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -22,11 +22,28 @@ def active_weights(model: nn.Module) -> list[Product]:
     return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 
 
+@torch.no_grad()
+def codes_to_write(model: nn.Module) -> dict[str, Tensor]:
+    """Fixed codes that quantizing the weights again does not give, by the path of the quantizer."""
+    weights = quantized_weights(model).items()
+    found = {path: own.quantizer.codes_of_weight(own.parameter) for path, own in weights if own.parameter is not None}
+    return {path: codes.cpu() for path, codes in found.items() if codes is not None}
+
+
 @contextmanager
 def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Fix the scales that follow the weights for a while, so that the quantized weights are constants."""
+    """Fix the scales that follow the weights for a while, so that the quantized weights are constants.
+
+    Weights with fixed codes are quantized as others, so that each has its node; `lower` writes the codes.
+    """
     dynamic = [w for w in active_weights(model) if w.quantizer.follows_input]
-    with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")):
+    coded = [w.quantizer for w in active_weights(model) if w.quantizer.fixed_codes is not None]
+    with (
+        restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")),
+        restore_after(attributes_of(coded, "fixed_codes")),
+    ):
+        for quantizer in coded:
+            quantizer.fixed_codes = None
         # A layer may compute its weight from the parameter of that name, as one with a folded batch normalisation does.
         plain = {id(w): w.parameter for w in dynamic if w.parameter is not None and w.tensor is w.parameter}
         for weight in dynamic:

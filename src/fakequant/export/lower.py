@@ -43,7 +43,6 @@ from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops import library
 from fakequant.text import module_name
 
 if TYPE_CHECKING:
@@ -60,13 +59,19 @@ class _Stored(NamedTuple):
     zero_point: str | None
 
 
-def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style = Style.PORTABLE) -> list[SiteRecord]:
+def lower(
+    model: ModelProto,
+    dynamic: frozenset[str] = frozenset(),
+    style: Style = Style.PORTABLE,
+    codes: Mapping[str, Tensor] | None = None,
+) -> list[SiteRecord]:
     """Replace all fakequant nodes of a model in place, store constant weights as codes, and drop unused constants.
 
     Args:
         model: the model, which is changed.
         dynamic: paths of quantizers that compute the range from every tensor.
         style: the dialect of the file.
+        codes: of weights, by the path of the quantizer; those of others are what quantizing gives.
 
     Returns:
         One record per quantizer.
@@ -94,6 +99,7 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
                 nodes += scale.nodes if scale else []
                 continue
             site = _site(editor, node, path, style)
+            site.fixed_codes = (codes or {}).get(path)
             site.x = renamed.get(site.x, site.x)
             site.added += computed.get(site.scale, [])
             if site.constant is not None and editor.is_constant(site.x):
@@ -186,7 +192,7 @@ def _fold(site: EmittedSite, params: QParams) -> SiteRecord:
     if site.encoding.portable:
         codes, scale, words = portable.fold(site)
         return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
-    codes = site.add("codes", stored_codes(library.quantize(weight, params, site.spec), site.encoding.element))
+    codes = site.add("codes", stored_codes(site.weight_codes(params), site.encoding.element))
     if trt.needed(site):
         scale, words = trt.dequantize(site, codes, params)
         return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)

@@ -21,7 +21,6 @@ from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.spec import Arithmetic
 from fakequant.numerics.tables import TableFormat
-from fakequant.ops import library
 
 
 def round_to(to: Emitter, value: str, fmt: Format) -> str:
@@ -97,7 +96,7 @@ def fold(site: EmittedSite) -> tuple[str, str, str]:
 
     assert site.constant is not None
     fmt = site.spec.format
-    stored = library.quantize(site.editor.tensor(site.x), site.constant, site.spec).view(torch.uint8)
+    stored = site.weight_codes(site.constant).view(torch.uint8)
     element = helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(site.encoding.element.name))
     codes = site.add("codes", stored.numpy().astype(element))
     scale = site.add("scale", site.constant.scale)

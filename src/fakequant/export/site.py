@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fakequant.errors import ExportError
 from fakequant.export.capability import Dimension, Encoding, ScaleLayout
 from fakequant.export.graph import GraphEditor
 from fakequant.export.style import Style
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -93,6 +95,18 @@ class EmittedSite(Emitter):
     zero_point: str | None
     constant: QParams | None
     """The parameters [groups, axes kept], if they are in the file."""
+    fixed_codes: Tensor | None = None
+    """The codes of a weight that quantizing it would not give."""
+
+    def weight_codes(self, params: QParams) -> Tensor:
+        """Return the codes of a constant weight."""
+        weight = self.editor.tensor(self.x)
+        if self.fixed_codes is None:
+            return library.quantize(weight, params, self.spec)
+        if self.fixed_codes.shape != weight.shape:
+            shapes = f"{list(self.fixed_codes.shape)}, but the graph holds its weight as {list(weight.shape)}"
+            raise ExportError(f"its codes are fixed in the shape {shapes}; call release_codes() on its quantizer")
+        return self.fixed_codes
 
     def place(self) -> dict[str, Any]:
         """Return the attributes `axis` and `block_size` for the layout of the scales."""

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
-from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
+from fakequant.model.weights import fresh_weight, note_weight, quantized_weights
 from fakequant.nn.operands import Role
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.numerics.blocks import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic
 from fakequant.offload import fetched
@@ -100,13 +101,17 @@ def _floor(scale: Tensor, biases: list[Tensor], input_scale: float) -> Tensor:
 
 def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
     """Set the scales of a weight to at least a floor, those of zeros to the largest; chosen codes stay codes."""
-    quantizer, chosen = weight.quantizer, holds_codes(weight)
+    quantizer = weight.quantizer
+    before = quantizer.encoded(tensor) if weight.has_fixed_codes else None
     if quantizer.follows_input:
         quantizer.dynamic = False
         quantizer.freeze(tensor)
     params = quantizer.qparams(tensor)
     scale = torch.maximum(params.scale, floor)
-    quantizer.set_qparams(QParams(torch.where(zero & (params.scale < floor), scale.max(), scale), params.zero_point))
-    if chosen and weight.parameter is not None:
-        weight.parameter.copy_(quantizer(tensor))
+    scale = torch.where(zero & (params.scale < floor), scale.max(), scale)
+    quantizer.set_qparams(QParams(scale, params.zero_point))
+    if before is not None and (after := quantizer.encoded(tensor)) is not None:
+        blocks = quantizer.spec.granularity.block_shape(tensor.shape)
+        stays = blocked_groups(scale == params.scale, tensor.shape, blocks).expand(blocked(before[0], blocks).shape)
+        weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after[0]))
     note_weight(weight)

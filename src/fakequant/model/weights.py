@@ -13,7 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.distributed import is_sharded
-from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, StaleScaleWarning, warn_user
+from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
 from fakequant.model.modes import in_eval_mode
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products.product import Product
@@ -22,14 +22,11 @@ from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.ranges.fitted import is_stale, magnitudes, mark
 from fakequant.nn.sites.products import site_products
 from fakequant.numerics.qparams import Range
-from fakequant.ops import library
 from fakequant.text import listed, module_name
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _NAMED = 8
-_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes to which a model with chosen values may have been converted for a while."""
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
@@ -90,40 +87,13 @@ def _weight_hooks(weight: Product) -> list[Any]:
     return [hook for hook in weight.owner._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def holds_codes(weight: Product) -> bool:
-    """Whether a weight has the values that its quantizer gives, as after `fakequant.ptq.improve`: no range is nearer.
-
-    Its codes are then what was chosen, and a range taken anew would change them. A conversion of the model to another
-    dtype rounds the values, and what the quantizer gives is rounded likewise.
-
-    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int4_weight_only")
-    >>> used = calibrate(model)
-    >>> weight = quantized_weights(model)["0._weight_quantizer"]
-    >>> holds_codes(weight)
-    False
-    >>> weight.parameter.data = weight.quantizer(weight.parameter.data)
-    >>> holds_codes(weight)
-    True
-    """
-    quantizer, parameter = weight.quantizer, None if weight.parameter is None else weight.tensor
-    if quantizer is None or parameter is None or quantizer.dynamic or not quantizer.calibrated or is_sharded(parameter):
-        return False
-    with torch.no_grad():
-        try:
-            values = library.fake_quantize(parameter, quantizer.qparams(parameter), quantizer.spec)
-        except ShapeError:  # the weight changed its shape
-            return False
-        dtypes = (parameter.dtype, *_CONVERTED)
-        return any(torch.equal(values.to(dtype).to(parameter.dtype), parameter) for dtype in dtypes)
-
-
 def scaled_weights(model: nn.Module) -> dict[str, Product]:
     """The weights of layers and of functions whose quantizer has parameters, by the path of the quantizer."""
     return {name: weight for name, weight in quantized_weights(model).items() if weight.quantizer.calibrated}
 
 
 def note_weight(weight: Product) -> None:
-    """Record that the parameters of a weight's quantizer fit the weight as it is now."""
+    """Record that the parameters of a weight's quantizer fit the weight as it is now; codes of other values go."""
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
         return
@@ -131,6 +101,8 @@ def note_weight(weight: Product) -> None:
         tensor = weight.tensor
     if not is_sharded(tensor):
         quantizer.fitted_to, quantizer.seen = magnitudes(quantizer.spec, tensor), None
+        if quantizer.fixed_codes is not None and not quantizer.holds(tensor):
+            quantizer.release_codes()
 
 
 def note_weights(model: nn.Module, stale: Iterable[str] = ()) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fakequant.nn.ranges.fixed_codes import KEY
+
 
 def join_adapters(quantizer: nn.Module) -> None:
     """Make a quantizer one of the modules that peft saves and does not freeze, in place; nothing without peft."""
@@ -74,7 +76,8 @@ class _Joined:
         return set()
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state_dict
+        """Without the codes of the weights, which are as large as the model, and saved with it."""
+        return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
         """No key is renamed: `load_state_dict` finds those that were saved."""

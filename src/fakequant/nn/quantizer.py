@@ -19,8 +19,8 @@ from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.adapters import join_adapters
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import look
+from fakequant.nn.ranges.fixed_codes import FixedCodes
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
-from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.qparams import QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
@@ -49,7 +49,7 @@ class Kind(Enum):
     """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
 
 
-class Quantizer(QuantizerPart):
+class Quantizer(FixedCodes):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -77,15 +77,11 @@ class Quantizer(QuantizerPart):
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     follows: bool | None = None
     """Whether a weight was zero when its range was looked for, and goes on without one."""
-    fitted_to: Tensor | None = None
-    """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
-    seen: Any = None
-    """The weight of the last call in eval mode, as `fitted.look` compares it."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
         self.spec = as_spec(spec)
-        self.kind = kind
+        self.kind: Kind = kind
         self.dynamic = dynamic
         self.mode = Mode.QUANTIZE
         self.name = ""
@@ -143,6 +139,8 @@ class Quantizer(QuantizerPart):
             look(self, x)
         if self._cache is not None and self._cache.serves(x):
             return self._cache.values(x)
+        if self._buffers["fixed_codes"] is not None and (y := self.values_of_codes(x)) is not None:
+            return y
         if (scale := self._buffers["scale"]) is not None and not self.dynamic:
             try:
                 return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
@@ -165,8 +163,12 @@ class Quantizer(QuantizerPart):
         """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
         if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
             look(self, x)
-        if self._cache is not None and self._cache.serves(x):
-            return self._cache.codes(x)
+        return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
+
+    def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
+        """`codes`, without a look at whether the parameters still fit."""
+        if (fixed := self.codes_of_weight(x)) is not None:
+            return fixed, self.qparams(x)
         scale = None if self.dynamic else self._buffers["scale"]
         params = self.qparams(x) if scale is None else QParams(scale, self._buffers["zero_point"])
         try:
@@ -174,12 +176,6 @@ class Quantizer(QuantizerPart):
         except ShapeError as error:
             raise self._misfit(x) from error
         return None if codes is None else (codes, params)
-
-    def _fixed(self, x: Tensor) -> QParams | None:
-        """The parameters for x if nothing moves them."""
-        if self.dynamic or (scale := self._buffers["scale"]) is None:
-            return None
-        return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
 
     @property
     def follows_input(self) -> bool:
@@ -193,8 +189,8 @@ class Quantizer(QuantizerPart):
             CalibrationError: a static input quantizer that was not calibrated.
             ShapeError: the parameters were made for tensors of another shape.
         """
-        if (fixed := self._fixed(x)) is not None:
-            return fixed
+        if not self.dynamic and (scale := self._buffers["scale"]) is not None:
+            return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
         if self.needs_calibration:
             raise CalibrationError(
                 f"the quantizer {self.name or self} has not been calibrated; "
@@ -242,6 +238,7 @@ class Quantizer(QuantizerPart):
         """Set scale and zero point; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
             self.fitted_to = self.seen = self.follows = None
+            self.release_codes()
             if self.learned is not None:
                 self.learned.start(params)
                 return
@@ -259,6 +256,7 @@ class Quantizer(QuantizerPart):
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
+        self.release_codes()
         self.scale = self.zero_point = self.fitted_to = self.seen = self.follows = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
@@ -309,9 +307,11 @@ class Quantizer(QuantizerPart):
             return
         with torch.no_grad():
             scale, zero_point = self._current()[:2]
+        codes = self.fixed_codes
         with restore_on_error(state_of([self])):
             self._take_away_learned()
             self.set_qparams(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
+            self.fixed_codes = codes  # which stand if the weight still has their values
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)

@@ -24,11 +24,16 @@ class _Cached(Protocol):
     dynamic: bool
     scale: Tensor | None
     zero_point: Tensor | None
+    fixed_codes: Tensor | None
 
     @property
     def learned(self) -> object | None: ...
 
     def qparams(self, x: Tensor) -> QParams: ...
+
+    def values_of_codes(self, x: Tensor) -> Tensor | None: ...
+
+    def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None: ...
 
 
 class WeightCache:
@@ -59,10 +64,14 @@ class WeightCache:
         Raises:
             CallError: the weight or its parameters have changed since they were first used.
         """
-        quantizer = self._quantizer
-        values, version = self._once(
-            "values", x, lambda: _with_version(library.fake_quantize(x, quantizer.qparams(x), quantizer.spec))
-        )
+
+        def made() -> tuple[Tensor, int]:
+            quantizer = self._quantizer
+            if (values := quantizer.values_of_codes(x)) is None:
+                values = library.fake_quantize(x, quantizer.qparams(x), quantizer.spec)
+            return values, values._version
+
+        values, version = self._once("values", x, made)
         if values._version != version:  # what was given out was written to
             del self._made["values"]
             return self.values(x)
@@ -75,17 +84,11 @@ class WeightCache:
         Raises:
             CallError: as `values`.
         """
-
-        def encoded() -> tuple[Tensor | None, QParams]:
-            params = self._quantizer.qparams(x)
-            return library.encode(x, params, self._quantizer.spec), params
-
-        codes, params = self._once("codes", x, encoded)
-        return None if codes is None else (codes, params)
+        return self._once("codes", x, lambda: self._quantizer.encoded(x))
 
     def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
         quantizer = self._quantizer
-        tensors = x, quantizer.scale, quantizer.zero_point
+        tensors = x, quantizer.scale, quantizer.zero_point, quantizer.fixed_codes
         state = quantizer.spec, quantizer.dynamic, *map(_state_of, tensors)
         if self._state is None:
             # Once freed, an object or its memory could come back at the same address. A detached tensor keeps the
@@ -105,10 +108,6 @@ class WeightCache:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def _with_version(values: Tensor) -> tuple[Tensor, int]:
-    return values, values._version
 
 
 def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:

@@ -22,7 +22,6 @@ from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.weights import (
     give_range,
-    holds_codes,
     note_weight,
     quantized_weights,
     scaled_weights,
@@ -286,7 +285,7 @@ def _set_ranges(
                 quantizer.mode = Mode.QUANTIZE
             if name not in weights:
                 quantizer.set_range(range)
-            elif not holds_codes(weights[name]):
+            elif not weights[name].has_fixed_codes:
                 give_range(weights[name], range)
             quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
         for name, calibrator in used.items():

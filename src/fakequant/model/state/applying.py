@@ -19,14 +19,16 @@ from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_pl
 from fakequant.model.state.stored_sites import check_sites, restore_sites
 from fakequant.model.state.weight_codes import WeightCodes, is_same
 from fakequant.model.ties import share_learned
-from fakequant.model.weights import note_weights, warn_stale_scales, weights_of
+from fakequant.model.weights import note_weights, quantized_weights, warn_stale_scales, weights_of
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.quantized.fast_paths import leave_fast_paths
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.codes import as_integers
 from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,6 +62,7 @@ def apply(model: Model, state: QuantizedState) -> Model:
     try:
         restore_plan(model, state)
         _load_state(model, state, tensors)
+        _check_fixed_codes(model)
         _note(model, state)
         return model
     except BaseException:  # as in `prepare`
@@ -98,6 +101,14 @@ def settle(model: nn.Module, plan: Plan) -> None:
     _note(model, plan)
 
 
+def _check_fixed_codes(model: nn.Module) -> None:
+    for path, weight in quantized_weights(model).items():
+        if weight.quantizer.fixed_codes is not None and not weight.has_fixed_codes:
+            raise CheckpointError(
+                f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in it"
+            )
+
+
 def _note(model: nn.Module, plan: Plan) -> None:
     note_weights(model, plan.stale)
     warn_stale_scales(model)
@@ -124,7 +135,8 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
         if not own:
             raise CheckpointError(_no_reader(name, weight, held))
         _check_codes(name, weight)
-        for path, (key, value) in product(own, (("scale", weight.scale), ("zero_point", weight.zero_point))):
+        stored = ("scale", weight.scale), ("zero_point", weight.zero_point), (KEY, as_integers(weight.codes))
+        for path, (key, value) in product(own, stored):
             if value is not None:
                 tensors.setdefault(f"{path}.{key}", value)
         if not any(is_same(weight.scale, tensors[f"{path}.scale"]) for path in own):

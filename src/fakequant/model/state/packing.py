@@ -15,7 +15,9 @@ from torch import Tensor
 from fakequant.errors import CheckpointError, warn_user
 from fakequant.model.state.manifest import Manifest, PackedEntry
 from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
-from fakequant.model.state.weight_codes import WeightCodes, count_of, lowest_of, patterns_of
+from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.numerics.codes import count_of, lowest_of, patterns_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
@@ -56,11 +58,12 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
 
 
 def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Tensor | LazyTensor]) -> PackedEntry:
-    """Add the tensors of a weight that is written as codes."""
+    """Add the tensors of a weight that is written as codes, once: those of its quantizers are left out."""
     weight = weights[name]
     for path, (key, value) in product(weight.quantizers, (("scale", weight.scale), ("zero_point", weight.zero_point))):
         if value is not None:
             tensors.setdefault(f"{path}.{key}", value)
+        tensors.pop(f"{path}.{KEY}", None)
     path, scale = weight.quantizers[0], _packed_scale(weight)
     if scale is not None:
         tensors[f"{path}.scale"] = scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,10 @@ from fakequant.model.state.plan import Plan, layer_entry, read_plan
 from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.unregistered import warn_unregistered
-from fakequant.model.weights import warn_stale_scales
+from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched, offloaded
 
@@ -83,10 +84,10 @@ class QuantizedState(Plan):
 
     @property
     def others(self) -> list[str]:
-        """The names in `tensors` beside those of `weights` and of the scales and zero points that these have."""
+        """The names in `tensors` beside those of `weights` and of the scales, zero points and codes of these."""
         own = set(self.weights)
         for name in self.weights:  # not `values()`: two weights would be alive at once
-            own |= {f"{path}.{key}" for path in self.weights[name].quantizers for key in ("scale", "zero_point")}
+            own |= {f"{path}.{key}" for path in self.weights[name].quantizers for key in ("scale", "zero_point", KEY)}
         return [name for name in self.tensors if name not in own]
 
     @classmethod
@@ -151,16 +152,29 @@ def snapshot(model: nn.Module) -> QuantizedState:
         layers={name: layer_entry(one) for name, one in model.named_modules() if isinstance(one, QuantizedLayer)},
         sites=sites_entry(model),
         stale=warn_stale_scales(model),
-        tensors=LiveTensors(model, shared),
+        tensors=LiveTensors(model, shared, _outdated_codes(model)),
         weights=QuantizedWeights(model, shared),
     )
 
 
-class LiveTensors(Mapping[str, Tensor]):
-    """The state dict of a model without tied names; what is offloaded or sharded is fetched at each access."""
+def _outdated_codes(model: nn.Module) -> set[str]:
+    """The keys of fixed codes whose weight has other values by now."""
+    fixed = {path: own for path, own in quantizers(model).items() if own.fixed_codes is not None}
+    weights = quantized_weights(model) if fixed else {}
+    return {f"{path}.{KEY}" for path in fixed if path not in weights or not weights[path].has_fixed_codes}
 
-    def __init__(self, model: nn.Module, shared: Mapping[str, str]) -> None:
-        self._state = {name: value for name, value in model.state_dict().items() if name not in shared}
+
+class LiveTensors(Mapping[str, Tensor]):
+    """The state dict of a model without tied names; what is offloaded or sharded is fetched at each access.
+
+    Args:
+        shared: tied names.
+        left_out: others that it lacks.
+    """
+
+    def __init__(self, model: nn.Module, shared: Mapping[str, str], left_out: Container[str] = ()) -> None:
+        state = model.state_dict()
+        self._state = {name: value for name, value in state.items() if name not in shared and name not in left_out}
         modules = dict(model.named_modules())
         parts = {name: name.rpartition(".") for name in offloaded(model)}
         self._elsewhere = {name: (modules[path], own) for name, (path, _, own) in parts.items()}

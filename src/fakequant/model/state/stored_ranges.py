@@ -16,8 +16,10 @@ from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.ranges.learned import LearnedRange
 from fakequant.numerics.arguments import check_scale
+from fakequant.numerics.codes import check_codes, integers_of
 from fakequant.numerics.spec import QuantSpec
 
 
@@ -102,6 +104,9 @@ def _prefixes(key: str) -> list[str]:
 
 def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
     spec, learned = entry.tensor.spec, entry.make_learned()
+    if (codes := held.get(KEY)) is not None:
+        _check_codes(spec, codes, weight)
+        held = {key: value for key, value in held.items() if key != KEY}
     if learned is not None:
         _check_learned(spec, learned, held, weight, wide)
         return
@@ -112,6 +117,17 @@ def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: 
         _check_shape(spec, "scale", held["scale"], weight)
     elif "zero_point" in held:
         raise QParamsError("it has a zero point, but no scale")
+
+
+def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:
+    expected, storage = integers_of(spec.format), spec.format.storage
+    if codes.dtype is not expected:
+        raise QParamsError(f"{KEY} are {codes.dtype}, but codes of {spec.format} are stored as {expected}")
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else tuple(codes.shape)
+    try:
+        check_codes(codes.view(storage) if storage.is_floating_point else codes, shape, spec.format)
+    except (QParamsError, ShapeError) as error:
+        raise type(error)(f"{KEY} {error}") from error
 
 
 def _check_learned(

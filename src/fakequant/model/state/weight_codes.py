@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded
-from fakequant.errors import QParamsError, ShapeError
+from fakequant.errors import QParamsError
 from fakequant.functional import dequantize
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.numerics.format import Format
+from fakequant.numerics.codes import check_codes
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import library
+from fakequant.numerics.spec import QuantSpec, Rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,39 +66,9 @@ class WeightCodes:
             ShapeError: codes of another shape.
             QParamsError: codes of another dtype, or that the format does not have; no codes or no scale.
         """
-        format = self.spec.format
         if missing := [name for name in ("codes", "scale") if not isinstance(getattr(self, name), Tensor)]:
             raise QParamsError(f"have no {missing[0]}")
-        if tuple(self.codes.shape) != tuple(self.shape):
-            raise ShapeError(f"are of shape {list(self.codes.shape)}, but the weight of shape {list(self.shape)}")
-        if self.codes.dtype is not format.storage:
-            raise QParamsError(f"are {self.codes.dtype}, but {format} has {format.storage}")
-        lowest, highest = map(int, patterns_of(self.codes, format).aminmax()) if self.codes.numel() else (0, 0)
-        if lowest < 0 or highest >= count_of(format):
-            raise QParamsError(f"hold {min(lowest, 0) or highest}, but {format} has {count_of(format)} codes")
-
-
-def lowest_of(format: Format) -> int:
-    """The lowest code of an integer format, which is subtracted so that patterns are not negative; else 0."""
-    is_integer = format.grid.table is None and format.grid.mantissa_bits is None
-    return int(format.quant_min) if is_integer else 0
-
-
-def count_of(format: Format) -> int:
-    """The number of patterns of a format."""
-    if format.grid.table is not None:
-        return len(format.grid.table.values)
-    return int(format.quant_max - format.quant_min) + 1 if format.grid.mantissa_bits is None else 1 << format.bits
-
-
-def patterns_of(codes: Tensor, format: Format) -> Tensor:
-    """Codes as numbers from 0, int32: the patterns of their bits, of integers counted from the lowest code."""
-    flat = codes
-    if codes.dtype.is_floating_point:
-        flat = codes.contiguous().view(torch.uint8 if codes.element_size() == 1 else torch.int16)
-    # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
-    whole = flat.to(torch.int32) - lowest_of(format)
-    return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole
+        check_codes(self.codes, self.shape, self.spec.format)
 
 
 class QuantizedWeights(Mapping[str, WeightCodes]):
@@ -162,9 +131,9 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         (_, first), *_ = self._held[name].items()
         weight = first.tensor
         quantizer = _fixed(first.quantizer, weight)
-        params = quantizer.qparams(weight)
-        codes = library.encode(weight, params, quantizer.spec)
-        assert codes is not None, "a weight with NaN stays in float, see `_values_reason`"
+        found = quantizer.encoded(weight)
+        assert found is not None, "a weight with NaN stays in float, see `_reason`"
+        codes, params = found
         shape, readers = tuple(weight.shape), tuple(self._held[name])
         return WeightCodes(codes, *params[:2], quantizer.spec, shape, weight.dtype, readers)
 
@@ -186,7 +155,13 @@ def _reason(held: Mapping[str, Product]) -> str:
             return "its range is dynamic"
         if not quantizer.calibrated and not bool(weight.isfinite().all()):
             return "it holds NaN or inf"
-    return _values_reason([_fixed(one.quantizer, weight) for one in held.values()], weight)
+    if bool(weight.isnan().any()):
+        return "it holds NaN"
+    one, *others = [_fixed(one.quantizer, weight) for one in held.values()]
+    if one.spec.rounding is Rounding.STOCHASTIC and not one.needs_codes(weight):
+        return "it is rounded stochastically, so that each call draws other codes"
+    same = all(_are_alike(one, other, weight) for other in others)
+    return "" if same else "the layers that share it quantize it in different ways"
 
 
 @torch.no_grad()
@@ -200,19 +175,14 @@ def _fixed(quantizer: Quantizer, weight: Tensor) -> Quantizer:
 
 
 @torch.no_grad()
-def _values_reason(fixed: list[Quantizer], weight: Tensor) -> str:
-    spec, params = fixed[0].spec, fixed[0].qparams(weight)
-    for other in fixed[1:]:
-        theirs = other.qparams(weight)
-        if other.spec != spec or not all(map(is_same, theirs[:2], params[:2])):
-            return "the layers that share it quantize it in different ways"
-    codes = library.encode(weight, params, spec)
-    if codes is None:
-        return "it holds NaN"
-    values = dequantize(codes, params, spec, dtype=weight.dtype)
-    again = library.fake_quantize(values, fixed[0].qparams(values), spec)
-    same = torch.equal(values, again) and torch.equal(values, library.fake_quantize(weight, params, spec))
-    return "" if same else "its codes do not give the same values"
+def _are_alike(one: Quantizer, other: Quantizer, weight: Tensor) -> bool:
+    """Whether two quantizers of a weight without NaN give the same codes and scales."""
+    if one.spec != other.spec or not all(map(is_same, one.qparams(weight)[:2], other.qparams(weight)[:2])):
+        return False
+    if not (one.needs_codes(weight) or other.needs_codes(weight)):
+        return True
+    codes, others = one.encoded(weight), other.encoded(weight)
+    return codes is not None and others is not None and torch.equal(codes[0], others[0])
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -32,7 +32,6 @@ from fakequant.model.training.folding import merge_batch_norm as merge_batch_nor
 from fakequant.model.weights import (
     fresh_weight,
     give_range,
-    holds_codes,
     note_weight,
     note_weights,
     quantized_weights,
@@ -163,7 +162,7 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
         quantizer = weight.quantizer
         if quantizer.dynamic or quantizer.follows:
             continue
-        if anew and not holds_codes(weight):  # chosen codes are where training starts
+        if anew and not weight.has_fixed_codes:  # codes that were chosen are where training starts
             quantizer.reset()
         if not quantizer.calibrated:
             give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))

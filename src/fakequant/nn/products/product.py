@@ -24,6 +24,7 @@ from fakequant.nn.transforms import InputTransform
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.offload import fetched
+from fakequant.restore import restore_on_error, state_of
 
 _SUFFIX = "_weight_quantizer"
 _PARTS = (Quantizer, InputTransform, LowRank)
@@ -99,6 +100,32 @@ class Product:
     def computed_by_hook(self) -> bool:
         """Whether it is a plain attribute, which a hook computes when the owner is called."""
         return self.name in vars(self.owner)
+
+    @property
+    def has_fixed_codes(self) -> bool:
+        """Whether its values are those of codes that a solver, a file or the user fixed: no range is nearer."""
+        quantizer = self.quantizer
+        return quantizer is not None and self.parameter is not None and quantizer.holds(self.tensor)
+
+    def fix_codes(self, codes: Tensor, params: QParams | None = None) -> None:
+        """Fix the codes of the weight, see `Quantizer.fix_codes`.
+
+        Args:
+            codes: in the shape of the weight and the storage of the format.
+            params: scale and zero point; by default those that the quantizer has.
+
+        Raises:
+            ConfigError: it has no quantizer, is computed, or what `Quantizer.fix_codes` says.
+            Errors of `Quantizer.fix_codes`, after which the quantizer is as before.
+        """
+        quantizer, parameter = self.quantizer, self.parameter
+        if quantizer is None or parameter is None:
+            reason = "it has no quantizer" if quantizer is None else "it is computed; make it a parameter first"
+            raise ConfigError(f"the codes of the weight {self.name} of a {self.kind} cannot be fixed: {reason}")
+        with restore_on_error(state_of([quantizer])):
+            if params is not None:
+                quantizer.set_qparams(params)
+            quantizer.fix_codes(codes, parameter)
 
     def row_name(self, path: str) -> str:
         """How results name the weight: by its layer, and in a layer with several also by the weight.

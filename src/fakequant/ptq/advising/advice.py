@@ -21,7 +21,7 @@ from fakequant.model.prepare import quantize_layer
 from fakequant.model.sizes import weight_bits
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.model.training.fuse import fuse_found, fusions_of
-from fakequant.model.weights import holds_codes, quantized_weights
+from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
@@ -151,7 +151,7 @@ class _Changes:
         self.made_by = made_by(self.model)
         self.has_example = has_sites(self.model)
         learned = any(one.learned is not None for one in quantizers(self.model).values())
-        chosen = self.known.improved or any(map(holds_codes, quantized_weights(self.model).values()))
+        chosen = self.known.improved or any(own.has_fixed_codes for own in quantized_weights(self.model).values())
         self._inputs = {} if learned else static_inputs(self.model)
         self._methods = methods_of(self._inputs.values()) if self._inputs else []
         self.method = next(iter(self._methods), None)

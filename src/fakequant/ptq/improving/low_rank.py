@@ -15,7 +15,7 @@ from fakequant.data.token_mask import Mask
 from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.weights import holds_codes, note_weight
+from fakequant.model.weights import note_weight
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
@@ -111,7 +111,7 @@ def _why_not(weight: Product, fixed: Mapping[nn.Parameter, str], rank: int) -> s
         return "it has a product of low rank already"
     if parameter is None or parameter in fixed:
         return "its weight is computed" if parameter is None else fixed[parameter]
-    if layer.input_transform is not None or holds_codes(weight):
+    if layer.input_transform is not None or weight.has_fixed_codes:
         return "its weight is chosen already; call low_rank before improve"
     if weight.quantizer.learned is not None or weight.quantizer.dynamic:
         return "its range is not fixed"

@@ -186,20 +186,19 @@ def _bias_change(problem: Problem, values: Tensor) -> Tensor:
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:
-    """Put chosen values into a weight, with the scales by which its quantizer leaves them as they are.
+    """Fix the codes of chosen values of a weight, with their scales.
 
     Raises:
-        CalibrationError: it does not, because the weight has a dtype that cannot hold its values.
+        CalibrationError: they are not those of codes, because the weight has a dtype that cannot hold them.
     """
-    quantizer, parameter = product.quantizer, product.parameter
-    assert parameter is not None
-    parameter.data.copy_(choice.values)
-    quantizer.set_qparams(choice.params)
-    if not torch.equal(quantizer(parameter), parameter):
+    spec, values = product.quantizer.spec, choice.values
+    codes = library.quantize(values, choice.params, spec)
+    if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):
         raise CalibrationError(
-            f"{module_name(name)}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
+            f"{module_name(name)}: its quantizer changes values that it gave, {spec} in {values.dtype}; "
             "convert the model to float32 first"
         )
+    product.fix_codes(codes, choice.params)
     if choice.bias is not None:
         bias, place = product.bias
         assert bias is not None

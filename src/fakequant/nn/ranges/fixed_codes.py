@@ -1,0 +1,330 @@
+"""Codes that stand for a weight because they are stored, by a solver or a reader, not because quantizing gives them.
+
+`Quantizer.fix_codes` sets a weight to the values of the codes. They stand as long as the weight has these values, bit
+for bit. Where quantizing the values gives the codes again, calls quantize as ever, at no cost; elsewhere they compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.distributed import is_sharded
+from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning, warn_user
+from fakequant.nn.ranges.fitted import magnitudes, mark
+from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.numerics import reference
+from fakequant.numerics.arguments import check_scale
+from fakequant.numerics.codes import as_integers, check_codes, integers_of
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+from fakequant.ops import library
+
+KEY = "fixed_codes"
+"""The name of the buffer, and the last part of its key in a state dict."""
+_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes to which a model with fixed codes may have been converted for a while."""
+
+
+class FixedCodes(QuantizerPart):
+    """The part of a quantizer that holds the codes of its weight, if these are fixed.
+
+    `fixed_codes` is a buffer: None, or the codes as integers in the shape of the weight.
+    """
+
+    name: str
+    spec: QuantSpec
+    kind: Any
+    dynamic: bool
+    scale: Tensor | None
+    fixed_codes: Tensor | None
+    fitted_to: Tensor | None = None
+    """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
+    seen: Any = None
+    """The weight of the last call in eval mode, as `fitted.look` compares it."""
+    _awaits_weight = False
+    """Whether the next call sets its weight to the values of the codes."""
+    _is_trained = False
+    """Whether the codes stood in a call of training."""
+    _judged: tuple[Any, bool] | None = None
+    """The last weight, by `_key`, and whether quantizing it would not give its fixed codes."""
+    _others: bool | None = None
+    """Whether quantizing the values of the codes, in the dtype of the last weight, gives others; None: not known."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def calibrated(self) -> bool: ...
+
+        @property
+        def learned(self) -> object | None: ...
+
+        @property
+        def trained_spec(self) -> QuantSpec: ...
+
+        def qparams(self, x: Tensor) -> QParams: ...
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(KEY, None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers.setdefault(KEY, None)  # of a model that an earlier version pickled
+
+    def fix_codes(self, codes: Tensor, weight: Tensor | None = None) -> None:
+        """Fix the codes of a weight, whose values become those of the codes by the scale that is set.
+
+        The codes are state: files, copies, exports and the start of training have them, whatever quantizing the values
+        would give. They stand while the weight has their values; once it changes, as by an optimizer's step, its codes
+        are made from it again. They take memory beside the weight, a byte for each value in formats of up to 8 bits.
+
+        Args:
+            codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
+            weight: the parameter; without it, the one of the next call.
+
+        Raises:
+            ConfigError: a quantizer of an input, a learned range, or a weight that is sharded or holds no values.
+            CalibrationError: no fixed scale.
+            ShapeError: codes of another shape than the weight, or a scale that does not fit them.
+            QParamsError: codes that the format does not have, or values that are not finite.
+
+        >>> weight = nn.Parameter(torch.ones(1, 3))
+        >>> quantizer = fq.nn.Quantizer("int4 per_channel(0)", kind=fq.nn.Kind.WEIGHT)
+        >>> quantizer.set_qparams(QParams(torch.tensor([[0.5]])))
+        >>> quantizer.fix_codes(torch.tensor([[3, -8, 1]], dtype=torch.int8), weight)
+        >>> quantizer(weight)
+        tensor([[ 1.5000, -4.0000,  0.5000]], grad_fn=<...>)
+        """
+        self._check_can_fix(weight)
+        self._check(codes, codes if weight is None else weight)
+        check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=self.spec.scale.is_exact, traced=False)
+        with torch.no_grad():
+            values = self._values(codes, torch.float32 if weight is None else weight.dtype)
+            if not bool(values.isfinite().all()):
+                raise QParamsError(f"the codes of {self.name or self} stand for values that are not finite")
+            self.release_codes()
+            with torch.inference_mode(mode=False):
+                codes = as_integers(codes.detach())
+                self.fixed_codes = codes.clone() if weight is None else codes.to(weight.device, copy=True)
+        self._awaits_weight = weight is None
+        if weight is not None:
+            self._give(weight, values)
+
+    def release_codes(self) -> None:
+        """Forget fixed codes: those of the weight are what quantizing gives; the weight stays as it is."""
+        self.fixed_codes = self._judged = self._others = None
+        self._awaits_weight = self._is_trained = False
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether codes are fixed and stand for a weight: it has their values, as far as conversions to other dtypes
+        have not rounded them."""
+        if self._buffers[KEY] is None or is_sharded(weight):
+            return False
+        self.needs_codes(weight)
+        return self._values_in(weight) is not None
+
+    def needs_codes(self, x: Tensor) -> bool:
+        """Whether fixed codes stand for x, and quantizing it would give others.
+
+        A weight that training has changed loses its codes here.
+        """
+        return self._needed_values(x) is not None
+
+    def codes_of_weight(self, x: Tensor) -> Tensor | None:
+        """The fixed codes in the storage of the format if x `needs_codes`, else None."""
+        return self._stored() if self.needs_codes(x) else None
+
+    def values_of_codes(self, x: Tensor) -> Tensor | None:
+        """The values of the fixed codes if x `needs_codes`; None where it is quantized as ever.
+
+        Codes are in the range of their format, so that the gradient passes.
+        """
+        if torch.compiler.is_compiling() or library.needs_tracing(x):
+            return self._traced_values(x)
+        values = self._needed_values(x)
+        if values is None:
+            return None
+        if self.learned is not None:  # with the gradient of the range
+            y = library.fake_quantize(x, self.qparams(x), self.trained_spec)
+        elif self.spec.gradient in (Gradient.CODE_RANGE, Gradient.IDENTITY):
+            y = x.clone()
+        else:
+            y = torch.where(reference.passes(x.detach(), self.qparams(x), self.spec), x, x.detach())
+        with torch.no_grad():
+            y.detach().copy_(values)
+        return y
+
+    def _needed_values(self, x: Tensor) -> Tensor | None:
+        """The values of the codes if x `needs_codes`, else None."""
+        if self._buffers[KEY] is None:
+            return None
+        if self._awaits_weight:
+            self._take(x)
+        key = self._key(x)
+        if key is not None and self._judged == (key, False):  # quantizing is right for any other weight, too
+            return None
+        values = self._values_in(x)
+        trains = self.training and torch.is_grad_enabled() and x.requires_grad
+        if values is None and trains and type(x) is nn.Parameter:
+            self.release_codes()
+            return None
+        if values is not None and (key is None or self._judged != (key, True)):
+            self._others = self._gives_others(x)
+        if values is None and not (trains or self._is_trained) and self._fits(x):
+            self._warn_of_change(x)
+        self._is_trained |= trains
+        needed = values is not None and self._others is True
+        self._judged = None if key is None else (key, needed)
+        return values if needed else None
+
+    def _values_in(self, x: Tensor) -> Tensor | None:
+        """The values of the codes in the dtype of x if x has them, before or after a conversion; else None."""
+        if not self._fits(x):
+            return None
+        with torch.no_grad():
+            values = self._values(self._stored(), x.dtype)
+            if torch.equal(values, x):
+                return values
+            whole = self._values(self._stored(), torch.float32)
+            return values if any(torch.equal(whole.to(own).to(x.dtype), x) for own in _CONVERTED) else None
+
+    @torch.no_grad()
+    def _gives_others(self, x: Tensor) -> bool:
+        """Whether quantizing x gives other codes than those that are fixed."""
+        if self.spec.rounding is Rounding.STOCHASTIC:
+            return True
+        codes = library.encode(x, self.qparams(x), self.spec)
+        return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
+
+    def _warn_of_change(self, x: Tensor) -> None:
+        if self._others is None:
+            self._others = self._gives_others(self._values(self._stored(), x.dtype))
+        if self._others:
+            warn_user(  # without the name of the layer: it is one line for all layers of a model
+                "weights changed since their codes were fixed: all codes of such a weight are made from it again, "
+                "which changes codes beside those of the changed values, too; restore the weight, or fix its codes "
+                "anew by Quantizer.fix_codes",
+                StaleScaleWarning,
+            )
+
+    def _traced_values(self, x: Tensor) -> Tensor | None:
+        """The same by torch's operations, which compare at each call; None where quantizing gives the codes."""
+        codes = self.fixed_codes
+        if codes is None or self._others is False:
+            return None
+        if self._awaits_weight:
+            raise ConfigError(
+                f"the codes of {self.name or self} were fixed without their weight; call the model once, or give the "
+                "weight to fix_codes, before it is compiled or transformed"
+            )
+        if is_sharded(x):
+            raise ConfigError(
+                f"the codes of {self.name or self} are fixed, and its weight is sharded over processes, so that they "
+                "cannot be compared; call release_codes() on the quantizer, or shard no weight of this layer"
+            )
+        if codes.is_meta or codes.shape != x.shape:
+            return None
+        values, whole = (self._values(self._stored(), dtype) for dtype in (x.dtype, torch.float32))
+        stands = (values == x).all()
+        for own in _CONVERTED:
+            stands = stands | (whole.to(own).to(x.dtype) == x).all()
+        fixed = torch.where(values == x, x, values + (x - x.detach()))  # with the gradient of x, to the bit
+        return torch.where(stands, fixed, library.fake_quantize(x, self.qparams(x), self.trained_spec))
+
+    def _check_can_fix(self, weight: Tensor | None) -> None:
+        name = self.name or self
+        if self.kind.value != "weight":
+            raise ConfigError(f"the quantizer {name} is that of an input, and codes are fixed for weights")
+        if self.learned is not None:
+            raise ConfigError(
+                f"the quantizer {name} learns its range, and codes need a fixed scale; call its stop_learning(), or "
+                "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED), before fix_codes"
+            )
+        if self.dynamic or not self.calibrated:
+            cure = "prepare it with a static range" if self.dynamic else "call calibrate, or its set_qparams, first"
+            raise CalibrationError(f"the quantizer {name} has no fixed scale for codes; {cure}")
+        if weight is not None and (is_sharded(weight) or weight.is_meta):
+            place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
+            raise ConfigError(f"the codes of {name} cannot be fixed, because its weight is {place}")
+
+    def _check(self, codes: Tensor, weight: Tensor) -> None:
+        try:
+            check_codes(codes, tuple(weight.shape), self.spec.format)
+        except (ShapeError, QParamsError) as error:
+            raise type(error)(f"the codes of {self.name or self} {error}") from error
+
+    def _take(self, x: Tensor) -> None:
+        """Set the weight of a call to the values of codes that were fixed without it."""
+        if type(x) is not nn.Parameter or x.is_meta:
+            raise ConfigError(
+                f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without values; "
+                "make it a parameter first, as by prune.remove or remove_parametrizations, or call release_codes() on "
+                "the quantizer"
+            )
+        self._check(self._stored(), x)
+        self._give(x, self._values(self._stored(), x.dtype))
+
+    def _give(self, weight: Tensor, values: Tensor) -> None:
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            weight.copy_(values)
+        self._awaits_weight, self.seen, self.fitted_to = False, None, magnitudes(self.spec, weight)
+        self.needs_codes(weight)
+
+    def _stored(self) -> Tensor:
+        codes, storage = self.fixed_codes, self.spec.format.storage
+        assert codes is not None, "called where codes are fixed"
+        return codes.view(storage) if storage.is_floating_point else codes
+
+    def _values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        scale, zero_point = self.qparams(codes)[:2]
+        zero_point = None if zero_point is None else zero_point.detach()
+        if zero_point is not None and self.learned is not None:  # whose zero points are floats
+            zero_point = zero_point.to(torch.int32)
+        return library.dequantize(codes, QParams(scale.detach(), zero_point), self.spec, dtype)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether there are codes and a scale whose values x may have."""
+        codes = self.fixed_codes
+        if codes is None or codes.is_meta or x.is_meta or self.dynamic or not self.calibrated:
+            return False
+        return codes.shape == x.shape and codes.dtype is integers_of(self.spec.format)
+
+    def _key(self, x: Tensor) -> Any:
+        """A value that differs after nearly every change of a parameter, its codes or scale; None for other tensors."""
+        codes, scale = self.fixed_codes, self.scale
+        if type(x) is not nn.Parameter or x.is_inference() or codes is None or scale is None:
+            return None
+        return mark(x), x.dtype, self.spec, _version(codes), _version(scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedCodes:
+        super()._apply(fn, recurse)
+        self._judged = self._others = None
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._awaits_weight:
+            getattr(destination, "_metadata", {}).get(prefix[:-1], {})["awaits_weight"] = True
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take codes; a state without them keeps those that are here, which stand if the weight has their values."""
+        given, wanted = state_dict.get(prefix + KEY), integers_of(self.spec.format)
+        if given is not None and given.dtype is not wanted:
+            args[-1].append(
+                f"{prefix}{KEY} is {given.dtype}, but the codes of {self.spec.format} are stored as {wanted}."
+            )
+            state_dict = {key: value for key, value in state_dict.items() if key != prefix + KEY}
+        elif given is not None:
+            self.release_codes()
+            self._awaits_weight = args[0].get("awaits_weight", False)
+        if prefix + KEY not in state_dict and self.fixed_codes is not None:
+            state_dict = {**state_dict, prefix + KEY: self.fixed_codes}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _version(tensor: Tensor) -> tuple[int, int | None]:
+    return id(tensor), None if tensor.is_inference() else tensor._version
