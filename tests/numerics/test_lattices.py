@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.delivery import gguf_blocks
+from fakequant.delivery.gguf import blocks as gguf_blocks
 from fakequant.errors import QParamsError, ShapeError, SpecError
 from fakequant.numerics.scales import OffsetSpec, ScaleSpec, StoredScales
 from tests.support.bits import assert_same_bits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,26 @@ from tests.support.vision import import_torchvision
 
 IDS = torch.arange(32).view(1, 32)
 BATCHES: list[dict[str, Tensor | bool]] = [{"input_ids": IDS, "use_cache": False}]
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# What transformers takes for granted where it reads a GGUF file, because the file does not say it.
+OWN = {
+    "qwen3": {"head_dim": 128},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": 6},
+}
 
 
 def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -39,3 +61,18 @@ def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         found: Tensor = model(**BATCHES[0]).logits
     return found
+
+
+def language_model(kind: str, **values: Any) -> Any:
+    """A model by its `model_type`; norms and biases are not what they are by default."""
+    import_torchvision()  # transformers imports it
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **OWN.get(kind, {}), **values})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model

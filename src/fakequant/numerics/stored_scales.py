@@ -40,8 +40,8 @@ def split_scales(
     if fmt is None:
         return StoredScales(values)
     if granularity is None:
-        codes = rounded(values, fmt)
-        return StoredScales(fmt.to_storage(codes)) if torch.equal(codes, values) else None
+        stored = fmt.to_storage(values)  # of no number that is not of the format, as reading it shows
+        return StoredScales(stored) if torch.equal(fmt.from_storage(stored, values.dtype), values) else None
     if not values.numel():
         return StoredScales(fmt.to_storage(values), values.new_zeros(granularity.group_shape(values.shape)))
     blocks = granularity.block_shape(values.shape)

@@ -23,7 +23,7 @@ class TableFormat(Format):
     Args:
         label: the name.
         values: the values by code, rising; 2 to 256, each exact in float32. Without 0.0 among them zeros become the
-            nearest value, but for groups of zeros whose scale may be 0, see `ScaleSpec`.
+            nearest value, except in groups of zeros whose scale may be 0, see `ScaleSpec`.
 
     Raises:
         SpecError: values that do not rise, have all one sign, are inexact, too few or too many.

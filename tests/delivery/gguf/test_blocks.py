@@ -5,32 +5,13 @@ import pytest
 
 from fakequant.delivery.gguf.blocks import LAYOUTS, pack, unpack
 from fakequant.errors import CheckpointError
+from tests.support.gguf_blocks import BLOCKS, numbers_of
 
 # MXFP4's largest scale times 6 is infinite, here as there.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-BLOCKS = 37
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, 0.0 - E2M1])  # code 8 is 0.0 there, not -0.0
-
-
-def numbers_of(kind, fill, seed=0):
-    """Numbers of some blocks: random ones, or all the lowest or highest, or codes one after the other."""
-    rng = np.random.default_rng(seed)
-    found = {}
-    for name, one in LAYOUTS[kind].integers.items():
-        values = rng.integers(one.lowest, one.highest + 1, (BLOCKS, one.count))
-        if fill in ("lowest", "highest"):
-            values[:] = getattr(one, fill)
-        if fill == "rising":
-            values[:] = one.lowest + np.arange(values.size).reshape(values.shape) % (one.highest - one.lowest + 1)
-        found[name] = values.astype(one.dtype)
-    for field in LAYOUTS[kind].fields:
-        if getattr(field, "name", "") in ("d", "m"):
-            d = rng.normal(size=BLOCKS).astype(np.float16)
-            d[:6] = 0, -0.0, 65504, -65504, 2**-24, -(2**-14)
-            found[field.name] = d
-    return found
 
 
 def values_of(kind, numbers):

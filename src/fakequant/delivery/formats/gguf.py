@@ -1,0 +1,216 @@
+"""GGUF: one file for llama.cpp and the programs that are built on it; transformers reads it, too.
+
+Codes are written as they are, in blocks that hold their scales: `delivery/gguf/lattices.py` has the types.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fakequant.delivery.folder import later
+from fakequant.delivery.format import DeliveryFormat, Engine, Part
+from fakequant.delivery.gguf.architecture import GgufNames, architecture_of, describe
+from fakequant.delivery.gguf.blocks import LAYOUTS, Array
+from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf, require_gguf
+from fakequant.delivery.gguf.lattices import from_blocks, kind_of, spec_of, to_blocks
+from fakequant.delivery.places import float_names, places_of
+from fakequant.errors import CheckpointError, ShapeError
+from fakequant.model.state.codecs import Files
+from fakequant.model.state.packing import Made
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry
+from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.paths import join
+from fakequant.text import listed
+
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that a file has and a model has not: they are made from its configuration."""
+_REST = "fakequant.rest."
+"""Before the name of a tensor that the file has with 1 added: what that sum, rounded, lacks of the model's number."""
+
+
+class Gguf(DeliveryFormat):
+    """The types of GGUF that are a lattice, in linear layers and embeddings of language models."""
+
+    name = "gguf"
+    suffix = ".gguf"
+    packages = ("gguf", "transformers")
+
+    def why_not(self, part: Part) -> str | None:
+        if part.call:
+            return "it quantizes no functions of a forward"
+        if part.is_stack or not isinstance(part.module, (nn.Linear, nn.Embedding)):
+            return f"it quantizes linear layers and embeddings, and this is a {part.kind}"
+        if [*part.operands] != ["weight"]:
+            return "it quantizes weights, and nothing else"
+        try:
+            kind_of(part.operands["weight"].spec, part.shape)
+        except ShapeError as error:
+            return str(error)
+        return None
+
+    def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
+        architecture = architecture_of(model)
+        names = GgufNames(architecture, model.config)
+        kinds = {part.weight: kind_of(part.operands["weight"].spec, part.shape) for part in parts}
+        own = [name for name in float_names(model) if name not in state.shared]
+        tensors = {names.of(name): _stored(state, names, name, kinds.get(name)) for name in own}
+        for name, made in architecture.extra(model.config).items():
+            tensors[name] = GgufTensor("F32", tuple(made.shape), made.numpy)
+
+        def say(writer: Any) -> None:
+            describe(writer, architecture, model)
+            if (file_type := _file_type(kinds.values())) is not None:
+                writer.add_file_type(file_type)
+            for name in filter(names.shift, own):
+                if (rest := _rest(state.tensors[name], names.shift(name))).any():
+                    writer.add_array(_REST + names.of(name), rest.tolist())
+
+        return {f"model{self.suffix}": content(architecture.name, say, tensors)}
+
+    def recognizes(self, path: Path) -> bool:
+        return is_gguf(path)
+
+    def build(self, path: Path) -> nn.Module:
+        transformers: Any = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+    def decode(self, path: Path, model: nn.Module) -> QuantizedState:
+        return _NamedTensors(path, model).state()
+
+    def engines(self, path: Path, model: nn.Module) -> Iterable[Engine]:
+        reader, transformers = _NamedTensors(path, model), import_module("transformers")
+        values = Made({name: partial(reader.theirs, name) for name in reader.coded})
+        yield Engine(f"gguf {metadata.version('gguf')}", values)
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        dtype = next(iter(reader.like.values())).dtype
+        loaded = load(path.parent, gguf_file=path.name, dtype=dtype).eval()
+        yield Engine(f"transformers {transformers.__version__}", loaded.state_dict(), loaded)
+
+
+def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> GgufTensor:
+    """A tensor of a model as the file has it: blocks, or as it is; of one axis in float32, as llama.cpp wants it."""
+    tensor = later(state.tensors, name)
+    shape = tuple(tensor.shape)
+    kind = kind or ("F32" if len(shape) < 2 else _KINDS.get(tensor.dtype))
+    if kind is None:
+        raise CheckpointError(f"{name} is of {tensor.dtype}, which GGUF has not; convert the model to float32 first")
+    rows, shift = names.rows(name, *shape[:1]), names.shift(name)
+
+    def make() -> Array:
+        if kind in LAYOUTS:
+            raw = to_blocks(kind, state.weights[name])
+        else:
+            values = state.tensors[name].detach().cpu().contiguous()
+            raw = (values.view(torch.int16) if kind == "BF16" else values.float() if kind == "F32" else values).numpy()
+        raw = raw + np.float32(shift) if shift else raw
+        return raw if rows is None else raw[rows]
+
+    return GgufTensor(kind, shape, make)
+
+
+def _rest(tensor: Tensor, shift: float) -> Array:
+    """What is lost of numbers where a shift is added to them in float32; the sum of both parts is exact."""
+    own = tensor.detach().float().cpu().numpy()
+    return own - ((own + np.float32(shift)) - np.float32(shift))
+
+
+def _file_type(kinds: Iterable[str]) -> int | None:
+    """What llama.cpp calls a file by the type of most of its weights; None where it has no such name."""
+    types = require_gguf().LlamaFileType.__members__
+    names = [f"MOSTLY_{kind}{end}" for kind, _ in Counter(kinds).most_common(1) for end in ("", "_S")]
+    return next((int(types[name]) for name in names if name in types), None)
+
+
+class _NamedTensors:
+    """The tensors of a file by their names in a model."""
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self.file, architecture = GgufFile(path), architecture_of(model)
+        self.names, self.shared, self.places = (
+            GgufNames(architecture, model.config),
+            shared_names(model),
+            places_of(model),
+        )
+        if (said := self.file.metadata.get("general.architecture")) != architecture.name:
+            raise CheckpointError(f"{path} is of the architecture {said!r:.80}, and the model of {architecture.name!r}")
+        state = model.state_dict()
+        self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
+        self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
+        if left := sorted({*self.file.tensors} - {*map(self.names.of, self.stored), *_MADE}):
+            raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
+        self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        place = self.names.of(name)
+        if place not in self.file.tensors:
+            raise CheckpointError(f"{self.file.path} lacks {place}, which is {name} in the model")
+        found = self.file.tensors[place]
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{self.file.path}: {place} is of shape {list(found.shape)}, and {name} of {list(shape)}"
+            )
+        return found
+
+    def state(self) -> QuantizedState:
+        """The state in the file."""
+        layers = {}
+        for name in self.coded:
+            entry = QuantizerEntry(TensorConfig(spec_of(self.stored[name].kind)))
+            for place in self._readers(name):
+                layers[place.path] = LayerEntry(place.kind, quantizers={place.attribute: entry})
+        weights = Made({name: partial(self._weight, name) for name in self.coded})
+        tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
+        return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights)
+
+    def _readers(self, name: str) -> list[Any]:
+        """The places in which a model has a weight."""
+        names = [name, *(tied for tied, first in self.shared.items() if first == name)]
+        return [self.places[one] for one in names if one in self.places]
+
+    def _rows(self, name: str) -> Array:
+        """The content of a tensor, in the order of the model's rows."""
+        raw = self.stored[name].make()
+        if (order := self.names.rows(name, *raw.shape[:1])) is None:
+            return raw
+        back = np.empty_like(raw)
+        back[order] = raw
+        return back
+
+    def _weight(self, name: str) -> WeightCodes:
+        try:
+            found = from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.file.path}: {self.names.of(name)}: {error}") from error
+        return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor without codes; one of a type that is no lattice has the values that the package gguf gives."""
+        kind = self.stored[name].kind
+        if kind not in ("F32", "F16", "BF16"):
+            return self.theirs(name)
+        raw = self._rows(name)
+        if shift := self.names.shift(name):
+            rest = self.file.metadata.get(_REST + self.names.of(name), np.float32(0))
+            raw = raw - np.float32(shift) + rest
+        values = torch.from_numpy(np.array(raw.view(np.int16) if kind == "BF16" else raw))
+        return (values.view(torch.bfloat16) if kind == "BF16" else values).to(self.like[name].dtype)
+
+    def theirs(self, name: str) -> Tensor:
+        """The values that the package gguf reads, once rounded to the dtype of the model."""
+        gguf = require_gguf()
+        values = gguf.quants.dequantize(self._rows(name), gguf.GGMLQuantizationType[self.stored[name].kind])
+        return torch.from_numpy(values).reshape(self.stored[name].shape).to(self.like[name].dtype)

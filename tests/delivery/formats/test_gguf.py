@@ -1,0 +1,252 @@
+"""GGUF files of language models: transformers, the package gguf and llama.cpp have the model's own bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.delivery import deliver, read, verify_delivery
+from fakequant.delivery.gguf.blocks import LAYOUTS
+from fakequant.delivery.gguf.file import GgufFile
+from fakequant.delivery.gguf.lattices import spec_of
+from fakequant.errors import CheckpointError, ExportError
+from tests.support import llama_cpp
+from tests.support.language_models import language_model
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+IDS = torch.arange(64).reshape(2, 32) * 5 % 320
+
+
+def prepared(kind, weight, **values):
+    rules = [fq.Rule("*", weight=fq.TensorConfig(weight))]
+    return fq.prepare(language_model(kind, **values), fq.Config("own rules", rules), skip=[])
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def same_tensors(one, other):
+    one, other = GgufFile(one).tensors, GgufFile(other).tensors
+    assert list(one) == list(other)
+    return all(one[name].make().tobytes() == other[name].make().tobytes() for name in one)
+
+
+def check(kind, weight, tmp_path, **values):
+    """Deliver, verify by other programs, read, deliver again; returns the model, and the file's path."""
+    model = prepared(kind, weight, **values)
+    path = deliver(model, tmp_path / "one.gguf", "gguf")
+    report = verify_delivery(path, model, [IDS])
+    assert report.passed, str(report)
+    assert "transformers" in report.runtime
+    assert "gguf" in report.runtime
+    again = read(path, language_model(kind, **values))
+    assert torch.equal(logits(again), logits(model))
+    assert same_tensors(deliver(again, tmp_path / "two.gguf", "gguf"), path)
+    return model, path
+
+
+@pytest.mark.parametrize("type_", LAYOUTS)
+def test_each_type(type_, tmp_path):
+    _, path = check("llama", str(spec_of(type_)), tmp_path)
+    written = "TQ1_0" if type_ == "TQ2_0" else type_  # the same numbers in fewer bytes
+    assert {one.kind for one in GgufFile(path).tensors.values()} == {written, "F32"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("phi3", {}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True}),
+    ],
+)
+def test_each_architecture(kind, values, tmp_path):
+    check(kind, str(spec_of("Q4_K")), tmp_path, **values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "close"),
+    [
+        ("llama", {}, 1e-5),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, 1e-5),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 1e-5),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 500.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            1e-5,
+        ),
+        ("mistral", {}, 1e-5),
+        ("qwen2", {}, 1e-5),
+        ("qwen3", {"head_dim": 64}, 1e-5),
+        ("gemma2", {}, 3e-4),  # llama.cpp has a table of float16 for its activation
+        ("gemma3_text", {}, 3e-4),
+        ("phi3", {}, 1e-5),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0 + 0.01 * i for i in range(32)],
+                    "long_factor": [1.0 + 0.5 * i for i in range(32)],
+                    "original_max_position_embeddings": 128,
+                },
+                "max_position_embeddings": 256,
+            },
+            1e-5,
+        ),
+    ],
+)
+def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
+    llama_cpp.bindings()
+    model = prepared(kind, "float8_e4m3fn per_channel(0)", **values)
+    for quantizer in fq.nn.quantizers(model).values():
+        quantizer.mode = fq.nn.Mode.OFF  # all in float: what is left is the architecture
+    path = deliver(model, tmp_path / "one.gguf", "gguf")
+    ours, theirs = logits(model)[0].numpy(), llama_cpp.logits(path, IDS[0].tolist())
+    assert np.abs(ours - theirs).max() <= close * np.abs(ours).max()
+
+
+def test_a_model_is_built_by_the_file_alone(tmp_path):
+    model = prepared("llama", str(spec_of("Q6_K")))
+    assert torch.equal(logits(read(deliver(model, tmp_path, "gguf"))), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_stays_in_float_is_exact_in_half_precision(dtype, tmp_path):
+    model = language_model("llama").to(dtype)
+    rules = [fq.Rule("*_proj", weight=fq.TensorConfig(spec_of("Q8_0")))]
+    model = fq.prepare(model, fq.Config("own rules", rules), skip=[])
+    path = deliver(model, tmp_path / "one.gguf", "gguf")
+    kinds = {name: one.kind for name, one in GgufFile(path).tensors.items()}
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    assert kinds["output_norm.weight"] == "F32"
+    report = verify_delivery(path, model)
+    assert report.passed, str(report)
+    assert torch.equal(logits(read(path, language_model("llama").to(dtype))), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_rows_of_halves_of_heads_alternate_in_llama_alone(kind, tmp_path):
+    model = prepared(kind, str(spec_of("Q8_0")))
+    file = GgufFile(deliver(model, tmp_path, "gguf"))
+    codes = model.model.layers[0].self_attn.q_proj.weight.detach()
+    first = file.tensors["blk.0.attn_q.weight"].make()[:4, 2:34].view(np.int8).astype(np.float32)
+    order = [0, 32, 1, 33] if kind == "llama" else [0, 1, 2, 3]
+    scale = codes[order, :32].abs().amax(1, keepdim=True) / 127
+    assert np.abs(first * scale.numpy() - codes[order, :32].numpy()).max() < 0.02
+
+
+REFUSED = [
+    ("gpt_neox", {}, "config.model_type is one of gemma2, gemma3_text, llama, .*; got 'gpt_neox'"),
+    ("llama", {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
+    ("gemma2", {"query_pre_attn_scalar": 144}, "its query_pre_attn_scalar is 144, not 256"),
+    ("gemma2", {"layer_types": ["full_attention"] * 2}, r"layer_types are \['full_attention', .*each 2\. attends"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types are .*each 1. attends to all tokens"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type is 'dynamic'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "message"), REFUSED)
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(kind, values, message, tmp_path):
+    model = prepared(kind, "int8 per_block(-1:32) scale=float16", **values)
+    with pytest.raises(CheckpointError, match=message):
+        deliver(model, tmp_path / "one.gguf", "gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"weight": "int4 per_block(-1:32)"}, r"q_proj: no type of GGUF is int4 per_block\(-1:32\); "),
+        ({"weight": "int8 per_block(-1:32) scale=float16", "input": "int8"}, "q_proj: it quantizes weights, and noth"),
+    ],
+)
+def test_layers_that_no_type_holds_are_named(rule, message, tmp_path):
+    rules = [fq.Rule("*q_proj", **{name: fq.TensorConfig(text) for name, text in rule.items()})]
+    model = fq.prepare(language_model("llama"), fq.Config("own rules", rules), skip=[])
+    fq.calibrate(model, [IDS], progress=False)
+    with pytest.raises(ExportError, match=message):
+        deliver(model, tmp_path / "one.gguf", "gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def delivered(tmp_path_factory):
+    model = prepared("llama", str(spec_of("Q4_0")))
+    return deliver(model, tmp_path_factory.mktemp("delivered") / "one.gguf", "gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "values", "message"),
+    [
+        (
+            b"",
+            b"",
+            {"vocab_size": 256},
+            r"token_embd.weight is of shape \[320, 256\], and model.embed_tokens.weight of",
+        ),
+        (b"", b"", {"num_hidden_layers": 1}, "tensors for which the model has no place: blk.1.attn_k.weight,"),
+        (b"", b"", {"num_hidden_layers": 3}, "lacks blk.2.attn_q.weight, which is model.layers.2.self_attn.q_proj"),
+        (b"", b"", {"tie_word_embeddings": True}, "the model has no place: output.weight"),
+        (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", {}, "lacks blk.1.attn_k.weight"),
+        (
+            b"\x05\0\0\0\0\0\0\0llama",
+            b"\x05\0\0\0\0\0\0\0qwen2",
+            {},
+            "of the architecture 'qwen2', and the model of 'llama'",
+        ),
+    ],
+)
+def test_files_of_other_models_are_refused(delivered, old, new, values, message, tmp_path):
+    path = tmp_path / "one.gguf"
+    path.write_bytes(delivered.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=message):
+        read(path, language_model("llama", **values))
+
+
+def test_a_scale_that_is_not_finite_is_refused_by_name(delivered, tmp_path):
+    path = tmp_path / "one.gguf"
+    path.write_bytes(delivered)
+    start = GgufFile(path)._starts["blk.1.ffn_up.weight"]
+    path.write_bytes(delivered[:start] + np.float16(np.inf).tobytes() + delivered[start + 2 :])
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight: has scales that are inf or NaN"):
+        read(path, language_model("llama"))
+
+
+def test_a_type_that_is_no_lattice_is_read_as_floats(delivered, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "one.gguf"
+    path.write_bytes(delivered)
+    kind = gguf.GGMLQuantizationType.NVFP4  # of 36 bytes for 64 weights, as two blocks of Q4_0
+    name = b"blk.1.ffn_up.weight"
+    place = delivered.index(name) + len(name) + 4 + 16
+    path.write_bytes(delivered[:place] + int(kind).to_bytes(4, "little") + delivered[place + 4 :])
+    model = read(path, language_model("llama"))
+    expected = gguf.quants.dequantize(GgufFile(path).tensors[name.decode()].make(), kind)
+    found = model.model.layers[1].mlp.up_proj
+    assert not isinstance(found, fq.nn.QuantizedLayer)
+    assert np.array_equal(found.weight.detach().numpy(), expected)
