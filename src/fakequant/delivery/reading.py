@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -47,16 +52,47 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder.
+    """The state in a file or folder, of which tensors are read at each access.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged; an access raises it, too.
     """
+    with _damage(format, path):
+        state = format.decode(path, model)
+    tensors, weights = (_Guarded(held, partial(_damage, format, path)) for held in (state.tensors, state.weights))
+    return replace(state, tensors=tensors, weights=weights)
+
+
+@contextmanager
+def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
+    """Name the file where its reader fails."""
     try:
-        return format.decode(path, model)
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # of code that reads damaged files: any
         raise CheckpointError(
             f"{path} is no {format.name}, or it is damaged: {type(error).__name__}: {error}"
         ) from error
+
+
+class _Guarded(Mapping[str, Any]):
+    """Values that are made in a context."""
+
+    def __init__(self, held: Mapping[str, Any], context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._held, self._context = held, context
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._held:
+            raise KeyError(name)
+        with self._context():
+            return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from fakequant.delivery.format import Part
 from fakequant.delivery.packing import pack, unpack
 from fakequant.errors import CheckpointError, ShapeError
-from fakequant.model.names import find_preset
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat, parse_format
@@ -152,15 +151,15 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
         return "programs divide activations by their scale, and round to the nearest code"
     args |= {"symmetric": spec.symmetric, "dynamic": config.dynamic}
     try:
-        groups = spec.granularity.group_shape((2, 3, columns))
+        *whole, width = spec.granularity.block_shape((2, 3, columns))
     except ShapeError as error:
         return str(error)
-    if groups == (1, 1, 1):
+    if whole == [2, 3] and width >= columns:
         args["strategy"] = "tensor"
-    elif groups[:2] != (2, 3) or not config.dynamic or columns % groups[2]:
+    elif whole != [1, 1] or not config.dynamic or (columns % width and width < columns):
         return "ranges of activations are fixed for the whole tensor, or dynamic of tensors, tokens or groups"
     else:
-        args |= {"strategy": "token"} if groups[2] == 1 else {"strategy": "group", "group_size": columns // groups[2]}
+        args |= {"strategy": "token"} if width >= columns else {"strategy": "group", "group_size": width}
     if spec.scale.format == _POWERS and args.get("group_size") == 32:
         args["scale_dtype"] = _DTYPES[_POWERS]
     elif spec.scale.format is not None:
@@ -235,15 +234,12 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
     known = bits in range(2, 9) if kind == "int" else kind == "float" and bits in _FORMATS
     if not known or strategy not in places or dynamic not in (True, False) or args.get("actorder") == "group":
         raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
-    if dynamic and kind == "int" and args["symmetric"]:
-        found = find_preset("W8A8_DYNAMIC").layer_rules[0].input
-        if strategy != "token" or bits != found.spec.format.bits:
-            raise CheckpointError(f"a scheme has dynamic integers {dict(args)}, which this reader does not know")
-        return found
     scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:
         powers = ScaleSpec(_POWERS, ScaleRounding.EVEN if dynamic else ScaleRounding.FLOOR)
         scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers
+    elif dynamic and kind == "int" and args["symmetric"]:
+        scale = ScaleSpec(None, ScaleRounding.HALF_RANGE)
     format: Format = IntegerFormat.of(bits) if kind == "int" else _FORMATS[bits]
     return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), dynamic)
 
