@@ -7,8 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
+
+Metric = Callable[[nn.Module], float]
+"""Of a model; larger is better."""
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
@@ -20,6 +24,18 @@ def check_model(model: Any, caller: str, example: str, error: type[FakeQuantErro
     """
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
+
+
+def check_float_model(model: Any, caller: str, example: str, action: str) -> None:
+    """Raise if a model is none, has quantizers, or is sharded.
+
+    Args:
+        caller, example: as for `check_model`.
+        action: as for `refuse_sharded`.
+    """
+    check_model(model, caller, example)
+    refuse_prepared(model, caller)
+    refuse_sharded(model, action)
 
 
 def refuse_prepared(model: nn.Module, function: str) -> None:
@@ -44,7 +60,7 @@ def check_metric(metric: Any, caller: str) -> None:
         )
 
 
-def measured(metric: Callable[[nn.Module], Any], model: nn.Module) -> float:
+def measured(metric: Metric, model: nn.Module) -> float:
     """What a metric gives for a model.
 
     Raises:

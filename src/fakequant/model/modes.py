@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.data.arguments import Metric, measured
+from fakequant.nn.contexts import cached_weights
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
 
@@ -81,6 +83,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """A context for runs of a model: as written, in eval mode; each module's own mode comes back."""
     with not_compiled(), in_eval_mode(model):
         yield
+
+
+def score_of(metric: Metric, model: nn.Module) -> float:
+    """What a metric gives for a model in eval mode, without gradients, with each weight quantized once."""
+    with evaluating(model), cached_weights(model), torch.no_grad():
+        return measured(metric, model)
 
 
 @contextmanager

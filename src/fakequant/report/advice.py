@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
-from fakequant.model.analysis.analysis import Metric
 from fakequant.ptq.advising.advice import Known, advise
 from fakequant.ptq.advising.trial import Advice, Tried
 from fakequant.report.data import Distribution, Layer, ReportData

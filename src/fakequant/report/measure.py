@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.transformed import outside_of_transforms
 from fakequant.data.batches import Batches, Forward, run_batch
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import ConfigError
 from fakequant.model.analysis.analysis import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
@@ -107,51 +107,45 @@ def measure(
     if not watched:
         raise ConfigError("a report needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     described = {layer.name: layer for layer in summary(model).layers}
-    order: dict[str, None] = {}
-    with restore_after(state_of([model])), simulated(model):
-        for name, one in watched.items():
-            one.quantizer.register_forward_hook(one.see)
-            one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
-        first: list[Any] = []
-        parts = Halves()
-
-        def after(number: int, batch: Any, output: Any) -> None:
-            for one in watched.values():
-                one.calls = 0
-            first.extend([] if number else [batch, output])
-            parts.see(number, batch)
-
-        run_all(model, data, after)
-    ordered = [*order, *(name for name in described if name not in order)]
-    own: dict[str, dict[str, _Watched]] = {name: {} for name in ordered}
+    order, first, parts = _run(model, data, watched)
+    own: dict[str, dict[str, _Watched]] = {name: {} for name in (*order, *described)}
     for name, one in watched.items():
         own.setdefault(layer_of(name), {})[name] = one
     values, alone_on = {}, ""
     if alone:
-        part, alone_on = first_examples(model, first[0], first[1], data.call)
+        part, alone_on = first_examples(model, *first, data.call)
         values = {s.layer: s.value for s in sensitivity(model, [part], forward=data.call, progress=progress)}
-    bits = _bits(model)
+    bits, ran = _bits(model), [item for layer in own.values() for item in layer.items()]
     return Measured(
         [
-            _layer(described[name], [*own[name].values()], values.get(name), bits.get(name))
-            for name in ordered
+            _layer(described[name], [*quantized.values()], values.get(name), bits.get(name))
+            for name, quantized in own.items()
             if name in described
         ],
-        _distributions([item for layer in ordered for item in own[layer].items()]),
-        [
-            _channels(name, one)
-            for layer in ordered
-            for name, one in own[layer].items()
-            if one.weight is not None and one.weight.dim() >= 2
-        ],
+        _distributions(ran),
+        [_channels(name, one, w) for name, one in ran if (w := one.weight) is not None and w.dim() >= 2],
         alone_on,
         parts,
         data.run,
     )
 
 
-def _notes(order: dict[str, None], layer: str) -> Callable[..., None]:
-    return lambda *_: order.setdefault(layer)
+def _run(model: nn.Module, data: Batches, watched: dict[str, _Watched]) -> tuple[list[str], tuple[Any, Any], Halves]:
+    """Show all batches to what watches; the layers in order, the first batch with its output, and some batches."""
+    order, first, parts = dict[str, None](), list[tuple[Any, Any]](), Halves()
+
+    def after(number: int, batch: Any, output: Any) -> None:
+        for one in watched.values():
+            one.calls = 0
+        first.extend([] if number else [(batch, output)])
+        parts.see(number, batch)
+
+    with restore_after(state_of([model])), simulated(model):
+        for name, one in watched.items():
+            one.quantizer.register_forward_hook(one.see)
+            one.quantizer.register_forward_pre_hook(lambda *_, name=name: order.setdefault(layer_of(name)))
+        run_all(model, data, after)
+    return [*order], first[0], parts
 
 
 def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:
@@ -217,12 +211,10 @@ def _params(quantizer: Quantizer) -> QParams | None:
     return QParams(quantizer.scale.reshape(1).cpu(), None if zero_point is None else zero_point.reshape(1).cpu())
 
 
-def _channels(name: str, one: _Watched) -> Channels:
-    if one.weight is None:
-        raise CalibrationError(f"{name} saw no weight")
+def _channels(name: str, one: _Watched, weight: Tensor) -> Channels:
     granularity = one.quantizer.spec.granularity
     axis = granularity.axes[0] if isinstance(granularity, PerChannel) else 0
-    rows = one.weight.float().movedim(axis, 0).flatten(1)
+    rows = weight.float().movedim(axis, 0).flatten(1)
     lowest, highest = rows.amin(1), rows.amax(1)
     largest = torch.maximum(-lowest, highest)
     step = -(-len(rows) // _POINTS)

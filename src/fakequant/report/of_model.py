@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.data.arguments import check_metric, check_model
+from fakequant.data.arguments import Metric, check_metric, check_model
 from fakequant.data.arguments import measured as value_of
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, writable_file
-from fakequant.model.analysis.analysis import Metric
 from fakequant.model.modes import disabled, evaluating
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.formats.comparison import Comparison

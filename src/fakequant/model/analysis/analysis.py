@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration.transformed import outside_of_transforms
-from fakequant.data.arguments import check_metric, check_model, measured
+from fakequant.data.arguments import Metric, check_metric, check_model, measured
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError
@@ -29,8 +29,6 @@ from fakequant.nn.sites.sites import Site
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_after, state_of
 from fakequant.text import table
-
-Metric = Callable[[nn.Module], float]
 
 _NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
 

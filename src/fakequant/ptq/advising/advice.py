@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator
+from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward
 from fakequant.errors import ConfigError
-from fakequant.model.analysis.analysis import Metric
 from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
 from fakequant.model.calibration.choice import METHODS
 from fakequant.model.config import Config, Rule

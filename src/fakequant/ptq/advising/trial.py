@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import measured
+from fakequant.data.arguments import Metric
 from fakequant.data.batches import Batches, Forward
 from fakequant.errors import FakeQuantError
-from fakequant.model.analysis.analysis import Metric
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.calibration.calibrate import ranges_of
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.modes import disabled, evaluating, score_of
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
-from fakequant.nn.contexts import cached_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.rows import SURE_OF_PART, helps
 from fakequant.restore import Restore, in_order, restore_after, state_of
@@ -260,7 +258,4 @@ class Trial:
             return OutputDistance(self._model, Batches(batches, "report", forward=self._run).kept())
 
     def _measured(self) -> float | None:
-        if self._metric is None:
-            return None
-        with cached_weights(self._model), torch.no_grad():
-            return measured(self._metric, self._model)
+        return None if self._metric is None else score_of(self._metric, self._model)

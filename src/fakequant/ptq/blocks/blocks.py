@@ -109,7 +109,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                     wanted = None
                 if wanted is None and stage.name not in late:
                     others.append(stage.name)
-                targets = _targets(stage.name, block, _calls(wanted or stage), stages.in_float)
+                targets = _targets(stage.name, block, (wanted or stage).all_calls, stages.in_float)
                 stages.keep(stage.name, [weight.parameter for weight in quantized_weights(block).values()])
                 if (learned := _learned(block, stage, targets, learn)) is not None:
                     result.layers.append(learned)
@@ -152,7 +152,7 @@ def _learned(
 ) -> LayerResult | None:
     """What a block learned at its first stage; None where all its inputs are empty."""
     # An expert that gets no rows of a batch learns nothing from it.
-    examples = [(call, y) for call, y in zip(_calls(stage), targets, strict=True) if y.numel()]
+    examples = [(call, y) for call, y in zip(stage.all_calls, targets, strict=True) if y.numel()]
     if not examples:
         return None
     try:
@@ -217,10 +217,6 @@ def _targets(
     return [float_tensors(output)[0] for output in outputs]
 
 
-def _calls(stage: Stage) -> list[LayerCall]:
-    return [call for calls in stage.calls.values() for call in calls]
-
-
 def _called(block: nn.Module, call: LayerCall) -> Any:
     """What a block gives for a copy of the arguments of a call, which it may write into."""
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
@@ -231,7 +227,7 @@ def _called(block: nn.Module, call: LayerCall) -> Any:
 def _is_alike(one: Stage, other: Stage) -> bool:
     """Whether a block gets inputs of the same shapes in two models, and not of unrelated rows."""
     gap = size = 0.0
-    for own, seen in zip(_calls(one), _calls(other), strict=True):
+    for own, seen in zip(one.all_calls, other.all_calls, strict=True):
         firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))
         if [x.shape for x in firsts] != [x.shape for x in seconds]:
             return False

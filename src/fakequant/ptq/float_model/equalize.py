@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import refuse_prepared
+from fakequant.data.arguments import check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -114,8 +113,7 @@ def equalize(
     >>> torch.allclose(model(x), before, rtol=1e-4)
     True
     """
-    refuse_prepared(model, "equalize")
-    refuse_sharded(model, "equalize")
+    check_float_model(model, "equalize", "equalize(model, batch, config)", "equalize")
     given = Batches([batch], "equalize", inputs=inputs, forward=forward).kept()
     outputs = OutputCheck(model, given)
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
@@ -130,18 +128,14 @@ def equalize(
 
     with restore_on_error(restore):
         before = error()
-        done, notes = _apply(pairs, outputs)
-        after = error()
+        done, left = outputs.keep(pairs, _equalize, restore)
+        after, notes = error(), {pair.row.layer: why for pair, why in left}
         if not after < before:
             restore()
-            notes = {layers[pair.maker]: f"the error would become {after:.1e}" for pair in pairs} | notes
+            notes = {pair.row.layer: f"the error would become {after:.1e}" for pair in pairs} | notes
             after, done = before, {}
-    rows = [replace(pair.row, **_outcome(pair.row.layer, done, notes)) for pair in pairs] + rows
+    rows = [replace(p.row, factor=done.get(p.row.layer, 1.0), note=notes.get(p.row.layer, "")) for p in pairs] + rows
     return Equalization(before, after, rows)
-
-
-def _outcome(layer: str, done: dict[str, float], notes: dict[str, str]) -> dict[str, Any]:
-    return {"factor": done[layer]} if layer in done else {"note": notes[layer]}
 
 
 def _quantized(model: nn.Module, batches: KeptBatches, config: Config | str) -> nn.Module:
@@ -192,25 +186,6 @@ def _why_not(maker: nn.Module, readers: list[nn.Module], found: Neighbors, share
     if any(input_channels(reader) != channels for reader in readers):
         return "a layer after it has other channels"
     return None
-
-
-def _apply(pairs: Sequence[_Pair], outputs: OutputCheck) -> tuple[dict[str, float], dict[str, str]]:
-    """Equalize all pairs, or those that keep the model's output: their largest factors, and why others stay."""
-    restore = state_of(layer for pair in pairs for layer in (pair.maker, *pair.readers))
-    done = _equalize(pairs)
-    if outputs.why_not() is None:
-        return done, {}
-    kept, notes = list[_Pair](), dict[str, str]()
-    for pair in pairs:
-        restore()
-        _equalize([*kept, pair])
-        why = outputs.why_not()
-        if why is None:
-            kept.append(pair)
-        else:
-            notes[pair.row.layer] = why
-    restore()
-    return _equalize(kept), notes
 
 
 def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:

@@ -183,19 +183,14 @@ def _fold(groups: Sequence[_Group], makers: dict[nn.Module, str], outputs: Outpu
         if group.maker not in forms:
             notes |= dict.fromkeys(group.layers, f"{makers[group.maker]}: its output is no multiple of its weight")
     fitting = [group for group in groups if group.maker in forms]
+
+    def put(folded: Sequence[_Group]) -> None:
+        for group in folded:
+            _put(group, forms[group.maker])
+
     restore = state_of([module for group in fitting for module in (group.maker, *group.layers)])
-    for group in fitting:
-        _put(group, forms[group.maker])
-    if not fitting or outputs.why_not() is None:
-        return notes
-    restore()
-    for group in fitting:
-        back = state_of([group.maker, *group.layers])
-        _put(group, forms[group.maker])
-        why = outputs.why_not()
-        if why is not None:
-            back()
-            notes |= dict.fromkeys(group.layers, why)
+    for group, why in outputs.keep(fitting, put, restore)[1]:
+        notes |= dict.fromkeys(group.layers, why)
     return notes
 
 

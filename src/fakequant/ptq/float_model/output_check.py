@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,10 @@ from fakequant.data.batches import KeptBatches
 from fakequant.errors import ConfigError
 from fakequant.model.modes import evaluating
 from fakequant.model.run.outputs import OutputDistance
+from fakequant.restore import Restore
 
+T = TypeVar("T")
+R = TypeVar("R")
 _TOLERANCE = 1e-5
 """A share of the output's norm; in half precision it is one step of the dtype."""
 
@@ -56,6 +60,32 @@ class OutputCheck(OutputDistance):
     def difference(self) -> float:
         """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""
         return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
+
+    def keep(
+        self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore
+    ) -> tuple[R, list[tuple[T, str]]]:
+        """Make all changes, or those that keep the output, tried one after the other.
+
+        Args:
+            changes: of the model.
+            make: makes several of them at once.
+            restore: takes all of them back.
+
+        Returns:
+            What `make` gave, and why each of the others is not made.
+        """
+        made, kept, left = make(changes), list[T](), list[tuple[T, str]]()
+        if not changes or self.why_not() is None:
+            return made, left
+        for change in changes:
+            restore()
+            make([*kept, change])
+            if (why := self.why_not()) is None:
+                kept.append(change)
+            else:
+                left.append((change, why))
+        restore()
+        return make(kept), left
 
     def why_not(self) -> str | None:
         """Why the model cannot stay as it is now, or None."""

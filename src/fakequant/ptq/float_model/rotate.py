@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import refuse_prepared
+from fakequant.data.arguments import check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.recording import record
 from fakequant.model.run.unreached import Unreached
@@ -102,8 +101,7 @@ def rotate(
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
-    refuse_prepared(model, "rotate")
-    refuse_sharded(model, "rotate")
+    check_float_model(model, "rotate", "rotate(model, batch)", "rotate")
     outputs = OutputCheck(model, Batches([batch], "rotate", inputs=inputs, forward=forward).kept())
     recording = record(model, outputs.run)
     found = follow(model, recording)

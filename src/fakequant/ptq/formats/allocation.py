@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.arguments import check_model, refuse_prepared
+from fakequant.data.arguments import Metric, check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule
@@ -27,7 +26,7 @@ from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.products.windows import WindowProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.ptq.formats.losses import Loss, arriving_errors, divergence, losses_alone
+from fakequant.ptq.formats.losses import arriving_errors, divergence, losses_alone
 from fakequant.ptq.formats.mixes import Allocation, Score, Scores
 from fakequant.text import module_name
 
@@ -37,7 +36,7 @@ def scores(
     batches: Iterable[Any],
     choices: Sequence[str] | str = ("INT8", "INT4_GROUP32"),
     *,
-    measure: Loss | str | None = None,
+    measure: Metric | str | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
@@ -68,9 +67,7 @@ def scores(
     >>> found.allocate(bits=6).choices
     {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
     """
-    check_model(model, "scores", "scores(model, batches)")
-    refuse_prepared(model, "scores")
-    refuse_sharded(model, "score the layers of")
+    check_float_model(model, "scores", "scores(model, batches)", "score the layers of")
     given = Batches(batches, "scores", inputs=inputs, forward=forward, progress=progress).kept()
     choices = [choices] if isinstance(choices, str) else [*choices]
     if not choices:

@@ -17,16 +17,15 @@ import torch
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
-from fakequant.data.arguments import check_metric, check_model, measured, refuse_prepared
+from fakequant.data.arguments import Metric, check_float_model, check_metric
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.data.progress import track
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.files import check_path, output_errors, writable_file, write_whole
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.calibration.choice import AUTO
 from fakequant.model.execution import set_execution
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import evaluating, score_of
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance
@@ -38,8 +37,6 @@ from fakequant.ptq.formats.comparison import Compared, Comparison, best_first, r
 from fakequant.ptq.improving.digest import digest
 from fakequant.ptq.improving.finished import run_of
 from fakequant.ptq.improving.improve import checked_steps, improve
-
-Metric = Callable[[nn.Module], float]
 
 
 class Ways(NamedTuple):
@@ -93,10 +90,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
     >>> [row.preset for row in found.rows]
     ['INT8', 'INT4_GROUP32']
     """
-    check_model(model, "compare", "compare(model, batches)")
+    check_float_model(model, "compare", "compare(model, batches)", "compare presets on")
     check_metric(metric, "compare")
-    refuse_prepared(model, "compare")
-    refuse_sharded(model, "compare presets on")
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
@@ -172,10 +167,7 @@ class _Task:
 
     def score(self, model: nn.Module) -> float | None:
         """The metric of a model; None without one."""
-        if self.metric is None:
-            return None
-        with evaluating(model), cached_weights(model), torch.no_grad():
-            return measured(self.metric, model)
+        return None if self.metric is None else score_of(self.metric, model)
 
     def milliseconds(self, model: nn.Module) -> float:
         """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.arguments import Metric
 from fakequant.data.batches import KeptBatches
 from fakequant.data.progress import track
 from fakequant.errors import CalibrationError, ConfigError
@@ -25,10 +26,9 @@ from fakequant.text import module_name
 
 _PROBES = 16
 """Random directions of the output, for each batch."""
-Loss = Callable[[nn.Module], float]
 
 
-def divergence(model: nn.Module, batches: KeptBatches) -> Loss:
+def divergence(model: nn.Module, batches: KeptBatches) -> Metric:
     """The mean Kullback-Leibler divergence from the model's logits to those of another model.
 
     Args:
@@ -57,7 +57,7 @@ def _logits(outputs: Any) -> Tensor:
 
 @torch.no_grad()
 def losses_alone(
-    model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Loss, progress: bool | None
+    model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
     """What quantizing one layer alone adds to a loss, by layer and choice, as errors in directions of their own.
 

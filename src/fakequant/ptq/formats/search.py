@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from fakequant.data.arguments import check_metric, check_model, measured, refuse_prepared
+from fakequant.data.arguments import Metric, check_float_model, check_metric
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.modes import evaluating
-from fakequant.nn import cached_weights
+from fakequant.model.modes import score_of
 from fakequant.ptq.formats.allocation import quantized_copy, scores, verify
 from fakequant.ptq.formats.mixes import Allocation, check_budget
-
-Metric = Callable[[nn.Module], float]
 
 
 def search(  # noqa: PLR0913  all but the first three by name
@@ -64,10 +59,8 @@ def search(  # noqa: PLR0913  all but the first three by name
     >>> mix.choices
     {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
     """
-    check_model(model, "search", "search(model, batches, bits=5)")
+    check_float_model(model, "search", "search(model, batches, bits=5)", "search a mix of presets for")
     check_metric(metric, "search")
-    refuse_prepared(model, "search")
-    refuse_sharded(model, "search a mix of presets for")
     if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
         raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
     if (metric is None) != (floor is None):
@@ -87,7 +80,11 @@ def _smallest(
     model: nn.Module, batches: KeptBatches, curve: list[Allocation], metric: Metric, floor: float
 ) -> Allocation:
     """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
-    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric))
+
+    def score(mix: Allocation) -> float:
+        return score_of(metric, quantized_copy(model, mix.config(), batches))
+
+    best = replace(curve[-1], metric=score(curve[-1]))
     if best.metric is None or not best.metric >= floor:
         raise ConfigError(
             f"no mix of these choices keeps {floor:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
@@ -96,15 +93,9 @@ def _smallest(
     low, high = 0, len(curve) - 1
     while low < high:
         middle = (low + high) // 2
-        value = _measured(model, batches, curve[middle], metric)
+        value = score(curve[middle])
         if value >= floor:
             high, best = middle, replace(curve[middle], metric=value)
         else:
             low = middle + 1
     return best
-
-
-def _measured(model: nn.Module, batches: KeptBatches, mix: Allocation, metric: Metric) -> float:
-    twin = quantized_copy(model, mix.config(), batches)
-    with evaluating(twin), cached_weights(twin), torch.no_grad():
-        return measured(metric, twin)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,16 +54,16 @@ class Collector:
     def choose(self, stage: Stage, wanted: Stage | None, steps: Sequence[str]) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
         own, product = self._choose_input_together(stage, steps), self._layers[stage.name]
-        name, sums = product.row_name(stage.name), _Counted(self.sums(stage, wanted, hold_back="descend" in steps))
-        choice = choose(name, product, sums, steps)
-        if not any(sums.counts):
+        sums = self.sums(stage, wanted, hold_back="descend" in steps)
+        choice = choose(product.row_name(stage.name), product, sums, steps)
+        if not any(choice.rows):
             return own, None
-        remarks = [_OTHER_ROWS] if not sums.with_drift and any(self._processes.all(wanted is not None)) else []
-        remarks += [_FEW_ROWS] if min(filter(None, sums.counts)) < product.columns // Parts.of(product).count else []
-        count = Parts.of(product).count
+        count, without = Parts.of(product).count, choice.rows.count(0)
+        remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
+        remarks += [_FEW_ROWS] if min(filter(None, choice.rows)) < product.columns // count else []
         remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
-        if without := sums.counts.count(0):
-            remarks.append(f"{without} of its {len(sums.counts)} experts got no tokens, and keep the nearest values")
+        if without:
+            remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
@@ -140,7 +140,7 @@ class Collector:
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> Iterator[tuple[InputSums, InputSums]]:
         """For each matrix of a weight the sums of its quantized inputs: of batches to fit, and of those held back."""
-        product, seen = self._layers[stage.name], [call for calls in stage.calls.values() for call in calls]
+        product, seen = self._layers[stage.name], stage.all_calls
         found = self._of_sibling(stage.name, seen)
         self._last = None  # what it holds is freed before new sums are made
         if None in self._processes.all(found and True):
@@ -240,20 +240,6 @@ class _Inputs(NamedTuple):
     """As the product sees them."""
     floats: Sequence[Tensor] | None
     """In the float model."""
-
-
-class _Counted:
-    """Sums, and how many rows each pair has once it was taken."""
-
-    def __init__(self, sums: Iterable[tuple[InputSums, InputSums]]) -> None:
-        self._sums, self.counts = sums, list[int]()
-        self.with_drift = True
-
-    def __iter__(self) -> Iterator[tuple[InputSums, InputSums]]:
-        for fit, held in self._sums:
-            self.counts.append(fit.count + held.count)
-            self.with_drift = self.with_drift and fit.drift is not None
-            yield fit, held
 
 
 def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:

@@ -285,8 +285,8 @@ def _looked_at(
     layers = {path: own for path, own in layers.items() if notes[path] is None}
 
     def see(stage: Stage) -> None:
-        own, calls = layers[stage.name], (call for calls in stage.calls.values() for call in calls)
-        if own.has_own_forward and not all(own.computes_product(call.first) for call in calls):
+        own = layers[stage.name]
+        if own.has_own_forward and not all(own.computes_product(call.first) for call in stage.all_calls):
             others[stage.name] = _OTHER_FORWARD
 
     others, recorded = dict[str, str](), recorded.of(layers)

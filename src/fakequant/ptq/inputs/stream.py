@@ -44,6 +44,11 @@ class Stage(NamedTuple):
     calls: dict[int, list[LayerCall]]
     is_first: bool = True
 
+    @property
+    def all_calls(self) -> list[LayerCall]:
+        """Those of all batches, one after the other."""
+        return [call for calls in self.calls.values() for call in calls]
+
     def is_like(self, other: Stage | None) -> bool:
         """Whether all batches call the same layer as often."""
         return other is not None and self._counts() == other._counts()

@@ -39,12 +39,19 @@ _WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), _ONE, Setting(0.2, 0.5), Setting(0.5,
 
 
 class Choice(NamedTuple):
-    """Values of a weight, the parameters that give them, and what they make of the layer."""
+    """Values of a weight, the parameters that give them, and what they make of the layer.
+
+    Attributes:
+        rows: by how many rows each matrix was chosen.
+        with_drift: whether their sums had a drift.
+    """
 
     params: QParams
     values: Tensor
     bias: Tensor | None
     result: LayerResult
+    rows: tuple[int, ...] = ()
+    with_drift: bool = False
 
 
 def choose(
@@ -70,14 +77,16 @@ def choose(
             raise CalibrationError(f"{module_name(name)}: {error}") from error
     params, values = [own.params for own in chosen], [own.values for own in chosen]
     values, params = product.joined(values, params)
-    return Choice(params, values, chosen[0].bias, joined_result([own.result for own in chosen]))
+    rows, with_drift = tuple(n for own in chosen for n in own.rows), all(own.with_drift for own in chosen)
+    return Choice(params, values, chosen[0].bias, joined_result([own.result for own in chosen]), rows, with_drift)
 
 
 def _chosen(
     name: str, product: MatrixProduct, matrix: Matrix, fit: InputSums, held: InputSums, steps: Sequence[str]
 ) -> Choice:
-    if not fit.count + held.count:
-        return Choice(matrix.params, matrix.nearest, None, LayerResult(name))
+    seen = (fit.count + held.count,), fit.drift is not None
+    if not any(seen[0]):
+        return Choice(matrix.params, matrix.nearest, None, LayerResult(name), *seen)
     parts, spec = Parts.of(product), matrix.spec
     float_weight = parts.split(matrix.weight.clone())
     whole = InputSums()
@@ -108,7 +117,7 @@ def _chosen(
         {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
     change = None if bias is None else _bias_change(plain, values).reshape(parts.count, -1).sum(0)
-    return Choice(parts.join_params(params), parts.join(values), change, result)
+    return Choice(parts.join_params(params), parts.join(values), change, result, *seen)
 
 
 class _Part(NamedTuple):
@@ -128,19 +137,6 @@ class _Part(NamedTuple):
         return self.grid.nearest(self.wanted) if self.before is None else self.before
 
 
-def _gptq(part: _Part) -> Tensor:
-    damping = part.setting.damping + part.problem.prior  # both are added to the diagonal
-    return gptq(part.wanted, part.problem.sums.moments[part.group], part.grid, damping)
-
-
-def _descend(part: _Part) -> Tensor:
-    return descend(part.wanted, part.start(), part.problem.moments(part.group), part.grid)
-
-
-def _adaround(part: _Part) -> Tensor:
-    return adaround(part.wanted, part.problem.moments(part.group), part.grid, part.start())
-
-
 class _Solver(NamedTuple):
     values: Callable[[_Part], Tensor]
     """Gives the chosen values [outputs, columns]."""
@@ -148,7 +144,16 @@ class _Solver(NamedTuple):
     """Whether it is fast enough to run once for each setting."""
 
 
-SOLVERS = {"gptq": _Solver(_gptq), "descend": _Solver(_descend), "adaround": _Solver(_adaround, tries_settings=False)}
+SOLVERS = {
+    # The damping and the prior are both added to the diagonal.
+    "gptq": _Solver(
+        lambda p: gptq(p.wanted, p.problem.sums.moments[p.group], p.grid, p.setting.damping + p.problem.prior)
+    ),
+    "descend": _Solver(lambda p: descend(p.wanted, p.start(), p.problem.moments(p.group), p.grid)),
+    "adaround": _Solver(
+        lambda p: adaround(p.wanted, p.problem.moments(p.group), p.grid, p.start()), tries_settings=False
+    ),
+}
 """The steps that choose codes, in their order; each goes on from the values of the one before it."""
 
 
