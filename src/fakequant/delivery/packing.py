@@ -17,16 +17,22 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
     tensor([33,  3], dtype=torch.uint8)
     """
     count = patterns.shape[-1]
+    wide = patterns.to(torch.uint8).contiguous()
     if bits == _TOGETHER:
-        return patterns.to(torch.uint8).contiguous()
-    parts = pad(patterns, (0, -count % _TOGETHER)).unflatten(-1, (-1, _TOGETHER))
-    if bits == 4:
-        parts = parts.to(torch.uint8)
-        packed = parts[..., 0::2] | parts[..., 1::2] << 4
-    else:
-        parts = parts.to(torch.int64) << torch.arange(0, _TOGETHER * bits, bits)
-        # Sums of numbers that share no bits.
-        packed = parts.sum(-1, keepdim=True).view(torch.uint8)[..., :bits]
+        return wide
+    if count % _TOGETHER:
+        wide = pad(wide, (0, -count % _TOGETHER))
+    word = wide.view(torch.int64) if wide.numel() else wide.to(torch.int64)[..., ::_TOGETHER]
+    word = word.clone() if wide is patterns else word
+    for step in range(3):
+        # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
+        size, apart = bits << step, _TOGETHER << step
+        low = sum(((1 << size) - 1) << place for place in range(0, 64, 2 * apart))
+        second = word >> (apart - size)
+        second &= low << size
+        word &= low
+        word |= second
+    packed = word.unsqueeze(-1).view(torch.uint8)[..., :bits]
     return packed.flatten(-2)[..., : -(-count * bits // 8)].contiguous()
 
 

@@ -68,12 +68,13 @@ def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
     """Name the file where its reader fails."""
     try:
         yield
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # of code that reads damaged files: any
-        raise CheckpointError(
-            f"{path} is no {format.name}, or it is damaged: {type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is no {format.name}, or it is damaged: {what}") from error
 
 
 class _Guarded(Mapping[str, Any]):

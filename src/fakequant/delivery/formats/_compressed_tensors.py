@@ -271,7 +271,8 @@ class _Weight(NamedTuple):
         return (x.to(torch.int32) - self.shift).to(torch.int8)
 
     def words(self, x: Tensor) -> Tensor:
-        packed = pack(x.to(torch.int32) + ((1 << self.bits - 1) - self.shift), self.bits)
+        # Bytes wrap around, so that one of each number is enough.
+        packed = pack(x.to(torch.uint8) + ((1 << self.bits - 1) - self.shift) % 256, self.bits)
         return pad(packed, (0, -packed.shape[-1] % 4)).view(torch.int32)
 
     def of_words(self, x: Tensor, count: int) -> Tensor:

@@ -155,7 +155,8 @@ def _reason(held: Mapping[str, Product]) -> str:
             return "its range is dynamic"
         if not quantizer.calibrated and not bool(weight.isfinite().all()):
             return "it holds NaN or inf"
-    if bool(weight.isnan().any()):
+    # A sum reads the weight once and writes nothing; it is NaN also where infinities meet.
+    if bool(weight.sum().isnan()) and bool(weight.isnan().any()):
         return "it holds NaN"
     one, *others = [_fixed(one.quantizer, weight) for one in held.values()]
     if one.spec.rounding is Rounding.STOCHASTIC and not one.needs_codes(weight):

@@ -1,0 +1,26 @@
+"""Streams of bits: against numpy, for every width, also where a row ends within a byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fakequant.delivery.packing import pack, unpack
+
+SHAPES = [(3, 5), (2, 64), (4, 33), (1, 1), (7,), (2, 3, 40), (0, 8), (3, 0)]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits(bits: int, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
+    before = numbers.clone()
+    packed = pack(numbers, bits)
+    assert torch.equal(numbers, before)
+    spread = (numbers.numpy()[..., None] >> np.arange(bits)) & 1
+    expected = np.packbits(spread.astype(np.uint8).reshape(*shape[:-1], -1), axis=-1, bitorder="little")
+    assert np.array_equal(packed.numpy(), expected)
+    assert torch.equal(unpack(packed, bits, shape[-1]), numbers.int())
+    assert torch.equal(pack(numbers.long(), bits), packed)
