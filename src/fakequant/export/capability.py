@@ -290,8 +290,27 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
             f"{spec}: stochastic rounding draws other codes in every run, which QuantizeLinear cannot; set "
             "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN) and export again"
         )
+    if spec.offset is not None:
+        raise ExportError(
+            f"{spec}: zero points of ONNX are codes, and its offsets are in units of x; use a zero point (leave "
+            f"{spec.offset} out), or deliver the model in a format that has offsets, such as GGUF"
+        )
     codes = encoding(spec.format, style)
     return codes if style is Style.PORTABLE else replace(codes, scale=_scale_type(spec, style))
+
+
+def check_choice(spec: QuantSpec) -> None:
+    """Check that a graph can find the scales of a specification from the range of a tensor.
+
+    Raises:
+        ExportError: it cannot.
+    """
+    scale = spec.scale
+    if scale.is_exact or scale.needs_values:
+        raise ExportError(
+            f"{spec}: the file cannot choose such scales for every tensor; calibrate the quantizer, or use {scale} for "
+            "weights only"
+        )
 
 
 def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
@@ -311,6 +330,9 @@ def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -
             power of two but is stored in E8M0.
     """
     # 2**-127, the smallest scale of OCP Microscaling, is subnormal but has a finite reciprocal.
+    if spec.scale.is_exact:
+        kind = f"positive numbers, and those of {spec.scale} may be 0 or negative"
+        _require(scale > 0, scale, f"{kind}; leave the rule 'signed' and signed formats of scales out")
     smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
     good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
     _require(good, scale, "positive normal float32 numbers; calibrate it again")

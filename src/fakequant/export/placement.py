@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fakequant.export import trt
-from fakequant.export.capability import Dimension, Encoding, ScaleLayout, block_sizes, check_spec, layout
+from fakequant.export.capability import Dimension, Encoding, ScaleLayout, block_sizes, check_choice, check_spec, layout
 from fakequant.export.style import Style
 from fakequant.numerics.spec import QuantSpec
 
@@ -41,6 +41,8 @@ def check(
     """
     if style is Style.TRT:
         trt.check(spec, shape, constant=constant, dynamic=dynamic)
+    if dynamic and not constant:
+        check_choice(spec)
     return check_spec(spec, style)
 
 

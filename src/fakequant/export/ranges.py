@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.export.capability import Dimension, Encoding, block_sizes, check_spec
+from fakequant.export.capability import Dimension, Encoding, block_sizes, check_choice, check_spec
 from fakequant.export.graph import GraphEditor
 from fakequant.export.portable import round_to
 from fakequant.export.scales import multiply, powers_of_two, scale_codes
@@ -43,6 +43,7 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
     spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
     to = Emitter(editor, editor.label(f"{path or 'fake_quantize'}/range"))
     encoding = check_spec(spec, style)
+    check_choice(spec)
     (x,), (scale,) = node.input, node.output
     shape = editor.shape(x)
     halves = (
@@ -58,7 +59,7 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
         return to
     tiny = to.number("tiny", _INFO.tiny)
     if spec.scale.format is None or spec.scale.granularity is None:
-        chosen = to.emit("Div", amax, to.number("bound", spec.format.bound))
+        chosen = to.emit("Div", amax, to.number("bound", spec.scale.bound(spec.format)))
     else:
         chosen = _two_level_scale(to, amax, editor.shape(scale), spec, encoding)
     to.emit("Min", to.emit("Max", chosen, tiny), to.number("limit", limit), result=scale)
@@ -139,7 +140,7 @@ def _two_level_scale(
         spec: the specification.
         encoding: the encoding of the specification.
     """
-    fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.format.bound
+    fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.scale.bound(spec.format)
     assert fmt is not None
     assert granularity is not None
     blocks = block_sizes(granularity, shape)

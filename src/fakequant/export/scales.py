@@ -10,19 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from fakequant.errors import QParamsError
 from fakequant.export.capability import Dimension, ElementType, block_sizes
 from fakequant.export.graph import stored
 from fakequant.export.site import EmittedSite, Emitter
-from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec
-
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class FactoredScale(NamedTuple):
@@ -71,8 +68,7 @@ def computed_scale(site: EmittedSite) -> str:
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
 
-    `numerics.scales` makes scales as such products, except where it keeps them normal or within a limit. The largest
-    scale of a block then has the largest code, unless the shared scale has its smallest value.
+    `numerics.scales` makes scales as such products, except where it keeps them normal or within a limit.
 
     Args:
         scale: the scales [groups, axes kept].
@@ -82,28 +78,13 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
     FactoredScale(codes=tensor([[448.0000,   3.5000,   0.8750]]), shared=tensor([[0.1000]]))
     """
-    fmt, granularity = spec.scale.format, spec.scale.granularity
-    assert fmt is not None
-    assert granularity is not None
-    if not scale.numel():
+    try:
+        codes, shared = spec.scale.split(scale)
+    except QParamsError:
         return None
-    blocks = granularity.block_shape(scale.shape)
-    view, axes = blocked(scale, blocks), block_axes(scale.shape, blocks)
-    groups = granularity.group_shape(scale.shape)
-    largest = (view.amax(axes) if axes else view).reshape(groups)
-    guess = largest / fmt.quant_max
-    shared = torch.full_like(guess, torch.nan)
-    # The quotient is rounded, so the original factor may be a neighbour.
-    neighbours = guess.nextafter(guess * 2), guess.nextafter(guess * 0)
-    for candidate in (guess, *neighbours, torch.full_like(guess, _TINY)):
-        each = blocked_groups(candidate, scale.shape, blocks)
-        exact = fmt.clamp(fmt.round(view / each)) * each == view
-        exact = (exact.all(axes) if axes else exact).reshape(groups)
-        shared = torch.where(shared.isnan() & exact, candidate, shared)
-    if bool(shared.isnan().any()):
+    if spec.scale.format is None or shared is None or not scale.numel():
         return None
-    codes = fmt.clamp(fmt.round(view / blocked_groups(shared, scale.shape, blocks)))
-    return FactoredScale(unblocked(codes, scale.shape, blocks), shared)
+    return FactoredScale(spec.scale.format.from_storage(codes, scale.dtype), shared)
 
 
 def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:

@@ -11,7 +11,6 @@ NAMED: dict[str, Any] = {}
 
 ALIASES = {
     "W8A8": "INT8",
-    "W8A8_DYNAMIC": "INT8_PER_TOKEN",
     "W8A16": "INT8_WEIGHT_ONLY",
     "INT8WO": "INT8_WEIGHT_ONLY",
     "W4A4": "INT4",

@@ -9,7 +9,8 @@ them layers that share such a table: no sum evens out the errors of a row. The t
 alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 at 8 bits.
 
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
-DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4).
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4); llama.cpp (GGUF);
+compressed-tensors (W8A8_DYNAMIC); BitNet b1.58, arXiv 2402.17764.
 """
 
 from __future__ import annotations
@@ -115,6 +116,63 @@ INT4_GROUP128 = _four_bits("INT4_GROUP128", "int4 per_block(-1:128,pad)")
 
 NF4_WEIGHT_ONLY = _four_bits("NF4_WEIGHT_ONLY", "nf4 per_block(-1:64,pad)")
 """W4 in NF4, blocks of 64: activations stay in float, embeddings have 8 bits."""
+
+W8A8_DYNAMIC = _preset(
+    "W8A8_DYNAMIC", weight="int8 per_channel(0)", input="int8 per_token scale=float32:half_range", dynamic=True
+)
+"""W8A8 as servers compute it: the largest magnitude of every token is 127.5 codes."""
+
+NVFP4_FOUR_OVER_SIX = _four_bits("NVFP4_FOUR_OVER_SIX", _NVFP4.replace("@", ":four_over_six@"))
+"""W4 in NVFP4 with 4 or 6 for the largest value of a block: activations stay in float, embeddings have 8 bits."""
+
+BITNET = _preset("BITNET", weight="int2_narrow per_tensor scale=float32:mean", input="int8 per_token", dynamic=True)
+"""Weights of -1, 0 and 1 under their mean magnitude, activations of 8 bits per token: BitNet b1.58; train with it."""
+
+# GGUF's types for weights, activations in float, embeddings in Q8_0. A file holds rows of whole blocks only.
+_GGUF_Q8_0 = "int8 per_block(-1:32,pad) scale=float16"
+
+
+def _gguf(name: str, weight: str) -> Config:
+    """A type of GGUF for weights: scales in float16; those of K-quants are integers under such ones."""
+    tables = Rule(layers=_TABLES_AT_8_BITS.layers, weight=TensorConfig(_GGUF_Q8_0), optional=True, tied=True)
+    return Config(f"GGUF_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
+
+
+def _k_quant(name: str, codes: str, block: int, scales: str, *, offset: bool = False) -> Config:
+    stored = f"{scales}@per_block(-1:{256 // block},pad)/float16"
+    return _gguf(name, f"{codes} per_block(-1:{block},pad) scale={stored}" + f" offset={stored}" * offset)
+
+
+GGUF_Q8_0 = _gguf("Q8_0", _GGUF_Q8_0)
+"""8.5 bits: 8 in blocks of 32."""
+GGUF_Q4_0 = _gguf("Q4_0", "int4 per_block(-1:32,pad) scale=float16:signed")
+"""4.5 bits: 4 in blocks of 32; the value that is farthest from 0 has the code -8."""
+GGUF_Q4_1 = _gguf("Q4_1", "uint4 per_block(-1:32,pad) scale=float16 offset=float16")
+"""5 bits: 4 in blocks of 32 with an offset."""
+GGUF_Q5_0 = _gguf("Q5_0", "int5 per_block(-1:32,pad) scale=float16:signed")
+"""5.5 bits: 5 in blocks of 32; the value that is farthest from 0 has the code -16."""
+GGUF_Q5_1 = _gguf("Q5_1", "uint5 per_block(-1:32,pad) scale=float16 offset=float16")
+"""6 bits: 5 in blocks of 32 with an offset."""
+GGUF_Q2_K = _k_quant("Q2_K", "uint2", 16, "uint4", offset=True)
+"""2.625 bits: 2 in blocks of 16 with an offset."""
+GGUF_Q3_K = _k_quant("Q3_K", "int3", 16, "int6")
+"""3.4375 bits: 3 in blocks of 16."""
+GGUF_Q4_K = _k_quant("Q4_K", "uint4", 32, "uint6", offset=True)
+"""4.5 bits: 4 in blocks of 32 with an offset."""
+GGUF_Q5_K = _k_quant("Q5_K", "uint5", 32, "uint6", offset=True)
+"""5.5 bits: 5 in blocks of 32 with an offset."""
+GGUF_Q6_K = _k_quant("Q6_K", "int6", 16, "int8")
+"""6.5625 bits: 6 in blocks of 16."""
+GGUF_IQ4_NL = _gguf("IQ4_NL", "iq4_nl per_block(-1:32,pad) scale=float16:signed")
+"""4.5 bits: a table of 16 values in blocks of 32."""
+GGUF_IQ4_XS = _k_quant("IQ4_XS", "iq4_nl", 32, "int6")
+"""4.25 bits: the table of IQ4_NL in blocks of 32."""
+GGUF_TQ1_0 = _gguf("TQ1_0", "int2_narrow per_block(-1:256,pad) scale=float16")
+"""1.6875 bits in a file: -1, 0 and 1 in blocks of 256; train with it."""
+GGUF_TQ2_0 = _gguf("TQ2_0", "int2_narrow per_block(-1:256,pad) scale=float16")
+"""2.0625 bits: the values of TQ1_0."""
+GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
+"""4.25 bits: FP4 in blocks of 32 under powers of two."""
 
 
 def presets() -> dict[str, Config]:

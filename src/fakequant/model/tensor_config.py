@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fakequant.nn.operands import NO_KERNEL, Kernel
 from fakequant.numerics.spec import QuantSpec, as_spec
@@ -42,17 +42,12 @@ class TensorConfig:
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
             granularity = granularity.over_window(axes[-1], kernel.window, kernel.length)
-        spec = self.spec.replace(granularity=granularity)
-        if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
-            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
+        spec = self.spec.regrouped(lambda one: one.remap_axes(axes)).replace(granularity=granularity)
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
         """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
-        spec = self.spec.replace(granularity=self.spec.granularity.for_each())
-        if spec.scale.granularity is not None:
-            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.for_each()))
-        return TensorConfig(spec, self.dynamic)
+        return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
         """`str(self)`, for files; see `QuantSpec.to_text`."""

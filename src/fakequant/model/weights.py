@@ -163,6 +163,9 @@ def give_range(weight: Product, range: Range) -> None:
     if quantizer.learned is None and range.amax.numel() and not bool(range.amax.any()):
         quantizer.reset()
         quantizer.follows = True
+    elif quantizer.spec.scale.needs_values:
+        quantizer.reset()
+        quantizer.freeze(weight.tensor)
     else:
         quantizer.set_range(range)
 

@@ -251,7 +251,7 @@ class Quantizer(FixedCodes):
         range = library.measure(x, self.spec.granularity)
         lent = lend(range, self.spec)
         given = lent is range or bool(range.amax.all())
-        self.set_qparams(self.qparams(x) if given else qparams_of_range(lent, self.spec))
+        self.set_qparams(self.qparams(x) if given else library.choose(x, self.spec, lent))
 
     def reset(self) -> None:
         """Forget the parameters."""

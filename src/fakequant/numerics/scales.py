@@ -7,9 +7,10 @@ llama.cpp, ggml-quants (float16 scales, K-quants).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class ScaleRounding(Enum):
     """Power-of-two scales: as FLOOR after rounding amax to the element format's precision. torchao, Quark."""
 
 
+_Spec = TypeVar("_Spec", bound="ScaleSpec")
 _OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN)
 
 
@@ -134,6 +136,15 @@ class ScaleSpec:
         """Whether scales are numbers of their formats exactly, and may be 0."""
         powers = isinstance(self.format, ExponentFormat)
         return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
+
+    def regrouped(self: _Spec, change: Callable[[Granularity], Granularity]) -> _Spec:
+        """The same with another granularity, if it has one."""
+        return self if self.granularity is None else replace(self, granularity=change(self.granularity))
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether scales follow from all values of a group, and not from their range alone."""
+        return self.rounding in (ScaleRounding.MEAN, ScaleRounding.FOUR_OVER_SIX)
 
     def __str__(self) -> str:
         powers = isinstance(self.format, ExponentFormat)

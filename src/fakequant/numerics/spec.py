@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -173,6 +174,11 @@ class QuantSpec:
             )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether scales are float32 numbers, found by the largest magnitudes, and there are no offsets."""
+        return self.offset is None and self.scale == ScaleSpec()
+
+    @property
     def has_zero(self) -> bool:
         """Whether 0.0 is a value of every group; offsets and tables without 0.0 have only nearest ones."""
         return self.offset is None and self.format.has_zero
@@ -200,6 +206,16 @@ class QuantSpec:
         int8 per_channel(0)
         """
         return replace(self, **changes)
+
+    def regrouped(self, change: Callable[[Granularity], Granularity]) -> QuantSpec:
+        """The same with other granularities: of the tensor, and of its scales and offsets, which have its axes.
+
+        >>> spec = QuantSpec.parse("int4 per_block(-1:32) scale=uint6@per_block(-1:8)/float16")
+        >>> print(spec.regrouped(lambda granularity: granularity.remap_axes({-1: 0})))
+        int4 per_block(0:32) scale=uint6@per_block(0:8)/float16
+        """
+        offset = None if self.offset is None else self.offset.regrouped(change)
+        return self.replace(granularity=change(self.granularity), scale=self.scale.regrouped(change), offset=offset)
 
     def __str__(self) -> str:
         # Made once, by __init__: a compiler that made the text itself would take its numbers for varying ones.

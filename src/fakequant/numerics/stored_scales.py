@@ -83,7 +83,8 @@ def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | N
         for tried in _near(whole / code, shared):
             if not bool(open.any()):
                 return found
-            same = _codes(view, tried, fmt) * tried == view
+            # Subnormal shared scales would be flushed somewhere.
+            same = (_codes(view, tried, fmt) * tried == view) & (tried.abs() >= torch.finfo(tried.dtype).tiny)
             good = open & (same.amin(axes, True) if axes else same)
             found, open = torch.where(good, tried, found), open & ~good
     return None if bool(open.any()) else found

@@ -222,14 +222,14 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose_for(x).measure(x.detach(), granularity)
 
 
-def choose(x: Tensor, spec: QuantSpec) -> QParams:
-    """The parameters that x itself gives, see `numerics.reference.choose`.
+def choose(x: Tensor, spec: QuantSpec, range: Range | None = None) -> QParams:
+    """The parameters that x itself gives, or that follow from x with another range, see `numerics.reference.choose`.
 
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: the granularity does not fit x.
     """
-    return reference.choose_from(x, measure(x, spec.granularity), spec)
+    return reference.choose_from(x, measure(x, spec.granularity) if range is None else range, spec)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:

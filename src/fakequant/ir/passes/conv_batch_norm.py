@@ -86,7 +86,7 @@ class _NormPair(NamedTuple):
         spec = QuantSpec.parse(self.quantizer.attributes["spec"])
         own = self.params[0].shape[0] == self.weight.shape[0]
         # A zero point belongs to a sign: a negative factor would exchange the ends of its range.
-        return own and spec.scale.format is None and (len(self.params) == 1 or bool((factor > 0).all()))
+        return own and spec.is_plain and (len(self.params) == 1 or bool((factor > 0).all()))
 
     def affine(self, graph: Graph) -> tuple[Tensor, Tensor]:
         """The factor and the offset of the normalisation, float64 [channels]."""

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.errors import CheckpointError, warn_user
+from fakequant.errors import CheckpointError, QParamsError, warn_user
 from fakequant.model.state.manifest import Manifest, PackedEntry
 from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.numerics.codes import count_of, lowest_of, patterns_of
 from fakequant.numerics.format import Format
+from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec
+from fakequant.numerics.stored_scales import StoredScales
 from fakequant.text import listed
 
 _CHUNK = 1 << 18
@@ -64,12 +66,11 @@ def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Ten
         if value is not None:
             tensors.setdefault(f"{path}.{key}", value)
         tensors.pop(f"{path}.{KEY}", None)
-    path, scale = weight.quantizers[0], _packed_scale(weight)
-    if scale is not None:
-        tensors[f"{path}.scale"] = scale
+    path, packed = weight.quantizers[0], _packed_scales(weight)
+    tensors |= {f"{path}.{key}": value for key, value in packed.items()}
     size = -(-prod(weight.shape) * weight.spec.format.bits // 8)
     tensors[name] = LazyTensor((size,), torch.uint8, partial(_codes_as_bytes, weights, name))
-    return PackedEntry(path, list(weight.shape), str(weight.dtype).removeprefix("torch."), scale is not None)
+    return PackedEntry(path, list(weight.shape), str(weight.dtype).removeprefix("torch."), bool(packed))
 
 
 def _codes_as_bytes(weights: Mapping[str, WeightCodes], name: str) -> Tensor:
@@ -77,15 +78,50 @@ def _codes_as_bytes(weights: Mapping[str, WeightCodes], name: str) -> Tensor:
     return _to_bytes(weight.codes.cpu(), weight.spec.format)
 
 
-def _packed_scale(weight: WeightCodes) -> Tensor | None:
-    """The scale in its own format, as bytes; None where it has none, or would lose something."""
-    rule, scale = weight.spec.scale, weight.scale
-    if rule.format is None or rule.granularity is not None or scale.dtype is not torch.float32:
-        return None
-    codes = rule.format.to_storage(rule.format.round(scale))
-    if not torch.equal(rule.format.from_storage(codes, scale.dtype), scale):
-        return None
-    return codes.contiguous().view(torch.uint8)
+def _packed_scales(weight: WeightCodes) -> dict[str, Tensor]:
+    """Scales, and offsets, in their own format, as bytes; nothing where they have none, or would lose something."""
+    if weight.scale.dtype is not torch.float32 or weight.spec.scale.format is None:
+        return {}
+    try:
+        return {key: _bytes_of(rule, getattr(weight, key)) for key, rule in _rules(weight.spec).items()}
+    except QParamsError:
+        return {}
+
+
+def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
+    return {"scale": spec.scale} if spec.offset is None else {"scale": spec.scale, "zero_point": spec.offset}
+
+
+def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
+    """Codes as their storage has them; those with shared scales as bits, and these behind them."""
+    codes, shared = rule.split(values.cpu())
+    if rule.format is None or shared is None:
+        return codes.contiguous().view(torch.uint8)
+    last = shared if rule.shared is None else rule.shared.to_storage(shared)
+    return torch.cat([_to_bytes(codes, rule.format), last.contiguous().view(torch.uint8).flatten()])
+
+
+def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], spec: QuantSpec) -> Tensor:
+    """The values of `_bytes_of`, float32 [groups, axes kept]."""
+    if stored is None or stored.dtype is not torch.uint8 or not stored.dim() or not str(rule):
+        kind = "no scales" if stored is None else f"scales of {stored.dtype}"
+        raise _BadCodes(f"have {kind}, which {spec} does not store")
+    fmt, granularity = rule.format, rule.granularity
+    if fmt is None or granularity is None:
+        return rule.join(StoredScales(_viewed(stored, torch.float32 if fmt is None else fmt.storage)))
+    size = -(-prod(groups) * fmt.bits // 8)
+    codes, of_groups = _from_bytes(stored[:size], fmt, list(groups)), granularity.group_shape(groups)
+    shared = _viewed(stored[size:].clone(), torch.float32 if rule.shared is None else rule.shared.storage)
+    if shared.numel() != prod(of_groups):
+        raise _BadCodes(f"have {shared.numel()} scales of scales, but {rule} has {prod(of_groups)}")
+    last = shared if rule.shared is None else rule.shared.from_storage(shared, torch.float32)
+    return rule.join(StoredScales(codes, last.reshape(of_groups)))
+
+
+def _viewed(stored: Tensor, kind: torch.dtype) -> Tensor:
+    if stored.shape[-1] % kind.itemsize:
+        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which are no numbers of {kind}")
+    return stored.view(kind)
 
 
 def decode(manifest: Manifest, tensors: Mapping[str, Tensor], source: str) -> QuantizedState:
@@ -114,7 +150,10 @@ def decode(manifest: Manifest, tensors: Mapping[str, Tensor], source: str) -> Qu
             raise CheckpointError(f"{damage} dtype {entry.dtype!r:.80}, not one of a weight")
         try:
             if entry.packed_scale and scale is tensors[f"{entry.quantizer}.scale"]:  # else of a weight before
-                found[f"{entry.quantizer}.scale"] = _unpacked_scale(scale, spec)
+                groups = spec.granularity.group_shape(entry.shape)
+                for key, rule in _rules(spec).items():
+                    path = f"{entry.quantizer}.{key}"
+                    found[path] = _of_bytes(rule, tensors.get(path), groups, spec)
         except _BadCodes as error:
             raise CheckpointError(f"{source} is damaged: the codes of {name} {error}") from error
         weights[name] = partial(_weight, name, entry, spec, tensors.get(name), found, source)
@@ -155,13 +194,6 @@ class _BadCodes(Exception):
     """Codes that are not what a manifest says."""
 
 
-def _unpacked_scale(stored: Tensor, spec: QuantSpec) -> Tensor:
-    format = spec.scale.format
-    if format is None or stored.dtype is not torch.uint8:
-        raise _BadCodes(f"have scales of {stored.dtype}, which {spec} does not store")
-    return format.from_storage(stored.view(format.storage), torch.float32)
-
-
 def _to_bytes(codes: Tensor, format: Format) -> Tensor:
     """Codes as bytes [ceil(codes * bits / 8)], the first code in the lowest bits."""
     patterns = patterns_of(codes.flatten(), format).numpy()
@@ -192,5 +224,6 @@ def _from_bytes(stored: Tensor | None, format: Format, shape: list[int]) -> Tens
     if elements and int(patterns.max()) >= count_of(format):
         raise _BadCodes(f"hold {int(patterns.max())}, but {format} has {count_of(format)} codes")
     codes = torch.from_numpy(patterns + lowest_of(format))
-    floats = format.storage.is_floating_point
-    return (codes.to(torch.uint8).view(format.storage) if floats else codes.to(format.storage)).reshape(shape)
+    if format.storage.is_floating_point:
+        codes = codes.to(torch.uint8 if format.storage.itemsize == 1 else torch.int16)
+    return (codes.view(format.storage) if format.storage.is_floating_point else codes.to(format.storage)).reshape(shape)

@@ -8,7 +8,6 @@ other weights as left at the nearest values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -333,7 +332,4 @@ def _turned(params: QParams) -> QParams:
 
 def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
     """A specification of a weight whose axes have other places."""
-    spec = spec.replace(granularity=spec.granularity.remap_axes(axes))
-    if spec.scale.granularity is None:
-        return spec
-    return spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
+    return spec.regrouped(lambda one: one.remap_axes(axes))

@@ -22,7 +22,6 @@ from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, is_readable_without_sync
-from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
 from fakequant.ops.dispatch import find_plan
@@ -74,7 +73,7 @@ class LearnedRange(QuantizerPart, ABC):
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__()
-        if spec.scale != ScaleSpec() or spec.offset is not None:
+        if not spec.is_plain:
             raise ConfigError(
                 f"{spec} has scales in {spec.scale.format or spec.scale}, which cannot be learned: they follow from "
                 "the values of every block; leave them as calibrated, or use a specification with float32 scales"

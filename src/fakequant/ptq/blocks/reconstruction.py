@@ -155,7 +155,7 @@ def _learnable_inputs(block: nn.Module) -> list[Quantizer]:
         quantizer
         for quantizer in quantizers(block).values()
         if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None
-        if not (quantizer.dynamic or quantizer.pinned or quantizer.spec.scale.format is not None)
+        if quantizer.spec.is_plain and not (quantizer.dynamic or quantizer.pinned)
     ]
 
 
