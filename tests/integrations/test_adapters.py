@@ -198,3 +198,19 @@ def test_what_modules_to_save_replaces_has_the_ranges_of_its_copy(preset, method
     assert_same_bits(model(X), plain(X))
     with model.disable_adapter():
         assert_same_bits(model(X), plain(X))
+
+
+def test_adapters_do_not_hold_the_fixed_codes_of_the_model(tmp_path):
+    """They are as large as the model, which has them; loading an adapter leaves them."""
+    base = network(learned=False)
+    quantizer = base[0].weight_quantizer
+    quantizer.fix_codes(torch.randint(-128, 128, (8, 8), dtype=torch.int8), base[0].weight)
+    codes = quantizer.fixed_codes.clone()
+    model = train(peft.get_peft_model(base, config()))
+    assert_same_bits(quantizer.fixed_codes, codes)  # its weight is frozen
+    model.save_pretrained(tmp_path)
+    saved = peft.utils.save_and_load.load_peft_weights(str(tmp_path))
+    assert any(key.endswith("_weight_quantizer.scale") for key in saved)
+    assert not any("fixed_codes" in key for key in saved)
+    model.load_adapter(str(tmp_path), "again")
+    assert quantizer.holds(model.base_model.model[0].base_layer.weight)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # noqa: E402
 
 from fakequant.integrations.transformers import enable_saving  # noqa: E402
+from fakequant.model.weights import quantized_weights  # noqa: E402
 
 IDS = torch.arange(12).view(2, 6)
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -224,3 +225,16 @@ def test_the_best_float_weights_load_into_a_prepared_model(tmp_path):
     encoder().save_pretrained(tmp_path)
     result = calibrated().load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert result.missing_keys == result.unexpected_keys == []
+
+
+def test_fixed_codes_come_back(tmp_path):
+    model = calibrated(preset="INT8_WEIGHT_ONLY")
+    product = next(iter(quantized_weights(model).values()))
+    codes = torch.randint(-128, 128, tuple(product.tensor.shape), dtype=torch.int8)
+    product.fix_codes(codes)
+    enable_saving(model).save_pretrained(tmp_path)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    found = next(iter(quantized_weights(again).values()))
+    assert found.has_fixed_codes
+    assert_same_bits(found.quantizer.fixed_codes, codes)
+    assert_same_bits(logits(again), logits(model))

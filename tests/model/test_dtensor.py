@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fakequant as fq
+from fakequant.errors import ConfigError
 from tests.support.bits import assert_same_bits
 from tests.support.pages import blocks, printed
 
@@ -141,3 +142,27 @@ def test_prepared_layers_that_cannot_be_parallelized_by_rows_say_what_to_do(mesh
     assert not hasattr(quantizer, "weight")
     with pytest.raises(AttributeError, match="no attribute 'wieght'"):
         getattr(quantizer, "wieght")  # noqa: B009
+
+
+@pytest.mark.parametrize("spec", ["int8 per_channel(0)", "int8 per_channel(0) stochastic"])
+def test_fixed_codes_of_sharded_weights_serve_where_quantizing_gives_them(mesh, x, spec, tmp_path):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 32))
+
+    model = fq.prepare(net(), fq.Config(fq.Rule(weight=spec))).eval()
+    fq.calibrate(model)
+    codes = torch.randint(-128, 128, (32, 64), dtype=torch.int8)
+    quantizer = model[0].weight_quantizer
+    quantizer.fix_codes(codes, model[0].weight)
+    expected = model(x)
+    parallelize_module(model.to("cpu"), mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    if "stochastic" in spec:
+        with pytest.raises(ConfigError, match="sharded over processes, may give others"):
+            model(x)
+        return
+    assert_same_bits(model(x), expected)
+    again = fq.load(net(), fq.save(model, tmp_path))
+    assert_same_bits(again[0].weight_quantizer.fixed_codes, codes)
+    with pytest.raises(ConfigError, match="its weight is sharded"):
+        quantizer.fix_codes(codes, model[0].weight)

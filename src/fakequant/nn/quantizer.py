@@ -379,6 +379,8 @@ class Quantizer(FixedCodes):
             words.append("follows the weight" if self.kind is Kind.WEIGHT else "not calibrated")
         else:
             words += self._scale_words()
+        if self.fixed_codes is not None:
+            words.append("fixed codes")
         return f"Quantizer({', '.join(words)})"
 
     def _scale_words(self) -> list[str]:

@@ -158,10 +158,16 @@ def snapshot(model: nn.Module) -> QuantizedState:
 
 
 def _outdated_codes(model: nn.Module) -> set[str]:
-    """The keys of fixed codes whose weight has other values by now."""
-    fixed = {path: own for path, own in quantizers(model).items() if own.fixed_codes is not None}
+    """The keys of fixed codes whose weight has other values by now; sharded weights are gathered, one by one."""
+    fixed = {
+        path: q for path, q in quantizers(model).items() if q.fixed_codes is not None and not q.fixed_codes.is_meta
+    }
     weights = quantized_weights(model) if fixed else {}
-    return {f"{path}.{KEY}" for path in fixed if path not in weights or not weights[path].has_fixed_codes}
+    return {
+        f"{path}.{KEY}"
+        for path, quantizer in fixed.items()
+        if path not in weights or not quantizer.holds(whole(weights[path].tensor))
+    }
 
 
 class LiveTensors(Mapping[str, Tensor]):

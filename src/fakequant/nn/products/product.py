@@ -114,8 +114,8 @@ class Product:
             params: scale and zero point; by default those that the quantizer has.
 
         Raises:
-            ConfigError: it has no quantizer, is computed, or what `Quantizer.fix_codes` says.
-            Errors of `Quantizer.fix_codes`, after which the quantizer is as before.
+            ConfigError: it has no quantizer, or is computed.
+            Exception: what `Quantizer.fix_codes` raises; the quantizer is as before then.
         """
         quantizer, parameter = self.quantizer, self.parameter
         if quantizer is None or parameter is None:

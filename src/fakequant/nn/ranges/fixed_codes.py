@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.distributed import is_sharded
+from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning, warn_user
 from fakequant.nn.ranges.fitted import magnitudes, mark
 from fakequant.nn.ranges.precise import QuantizerPart
@@ -122,7 +122,7 @@ class FixedCodes(QuantizerPart):
     def holds(self, weight: Tensor) -> bool:
         """Whether codes are fixed and stand for a weight: it has their values, as far as conversions to other dtypes
         have not rounded them."""
-        if self._buffers[KEY] is None or is_sharded(weight):
+        if self._buffers[KEY] is None:
             return False
         self.needs_codes(weight)
         return self._values_in(weight) is not None
@@ -189,18 +189,19 @@ class FixedCodes(QuantizerPart):
             values = self._values(self._stored(), x.dtype)
             if torch.equal(values, x):
                 return values
-            whole = self._values(self._stored(), torch.float32)
-            return values if any(torch.equal(whole.to(own).to(x.dtype), x) for own in _CONVERTED) else None
+            exact = self._values(self._stored(), torch.float32)
+            return values if any(torch.equal(exact.to(own).to(x.dtype), x) for own in _CONVERTED) else None
 
     @torch.no_grad()
     def _gives_others(self, x: Tensor) -> bool:
         """Whether quantizing x gives other codes than those that are fixed."""
         if self.spec.rounding is Rounding.STOCHASTIC:
             return True
-        codes = library.encode(x, self.qparams(x), self.spec)
+        codes = library.encode(x, self._params(x), self.spec)
         return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
 
     def _warn_of_change(self, x: Tensor) -> None:
+        """Say that codes beside those of changed values may change."""
         if self._others is None:
             self._others = self._gives_others(self._values(self._stored(), x.dtype))
         if self._others:
@@ -214,7 +215,11 @@ class FixedCodes(QuantizerPart):
     def _traced_values(self, x: Tensor) -> Tensor | None:
         """The same by torch's operations, which compare at each call; None where quantizing gives the codes."""
         codes = self.fixed_codes
-        if codes is None or self._others is False:
+        if codes is None:
+            return None
+        if self._others is None and not (torch.compiler.is_compiling() or library.needs_tracing(whole(codes))):
+            self._others = self._gives_others(self._values(self._stored(), x.dtype))
+        if self._others is False:
             return None
         if self._awaits_weight:
             raise ConfigError(
@@ -223,15 +228,16 @@ class FixedCodes(QuantizerPart):
             )
         if is_sharded(x):
             raise ConfigError(
-                f"the codes of {self.name or self} are fixed, and its weight is sharded over processes, so that they "
-                "cannot be compared; call release_codes() on the quantizer, or shard no weight of this layer"
+                f"the codes of {self.name or self} are fixed, and quantizing its weight, which is sharded over "
+                "processes, may give others; call release_codes() on the quantizer, or shard no weight of this layer. "
+                "In a model that is compiled, call it once before, so that what quantizing gives is known"
             )
         if codes.is_meta or codes.shape != x.shape:
             return None
-        values, whole = (self._values(self._stored(), dtype) for dtype in (x.dtype, torch.float32))
+        values, exact = (self._values(self._stored(), dtype) for dtype in (x.dtype, torch.float32))
         stands = (values == x).all()
         for own in _CONVERTED:
-            stands = stands | (whole.to(own).to(x.dtype) == x).all()
+            stands = stands | (exact.to(own).to(x.dtype) == x).all()
         fixed = torch.where(values == x, x, values + (x - x.detach()))  # with the gradient of x, to the bit
         return torch.where(stands, fixed, library.fake_quantize(x, self.qparams(x), self.trained_spec))
 
@@ -277,19 +283,23 @@ class FixedCodes(QuantizerPart):
     def _stored(self) -> Tensor:
         codes, storage = self.fixed_codes, self.spec.format.storage
         assert codes is not None, "called where codes are fixed"
+        codes = whole(codes)  # tensor parallelism makes DTensors of buffers, too
         return codes.view(storage) if storage.is_floating_point else codes
 
     def _values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        scale, zero_point = self.qparams(codes)[:2]
-        zero_point = None if zero_point is None else zero_point.detach()
+        return library.dequantize(codes, self._params(codes), self.spec, dtype)
+
+    def _params(self, x: Tensor) -> QParams:
+        scale, zero_point = (None if own is None else whole(own.detach()) for own in self.qparams(x)[:2])
+        assert scale is not None, "the range is calibrated"
         if zero_point is not None and self.learned is not None:  # whose zero points are floats
             zero_point = zero_point.to(torch.int32)
-        return library.dequantize(codes, QParams(scale.detach(), zero_point), self.spec, dtype)
+        return QParams(scale, zero_point)
 
     def _fits(self, x: Tensor) -> bool:
         """Whether there are codes and a scale whose values x may have."""
         codes = self.fixed_codes
-        if codes is None or codes.is_meta or x.is_meta or self.dynamic or not self.calibrated:
+        if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.dynamic or not self.calibrated:
             return False
         return codes.shape == x.shape and codes.dtype is integers_of(self.spec.format)
 
