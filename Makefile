@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-slow test-all test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite test-slow test-all test-delivery test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,11 @@ suite: setup
 SECONDS = 300
 test-slow: setup
 	$(SUITE) -m 'slow and not exhaustive' --seconds $(SECONDS) --order $$(git rev-parse --short HEAD)
+
+# Files of other programs, loaded by these programs; without the extra most of the tests are skipped.
+test-delivery: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[delivery]'
+	$(SUITE) tests/delivery
 
 test-all: setup
 	$(MAKE) lint

@@ -20,7 +20,7 @@ def test_bits(bits: int, shape: tuple[int, ...]) -> None:
     packed = pack(numbers, bits)
     assert torch.equal(numbers, before)
     spread = (numbers.numpy()[..., None] >> np.arange(bits)) & 1
-    expected = np.packbits(spread.astype(np.uint8).reshape(*shape[:-1], -1), axis=-1, bitorder="little")
+    expected = np.packbits(spread.astype(np.uint8).reshape(*shape[:-1], shape[-1] * bits), axis=-1, bitorder="little")
     assert np.array_equal(packed.numpy(), expected)
     assert torch.equal(unpack(packed, bits, shape[-1]), numbers.int())
     assert torch.equal(pack(numbers.long(), bits), packed)

@@ -233,24 +233,46 @@ def report(
 
 @app.command()
 def verify(
-    onnx_file: Annotated[Path, typer.Argument(help="a file written by export_onnx")],
+    file: Annotated[Path, typer.Argument(help="a file written by export_onnx, or what `fakequant deliver` wrote")],
     recipe: Annotated[str | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` in the folder of the file")
     ] = None,
+    text: TextFile = None,
+    trust: Trust = False,
 ) -> None:
-    """Compare every quantizer of an ONNX file with fakequant bit for bit.
+    """Compare every quantizer of an ONNX file with fakequant bit for bit, or a delivered file with its model.
 
     The exit status is 1 if one differs, or if ONNX Runtime's default session loses more than quantization itself.
-    A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator.
+    A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator. A delivered
+    file needs the recipe; the programs that load it are asked where they are installed.
     """
     from fakequant.cli.verification import verify_file
     from fakequant.text import visible
 
-    report = verify_file(onnx_file, recipe, checkpoint)
+    report = verify_file(file, recipe, checkpoint, text, trust)
     Console(soft_wrap=True).print(Text(visible(str(report), keep="\n")))
     if not report.passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def deliver(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
+    checkpoint: Annotated[Path, typer.Option(help="checkpoint of the quantized model")] = Path("quantized/checkpoint"),
+    format: Annotated[str, typer.Option(help="compressed-tensors, gguf or torchao")] = "compressed-tensors",
+    text: TextFile = None,
+    trust: Trust = False,
+) -> None:
+    """Write a quantized model in a format that other programs load, with its codes as they are."""
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.cli.verification import deliver_model
+
+    path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
+    Console(soft_wrap=True).print(
+        Text(f"Written: {path}. Compare it: fakequant verify {shlex.quote(str(path))} --recipe {shlex.quote(recipe)}")
+    )
 
 
 @app.command()

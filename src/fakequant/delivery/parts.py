@@ -25,6 +25,8 @@ _IN_FLOAT = 32
 """Bits of a tensor that is not quantized, for distances."""
 _KIND = 8
 """Bits by which a dynamic range is farther than a fixed one."""
+_AXES = 0.01
+"""Bits by which other groups of the same number are farther."""
 
 
 def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
@@ -135,7 +137,8 @@ def _distance(part: Part, other: Mapping[str, TensorConfig]) -> float:
         bits = [_bits(tensor, part.shape if name == "weight" else ()) for tensor in (one, two)]
         total += abs(bits[0] - bits[1])
         if one is not None and two is not None:
-            total += _KIND * (one.dynamic != two.dynamic) + (str(one.spec.format) != str(two.spec.format))
+            total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
+            total += _AXES * (one.spec.granularity != two.spec.granularity)
     return total
 
 
