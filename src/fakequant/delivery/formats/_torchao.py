@@ -71,7 +71,8 @@ def _nvfp4(module: LayerTensors, data: Mapping[str, Any]) -> CodedWeight:
     codes = partial(module.get, "_weight_qdata", torch.uint8, (rows, columns // 2))
     scale = partial(module.get, "_weight_scale", torch.float8_e4m3fn, (rows, columns // 16))
     shared = partial(module.get, "_weight_per_tensor_scale", torch.float32, (1,), ())
-    codes(), scale(), shared()
+    for tensor in (codes, scale, shared):
+        tensor()
     return CodedWeight(
         NVFP4_SPEC, lambda: (unpack(codes(), 4, columns).to(torch.uint8), scale().float() * shared(), None)
     )

@@ -77,6 +77,10 @@ class _GptqWeight:
         is_plain = order is None or bool((order == torch.arange(self.columns)).all())
         granularity, takes = self.groups.granularity, None if is_plain else order
         if order is None:  # groups of one input each say any order
+            warn_user(
+                "gptq: weights whose groups lie in no order of equal groups, and stacks of weights with an order, have "
+                "groups of one input each: the same values with more scales"
+            )
             granularity = PerBlock({-1: 1})
         format = f"{'' if self.is_symmetric else 'u'}int{self.bits}"
         spec = QuantSpec(format, granularity, symmetric=self.is_symmetric, scale=self.scale)
