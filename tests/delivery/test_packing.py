@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -24,3 +26,14 @@ def test_bits(bits: int, shape: tuple[int, ...]) -> None:
     assert np.array_equal(packed.numpy(), expected)
     assert torch.equal(unpack(packed, bits, shape[-1]), numbers.int())
     assert torch.equal(pack(numbers.long(), bits), packed)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (1, 5), (8, 1), (2, 0), (0, 8), (3, 1, 16)])
+@pytest.mark.parametrize("bits", [1, 3, 4, 7, 8])
+def test_odd_shapes_and_slices_are_packed(shape, bits):
+    """Sizes of 1 have any stride, and a slice starts at any byte."""
+    whole = torch.randint(0, 1 << bits, (math.prod(shape) + 3,), dtype=torch.uint8)
+    numbers = whole[3:].view(shape)
+    for own in (numbers, numbers.transpose(0, -1).contiguous().transpose(0, -1)):
+        assert torch.equal(unpack(pack(own, bits), bits, shape[-1]), numbers.to(torch.int32))
+    assert torch.equal(whole[3:].view(shape), numbers)

@@ -17,13 +17,11 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
     tensor([33,  3], dtype=torch.uint8)
     """
     count = patterns.shape[-1]
-    wide = patterns.to(torch.uint8).contiguous()
     if bits == _TOGETHER:
-        return wide
-    if count % _TOGETHER:
-        wide = pad(wide, (0, -count % _TOGETHER))
-    word = wide.view(torch.int64) if wide.numel() else wide.to(torch.int64)[..., ::_TOGETHER]
-    word = word.clone() if wide is patterns else word
+        return patterns.to(torch.uint8).contiguous()
+    # A copy, because it is written; flat, because a view of eight bytes needs strides and a start that eight divides.
+    wide = pad(patterns.to(torch.uint8, copy=True), (0, -count % _TOGETHER))
+    word = wide.contiguous().flatten().view(torch.int64).reshape(*wide.shape[:-1], wide.shape[-1] // _TOGETHER)
     for step in range(3):
         # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
         size, apart = bits << step, _TOGETHER << step
