@@ -70,6 +70,8 @@ def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) 
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
     scale = spec.scale
+    if reason := cannot_hold(spec):
+        return reason
     if scale.needs_values:
         return f"its scales follow from all values of a group by {scale.rounding.value}, and the kernels know its range"
     if scale.format is None or scale.granularity is None:

@@ -59,10 +59,15 @@ def quantize_by(
     if spec.rounding is Rounding.STOCHASTIC or (range is not None and spec.gradient is Gradient.INPUT_RANGE):
         plan = _with_extras(plan, range, seed)
     y = apply_plan(plan, x, scale, zero_point)
-    if y is None:
-        assert plan.otherwise is not None, "only such plans refuse parameters"
-        y = apply_plan(plan.otherwise, x, scale, zero_point)
-        assert y is not None, "it computes with any parameters"
+    return _otherwise(plan, x, scale, zero_point) if y is None else y
+
+
+def _otherwise(plan: KernelPlan, x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """x quantized with parameters that a plan refuses."""
+    assert plan.otherwise is not None, "only such plans refuse parameters"
+    extras = plan.descriptor if isinstance(plan.descriptor, Extras) else plan.otherwise.descriptor
+    y = apply_plan(plan.otherwise._replace(descriptor=extras), x, scale, zero_point)
+    assert y is not None, "it computes with any parameters"
     return y
 
 
@@ -145,8 +150,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
     if spec.rounding is Rounding.STOCHASTIC:
         plan = _with_extras(plan, None, seed)
     y = apply_plan(plan, x, None, None)
-    assert y is not None, "parameters that follow from a range are valid"
-    return y
+    return _otherwise(plan, x, None, None) if y is None else y
 
 
 def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> KernelPlan:
