@@ -92,6 +92,23 @@ def test_a_model_of_transformers_is_built_from_its_folder(tmp_path: Path, name: 
     # Inputs in another order are summed in another order.
     assert (ours - theirs).abs().max() <= (1e-6 if scattered else 0)
     assert len(fq.snapshot(again).weights) == count
+    plain: Any = fq.read(tmp_path, dequantize=True)
+    assert torch.equal(plain.eval()(ids).logits, theirs)
+    assert not fq.nn.quantizers(plain)
+
+
+def test_values_have_what_is_done_to_inputs(tmp_path: Path) -> None:
+    tensors, values = test_modelopt.int4()
+    factors = torch.linspace(0.5, 2, values.shape[1])
+    config = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
+    folder = write(tmp_path, {**tensors, "pre_quant_scale": factors}, config)
+    model: Any = fq.read(folder, net(), dequantize=True)
+    assert torch.equal(model[0].weight, values * factors)
+    damaged: Any = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 9))
+    before = damaged[0].weight.clone()
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        fq.read(folder, damaged, dequantize=True)
+    assert torch.equal(damaged[0].weight, before)
 
 
 FORMATS: dict[str, Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]] = {

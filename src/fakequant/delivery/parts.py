@@ -98,7 +98,11 @@ def _own_reason(part: Part, state: QuantizedState) -> str | None:
     """What no file of another program holds."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
-        return f"its input goes through a {entry.transform.kind} before its quantizer; leave that step out of improve"
+        kind = entry.transform.kind
+        return (
+            f"its input goes through a {kind} before its quantizer; leave that step out of improve, or, where a file "
+            "has it, read the values by read(path, dequantize=True) and quantize them for this format"
+        )
     if entry is not None and entry.low_rank:
         return f"a product of rank {entry.low_rank} is added to its output; leave that step out of improve"
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers

@@ -10,25 +10,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model, refuse_prepared
 from fakequant.delivery.format import DeliveryFormat, format_of
+from fakequant.delivery.places import float_names, places_of
 from fakequant.errors import CheckpointError
 from fakequant.files import check_path
 from fakequant.model.state.applying import apply
 from fakequant.model.state.snapshots import QuantizedState
+from fakequant.nn.paths import join, module_at
+from fakequant.nn.transforms import make_transform
 
 _CALL = "read('folder', model)"
 
 
-def read(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequantize: bool = False) -> nn.Module:
     """A prepared model with the codes of a file or folder, from which analysis, `improve` and training go on.
 
     Args:
         path: a file or folder of a format of `fakequant.delivery.delivery_formats()`.
         model: a fresh float model of the architecture, which is changed and returned; by default one is made as the
             file says, of transformers and in eval mode.
+        dequantize: give a float model that has the values of the weights, to be quantized in another way; activations
+            are float, and what is done to inputs before a layer, as their order in GPTQ, is in its weight.
 
     Raises:
         CheckpointError: no such file, an unknown format, damage, or another architecture.
@@ -48,7 +54,27 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     source = Path(path)
     format = format_of(source)
     built = format.build(source) if model is None else model
-    return apply(built, decoded(format, source, built))
+    state = decoded(format, source, built)
+    return _with_values(built, state) if dequantize else apply(built, state)
+
+
+@torch.no_grad()
+def _with_values(model: nn.Module, state: QuantizedState) -> nn.Module:
+    """A float model with the values of a state."""
+    found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
+    places = places_of(model)
+    for name in state.weights:
+        place, held = places[name], state.weights[name]
+        held.check()
+        found[name], entry = held.values(), state.layers[place.path].transform
+        if entry is not None:
+            transform = make_transform(entry.kind, module_at(model, place.path), **entry.options)
+            prefix = f"{join(place.path, '_input_transform')}."
+            own = {key.removeprefix(prefix): state.tensors[key] for key in state.tensors if key.startswith(prefix)}
+            transform.load_state_dict(own)
+            # x T times W transposed is x times (W times T transposed) transposed; an order moves values as they are.
+            found[name] = found[name] @ transform(torch.eye(held.shape[-1])).mT.to(held.dtype)
+    return apply(model, QuantizedState(tensors=found, shared=state.shared, versions=state.versions))
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
