@@ -19,7 +19,7 @@ from fakequant.errors import CheckpointError, ExportError, warn_user
 from fakequant.functional import quantize
 from fakequant.model.state.codecs import Files
 from fakequant.model.state.packing import Made
-from fakequant.model.state.plan import LayerEntry, QuantizerEntry, TransformEntry
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, TransformEntry
 from fakequant.model.state.snapshots import QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig
@@ -53,14 +53,16 @@ class CodedWeight:
         spec: how it is quantized.
         make: its codes, scales [out, groups] and zero points, read when they are asked for.
         input: how the input of its layer is quantized, None where it is not.
-        input_scale: that of a static range.
+        output: how the output of its layer is quantized, None where it is not.
+        ranges: the tensors of these quantizers, as "input.scale" or "output.zero_point".
         transform: the kind of the transform of the input, with its buffers; None where there is none.
     """
 
     spec: QuantSpec
     make: Callable[[], Codes]
     input: TensorConfig | None = None
-    input_scale: Tensor | None = None
+    output: TensorConfig | None = None
+    ranges: Mapping[str, Tensor] = field(default_factory=dict)
     transform: tuple[str, dict[str, Tensor]] | None = None
 
 
@@ -73,6 +75,8 @@ class LayerTensors:
         tensors: of the folder.
         base: the path of the layer in the file.
         shape: of the weight, [out, in].
+        path: of the layer in the model.
+        classes: of the layer and its bases, by name; of experts that of one.
         is_alone: whether its layer may have a transform of its own: the weight is no part of a stack.
         used: the names that were asked for.
     """
@@ -81,6 +85,8 @@ class LayerTensors:
     tensors: Mapping[str, Tensor]
     base: str
     shape: tuple[int, int]
+    path: str
+    classes: tuple[str, ...]
     is_alone: bool
     used: set[str] = field(default_factory=set)
 
@@ -154,6 +160,10 @@ class LayeredFormat(DeliveryFormat):
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         return _LayeredReader(self, Folder(path), model).state()
 
+    def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
+        """The calls of functions that have quantizers, and for each tensor of these its name in the file."""
+        return SitesEntry(), {}
+
     def skips(self, name: str) -> str | None:
         """Why a tensor of the file for which the model has no place is left out; None: it is damage."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
@@ -182,8 +192,14 @@ class _LayeredReader:
                 self._add_float(name, pieces, place)
             else:
                 self._add(name, place, {key: one for key, one in coded.items() if one is not None})
+        sites, ranges = self.format.calls(self.folder, self.model)
+        for name, key in ranges.items():
+            self._need(key)
+            self.found[name] = lambda key=key: self.tensors[key].float().reshape(1)
         self._check_left()
-        return QuantizedState(layers=self.layers, shared=shared, tensors=Made(self.found), weights=Made(self.weights))
+        return QuantizedState(
+            sites=sites, layers=self.layers, shared=shared, tensors=Made(self.found), weights=Made(self.weights)
+        )
 
     def _coded(self, key: str, place: Place, pieces: int) -> CodedWeight | None:
         operand, weight = place.operand, self.own[join(place.path, place.operand.weight)]
@@ -192,35 +208,41 @@ class _LayeredReader:
             piece = self.names.split(join(place.path, operand.weight), torch.empty_like(weight, device="meta"))[key]
             shape = piece.shape[0], piece.shape[1]
         is_alone = not operand.is_stack and operand.channels == 0
-        module = LayerTensors(self.folder, self.tensors, key.rpartition(".")[0], shape, is_alone)
+        classes = ("Linear",) if operand.is_stack else place.classes
+        base = key.rpartition(".")[0]
+        module = LayerTensors(self.folder, self.tensors, base, shape, place.path, classes, is_alone)
         found = self.format.coded(module) if weight.dim() - operand.is_stack == 2 else None
         self.used |= module.used if found is not None else set()
         return found
 
     def _add_float(self, name: str, pieces: Mapping[str, Tensor], place: Place | None) -> None:
-        if missing := [key for key in pieces if key not in self.tensors]:
-            raise CheckpointError(f"{self.folder.path} lacks {listed(missing)}; it is damaged, or of another model")
-        self.used |= {*pieces}
+        self._need(*pieces)
         channels = place and place.operand.channels
         self.found[name] = lambda: self._joined(name, {key: self.tensors[key] for key in pieces}, channels)
+
+    def _need(self, *keys: str) -> None:
+        if missing := [key for key in keys if key not in self.tensors]:
+            raise CheckpointError(f"{self.folder.path} lacks {listed(missing)}; it is damaged, or of another model")
+        self.used |= {*keys}
 
     def _joined(self, name: str, pieces: Mapping[str, Tensor], channels: int | None) -> Tensor:
         return self.names.joined(name, pieces, self.own[name].shape, channels)
 
     def _add(self, name: str, place: Place, coded: Mapping[str, CodedWeight]) -> None:
         first, *others = coded.values()
-        if any((one.spec, one.input) != (first.spec, first.input) for one in others):
+        if any((one.spec, one.input, one.output) != (first.spec, first.input, first.output) for one in others):
             raise CheckpointError(f"{self.folder.path} has experts of {name} that are quantized in different ways")
-        if any(not _is_same(one.input_scale, first.input_scale) for one in others):
+        if any(not torch.equal(one.ranges[key], x) for key, x in first.ranges.items() for one in others):
             raise CheckpointError(f"{self.folder.path} has experts of {name} with different ranges of their input")
         config = TensorConfig(first.spec).placed(place.operand.axes())
         config = config.for_each() if place.operand.is_stack else config
         entry = self.layers.setdefault(place.path, LayerEntry(place.kind, {}))
         entry.quantizers[place.attribute] = QuantizerEntry(config)
-        if first.input is not None and place.input:
-            entry.quantizers[place.input] = QuantizerEntry(first.input)
-            if first.input_scale is not None:
-                self.found[f"{join(place.path, place.input)}.scale"] = lambda: first.input_scale  # type: ignore[return-value,assignment]
+        for role, attribute in (("input", place.input), ("output", "_output_quantizer")):
+            if (held := first.input if role == "input" else first.output) is not None and attribute:
+                entry.quantizers[attribute] = QuantizerEntry(held)
+                ranges = {key.partition(".")[2]: x for key, x in first.ranges.items() if key.startswith(role)}
+                self.found |= {join(place.path, f"{attribute}.{key}"): partial(_same, x) for key, x in ranges.items()}
         if first.transform is not None:
             kind, buffers = first.transform
             self.layers[place.path] = LayerEntry(entry.type, entry.quantizers, TransformEntry(kind, {}))
@@ -260,14 +282,14 @@ class _LayeredReader:
             warn_user(f"{self.format.name}: {reason}")
 
 
-def _is_same(one: Tensor | None, two: Tensor | None) -> bool:
-    return one is two if one is None or two is None else torch.equal(one, two)
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _without_zero_scales(spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> Codes:
     """The same values with the largest scale and the code of 0 in groups that have the scale 0."""
     empty = scale == 0
-    if not bool(empty.any()):
+    if spec.scale.is_exact or not bool(empty.any()):
         return codes, scale, point
     peak = scale.max()
     filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)

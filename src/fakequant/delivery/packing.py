@@ -19,9 +19,9 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
     count = patterns.shape[-1]
     if bits == _TOGETHER:
         return patterns.to(torch.uint8).contiguous()
-    # A copy, because it is written; flat, because a view of eight bytes needs strides and a start that eight divides.
+    # A copy, because it is written, and because a view of eight bytes needs a start that eight divides.
     wide = pad(patterns.to(torch.uint8, copy=True), (0, -count % _TOGETHER))
-    word = wide.contiguous().flatten().view(torch.int64).reshape(*wide.shape[:-1], wide.shape[-1] // _TOGETHER)
+    word = viewed(wide, torch.int64)
     for step in range(3):
         # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
         size, apart = bits << step, _TOGETHER << step
@@ -32,6 +32,17 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
         word |= second
     packed = word.unsqueeze(-1).view(torch.uint8)[..., :bits]
     return packed.flatten(-2)[..., : -(-count * bits // 8)].contiguous()
+
+
+def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers [..., n] as those of a type of another size, the first byte in the lowest bits.
+
+    >>> viewed(torch.tensor([[1, 1, 0, 0]], dtype=torch.uint8), torch.int32)
+    tensor([[257]], dtype=torch.int32)
+    """
+    # Flat, because an axis of length 1 may have any stride, and a view asks for one that fits.
+    size = numbers.shape[-1] * numbers.element_size() // dtype.itemsize
+    return numbers.contiguous().flatten().view(dtype).reshape(*numbers.shape[:-1], size)
 
 
 def unpack(stored: Tensor, bits: int, count: int) -> Tensor:

@@ -95,7 +95,8 @@ def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
     has_scale = module.has("input_scale")
     scale = module.get("input_scale", FLOATS, (1,), ()).float() if has_scale else None
     if method in _STATIC and scale is not None:
-        return replace(coded, input=TensorConfig(_STATIC[method]), input_scale=scale, transform=transform)
+        ranges = {} if scale is None else {"input.scale": scale}
+        return replace(coded, input=TensorConfig(_STATIC[method]), ranges=ranges, transform=transform)
     if method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
         if scale is not None:
             warn_user(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fakequant.delivery.folder import Folder
 from fakequant.delivery.format import Part
-from fakequant.delivery.packing import pack, unpack
+from fakequant.delivery.packing import pack, unpack, viewed
+from fakequant.delivery.writing import Stored
 from fakequant.errors import CheckpointError, ShapeError
+from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat, parse_format
@@ -244,14 +248,46 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
     return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), dynamic)
 
 
-class Stored(NamedTuple):
-    """A tensor of a file: which field of a weight it is, its shape and dtype, and how the one becomes the other."""
+def needs_dequantize(
+    schemes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype
+) -> bool:
+    """Whether transformers loads the same weights only where it dequantizes them at once."""
+    weights = [one for one in schemes if ROLES["weight"] in one]
+    if any("scale_dtype" in one["weights"] for one in weights):
+        return True
+    if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
+        return True
+    scales = (name for name in tensors if name.endswith(".weight_scale"))
+    return dtype is not torch.float32 and any(tensors[name].dtype is torch.float32 for name in scales)
 
-    field: str
-    shape: Sequence[int]
-    dtype: torch.dtype
-    store: Callable[[Tensor], Tensor] = lambda x: x
-    load: Callable[[Tensor], Tensor] = lambda x: x
+
+def groups_of(folder: Folder) -> list[Args]:
+    """The schemes of a folder.
+
+    Raises:
+        CheckpointError: it has none, or what this reader does not know.
+    """
+    given = folder.quantization
+    if given.get("quantization_status", "compressed") != "compressed" or not given.get("config_groups"):
+        raise CheckpointError(f"{folder.path} holds no codes: its quantization_config is not of a compressed model")
+    if left := [key for key in ("transform_config", "sparsity_config") if given.get(key)]:
+        raise CheckpointError(f"{folder.path} has {', '.join(left)}, which this reader does not know")
+    return [normalized(one, given.get("format")) for one in given["config_groups"].values()]
+
+
+def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
+    """The scheme of a layer: a target that names it goes before a pattern, and that before its class."""
+
+    def rank(target: str) -> int:
+        if target.startswith("re:"):
+            return 1 if any(re.match(target[3:], name) for name in names) else 3
+        return 0 if target in names else 2 if target in classes else 3
+
+    groups = groups_of(folder)
+    ranked = [(rank(target), number) for number, one in enumerate(groups) for target in one["targets"]]
+    best, number = min(ranked, default=(3, 0))
+    is_left = any(rank(target) < 3 for target in folder.quantization.get("ignore") or [])
+    return groups[number] if best < 3 and not is_left and ROLES["weight"] in groups[number] else None
 
 
 class _Weight(NamedTuple):
@@ -273,10 +309,10 @@ class _Weight(NamedTuple):
     def words(self, x: Tensor) -> Tensor:
         # Bytes wrap around, so that one of each number is enough.
         packed = pack(x.to(torch.uint8) + ((1 << self.bits - 1) - self.shift) % 256, self.bits)
-        return pad(packed, (0, -packed.shape[-1] % 4)).view(torch.int32)
+        return viewed(pad(packed, (0, -packed.shape[-1] % 4)), torch.int32)
 
     def of_words(self, x: Tensor, count: int) -> Tensor:
-        return (unpack(x.contiguous().view(torch.uint8), self.bits, count) - (1 << self.bits - 1)).to(torch.int8)
+        return (unpack(viewed(x, torch.uint8), self.bits, count) - (1 << self.bits - 1)).to(torch.int8)
 
     def codes(self, storage: torch.dtype) -> tuple[str, Stored]:
         shape = (self.rows, self.columns)

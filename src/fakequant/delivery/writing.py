@@ -1,0 +1,113 @@
+"""The tensors of a folder in which each layer has some of its own: made one after the other while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.delivery.folder import Names, later
+from fakequant.delivery.format import Part
+from fakequant.model.state.codecs import TensorFile
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState
+from fakequant.nn.paths import module_at
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: which field of a weight it is, its shape and dtype, and how the one becomes the other.
+
+    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "scale_codes" and "shared" of scales that have one of
+    their own, and "values".
+    """
+
+    field: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    store: Callable[[Tensor], Tensor] = lambda x: x
+    load: Callable[[Tensor], Tensor] = lambda x: x
+
+
+class LayeredWriter:
+    """The tensors of a model by their names in files, of stacked experts one for each.
+
+    Args:
+        state: of the model.
+        model: that is delivered.
+        parts: of it.
+        stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
+
+    Attributes:
+        tensors: of the file.
+        in_float: weights that are written as floats with the values of their codes: tables, which programs read as
+            floats, and what is tied.
+        pieces: for each coded weight the names that it has in files.
+        ignored: layers in float, by their names in files.
+    """
+
+    def __init__(
+        self,
+        state: QuantizedState,
+        model: nn.Module,
+        parts: Sequence[Part],
+        stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
+    ) -> None:
+        self.state, self._model, self._names, self._stored = state, model, Names(model), stored
+        tied = {*state.shared, *state.shared.values()}
+        self.in_float = [p.weight for p in parts if isinstance(p.module, nn.Embedding) or p.weight in tied]
+        self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
+        self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
+        self.pieces: dict[str, list[str]] = {}
+        # The pieces of a stack are made from the whole: the last one is kept.
+        self.field = lru_cache(maxsize=1)(self._field)
+        own = tuple(f"{path}." for path, _, _ in state.quantizers())
+        for name in (name for name in [*state.tensors, *state.shared] if not name.startswith(own)):
+            tensor = later(state.tensors, state.shared.get(name, name))
+            pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            for key, piece in pieces.items():
+                if name in self.coded:
+                    self._add_codes(self.coded[name], key, piece)
+                else:
+                    self._add_float(name, key, piece, tensor)
+
+    def _add_codes(self, part: Part, key: str, piece: Tensor) -> None:
+        base = key.removesuffix(".weight")
+        self.pieces.setdefault(part.weight, []).append(base)
+        for end, one in self._stored(part, piece.shape, piece.dtype).items():
+            self.tensors[f"{base}.{end}"] = self._later(part.weight, key, one)
+
+    def _add_float(self, name: str, key: str, piece: Tensor, tensor: Tensor | LazyTensor) -> None:
+        base, module = key.removesuffix(".weight"), module_at(self._model, name.rpartition(".")[0])
+        if base != key and piece.dim() == 2 and not isinstance(module, nn.Embedding):
+            self.ignored.append(base)
+        if name not in self.state.shared:
+            is_whole = name not in self.in_float and piece.shape == tensor.shape
+            plain = Stored("values", piece.shape, piece.dtype)
+            self.tensors[key] = tensor if is_whole else self._later(name, key, plain)
+
+    def _later(self, name: str, key: str, one: Stored) -> LazyTensor:
+        return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
+
+    def _field(self, name: str, field: str) -> dict[str, Tensor]:
+        """A field of a weight, or the values of a tensor, in the pieces that files hold."""
+        state = self.state
+        if field == "values":
+            is_coded = name in self.in_float
+            return self._names.split(name, state.weights[name].values() if is_coded else state.tensors[name])
+        if field == "codes":
+            return self._names.split(name, state.weights[name].codes)
+        part = self.coded[name]
+        spec, path = part.operands["weight"].spec, part.paths["weight"]
+        groups = spec.granularity.group_shape(part.shape)
+        if field == "zero_point" and spec.symmetric:
+            return self._names.split(name, torch.zeros(groups, dtype=torch.int32))
+        one = "zero_point" if field == "zero_point" else "scale"
+        held = state.tensors.get(f"{path}.{one}")  # of a weight that no call has shown: made with its codes
+        found = (getattr(state.weights[name], one) if held is None else held).reshape(groups)
+        if field in ("scale_codes", "shared"):
+            codes, shared = spec.scale.split(found)
+            assert shared is not None
+            found = codes if field == "scale_codes" else shared.expand(*groups[:-1], 1)
+        return self._names.split(name, found)
