@@ -14,7 +14,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.numerics.blocks import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.spec import Arithmetic
+from fakequant.numerics.spec import Arithmetic, Rounding
 from fakequant.offload import fetched
 from fakequant.ops import library
 
@@ -110,8 +110,11 @@ def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
     scale = torch.maximum(params.scale, floor)
     scale = torch.where(zero & (params.scale < floor), scale.max(), scale)
     quantizer.set_qparams(QParams(scale, params.zero_point))
-    if before is not None and (after := quantizer.encoded(tensor)) is not None:
+    if before is not None:
+        spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)
+        after = library.encode(tensor, quantizer.qparams(tensor), spec)
+        assert after is not None, "values of codes are no NaN"
         blocks = quantizer.spec.granularity.block_shape(tensor.shape)
         stays = blocked_groups(scale == params.scale, tensor.shape, blocks).expand(blocked(before[0], blocks).shape)
-        weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after[0]))
+        weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after))
     note_weight(weight)

@@ -33,7 +33,9 @@ FLOAT8 = "float8_e4m3fn per_channel(0)"
 """By a scale of 2**-148, many codes of these have one value of float32."""
 NEAR = "near per_channel(0) reciprocal"
 """Values an ulp apart, which a product with 1 / 1.5 mixes up: quantizing gives other values, too."""
-KINDS = [INT16, NF4, FLOAT8, NEAR]
+ZEROS = "int4 per_block(-1:3) scale=float16:signed"
+"""With a scale of 0, as K-quants have, so that all codes have one value."""
+KINDS = [INT16, NF4, FLOAT8, NEAR, ZEROS]
 KEY = "0._weight_quantizer"
 
 
@@ -67,7 +69,9 @@ def drawn(weight: Tensor, spec: fq.QuantSpec) -> tuple[Tensor, QParams]:
     if spec.format.has_zero_point:
         lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
         codes = torch.randint(lowest, highest + 1, weight.shape).to(spec.format.storage)
-        return codes, QParams(torch.full(groups, 1e-4))
+        scale = torch.full(groups, 1e-4 if spec.scale.format is None else 2.0**-10)
+        scale[0, 0] *= spec.scale.format is None
+        return codes, QParams(scale)
     if str(spec.format) == "near":
         return torch.randint(10, weight.shape, dtype=torch.uint8), QParams(torch.full(groups, 1.5))
     codes, _ = fq.quantize(torch.randn(weight.shape), spec, scale=torch.ones(groups))
@@ -636,6 +640,27 @@ def test_other_scales_release_codes() -> None:
         change(quantizer)
         assert quantizer.fixed_codes is None
         assert not quantizer.holds(weight)
+
+
+@pytest.mark.parametrize("weight", [INT16, "int8 per_channel(0) stochastic"])
+def test_a_raised_scale_changes_the_codes_of_its_channel_alone(weight: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float16 if weight == INT16 else torch.float32
+    float_model = nn.Sequential(nn.Linear(6, 4)).to(torch.float32)
+    model = fq.prepare(float_model, fq.Config(fq.Rule(weight=weight, input="int8"))).to(dtype).eval()
+    data = [torch.randn(8, 6, dtype=dtype)]
+    fq.calibrate(model, data)
+    product = quantized_weights(model)[KEY]
+    codes, params = drawn(product.tensor, product.quantizer.spec)
+    params.scale[0] = 1e-9
+    product.fix_codes(codes, params)
+    model[0].bias.data.fill_(100.0)
+    fq.calibrate(model, data)
+    assert float(product.quantizer.scale[0]) > 1e-9
+    assert product.has_fixed_codes
+    found = product.quantizer.codes(product.tensor)[0]
+    assert_same_bits(found[1:], codes[1:])
+    assert not torch.equal(found[0], codes[0])
 
 
 def test_improve_fixes_codes_which_calibrate_leaves() -> None:
