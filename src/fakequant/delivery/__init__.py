@@ -2,6 +2,7 @@
 
 from fakequant.delivery.delivering import deliver
 from fakequant.delivery.format import DeliveryFormat, Engine, Part, delivery_formats, register_delivery
+from fakequant.delivery.gguf.activations import llama_cpp_inputs
 from fakequant.delivery.reading import read
 from fakequant.delivery.verifying import DeliveryReport, verify_delivery
 
@@ -12,6 +13,7 @@ __all__ = [
     "Part",
     "deliver",
     "delivery_formats",
+    "llama_cpp_inputs",
     "read",
     "register_delivery",
     "verify_delivery",
