@@ -16,7 +16,6 @@ from fakequant.delivery.format import Part
 from fakequant.delivery.packing import pack, unpack, viewed
 from fakequant.delivery.writing import Stored
 from fakequant.errors import CheckpointError, ShapeError
-from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat, parse_format
@@ -246,19 +245,6 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
         scale = ScaleSpec(None, ScaleRounding.HALF_RANGE)
     format: Format = IntegerFormat.of(bits) if kind == "int" else _FORMATS[bits]
     return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), dynamic)
-
-
-def needs_dequantize(
-    schemes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype
-) -> bool:
-    """Whether transformers loads the same weights only where it dequantizes them at once."""
-    weights = [one for one in schemes if ROLES["weight"] in one]
-    if any("scale_dtype" in one["weights"] for one in weights):
-        return True
-    if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
-        return True
-    scales = (name for name in tensors if name.endswith(".weight_scale"))
-    return dtype is not torch.float32 and any(tensors[name].dtype is torch.float32 for name in scales)
 
 
 def groups_of(folder: Folder) -> list[Args]:

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from operator import eq
@@ -29,7 +28,6 @@ from fakequant.delivery.compressed_tensors import (
     attention_args,
     config_of,
     groups_of,
-    needs_dequantize,
     normalized,
     reciprocal,
     scheme_for,
@@ -40,6 +38,7 @@ from fakequant.delivery.compressed_tensors import (
 from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, Names, config_file
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.loading import by_transformers, decompressed, needs_dequantize
 from fakequant.delivery.places import places_of
 from fakequant.delivery.writing import LayeredWriter, Stored
 from fakequant.errors import warn_user
@@ -66,6 +65,8 @@ class CompressedTensors(LayeredFormat):
             return found if isinstance(found, str) else None
         if not (isinstance(part.module, (nn.Linear, nn.Embedding)) or part.is_stack):
             return f"it quantizes linear layers, embeddings and experts, and this is a {part.kind}"
+        if part.is_stack and part.places["weight"].channels != -2:
+            return "files have experts one by one, and this model has the inputs of its experts before their outputs"
         if "weight" not in part.operands:
             return "it quantizes activations of layers whose weight is quantized, too"
         found = scheme_of(part)
@@ -149,18 +150,20 @@ class CompressedTensors(LayeredFormat):
     def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
         folder, names = Folder(path), Names(model)
         tensors, found = folder.tensors(), {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, place in places_of(model).items():
-            like = model.get_parameter(name)
+            if (like := parameters.get(name)) is None:
+                continue
             pieces = [key.removesuffix(".weight") for key in names.split(name, torch.empty_like(like, device="meta"))]
             classes = ("Linear",) if place.operand.is_stack else place.classes
             scheme = scheme_for(folder, (pieces[0], place.path), classes)
             if scheme is not None and scheme["weights"]["strategy"] != "tensor_group":
-                own = partial(_theirs, scheme, tensors, pieces)
+                own = partial(decompressed, scheme, tensors, pieces)
                 channels = place.operand.channels
                 found[name] = lambda own=own, name=name, like=like, c=channels: names.joined(name, own(), like.shape, c)
         yield Engine(f"{self.name} {version(self.name)}", Made(found))
         if hasattr(model, "config_class"):
-            yield _transformers(path, model, groups_of(folder))
+            yield by_transformers(path, model, groups_of(folder))
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:
@@ -236,38 +239,3 @@ def _piece(module: LayerTensors, end: str, one: Stored) -> Tensor:
     dtypes = FLOATS if one.dtype in FLOATS else one.dtype
     flat = [(torch.Size(one.shape).numel(),), ()] if one.field in ("scale", "shared") else []
     return one.load(module.get(end, dtypes, one.shape, *(shape for shape in flat if shape or 1 in one.shape)))
-
-
-def _theirs(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
-    """The values of a weight by the package compressed-tensors, by their names in files."""
-    # Packages of the extra `delivery`, which type checkers need not have.
-    compressor: Any = import_module("compressed_tensors.compressors").BaseCompressor
-    scheme_class: Any = import_module("compressed_tensors.quantization").QuantizationScheme
-    found = {}
-    for base in bases:
-        own = {name.rpartition(".")[2]: tensors[name] for name in tensors if name.rpartition(".")[0] == base}
-        decompress = compressor.get_value_from_registry(scheme["format"]).decompress
-        found[f"{base}.weight"] = decompress(own, scheme_class.model_validate(scheme))["weight"]
-    return found
-
-
-def _transformers(path: Path, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Engine:
-    """The model as transformers loads it."""
-    import transformers
-
-    coded = [one for one in groups if "weights" in one]
-    name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
-    if needs_dequantize(coded, Folder(path).tensors(), next(model.parameters()).dtype):
-        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-        if len(coded) > 1:
-            note = "dequantizes all layers by one scheme, and the file has several"
-        elif ROLES["input"] in coded[0]:
-            note = "leaves activations in float where it dequantizes at once"
-        elif coded[0]["weights"]["strategy"] == "tensor_group":
-            note = "decompresses NVFP4 in bfloat16"
-    if note:
-        return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}."])
-    architecture = getattr(transformers, Folder(path).config["architectures"][0])
-    loaded = architecture.from_pretrained(path, dtype=model.dtype, **options)
-    # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
-    return Engine(name, model=(loaded.to(model.dtype) if model.dtype is torch.float32 else loaded).eval())
