@@ -121,7 +121,8 @@ def test_every_preset_loses_less_and_gives_the_same_bits_again(preset: str) -> N
         found = reconstruct_block(block, inputs, targets, preset, iterations=64, seed=3)
         assert found.after < 0.97 * found.before
         assert block.training
-        assert list(block.state_dict()) == names or not PRESETS[preset].inputs
+        held = [name for name in block.state_dict() if not name.endswith(".fixed_codes")]
+        assert held == names or not PRESETS[preset].inputs
         assert all(quantizer.learned is None for quantizer in quantizers(block).values())
         assert_same_bits(block.first.bias, bias)
         states.append(block.state_dict())
