@@ -155,6 +155,10 @@ def test_activations_and_other_layers_are_refused(tmp_path: Path) -> None:
     alone = fq.prepare(nn.Linear(8, 8), "int8_weight_only")
     with pytest.raises(ExportError, match="this is the whole model: put it in a Sequential"):
         fq.deliver(alone, tmp_path, "torchao")
+    bare: Any = fq.prepare(net(), "int8_weight_only")
+    bare.register_buffer("mean", torch.ones(1))
+    with pytest.raises(ExportError, match="mean: files name a module before each tensor"):
+        fq.deliver(bare, tmp_path / "new", "torchao")
     assert not [*tmp_path.iterdir()]
 
 

@@ -7,7 +7,7 @@ Integers are signed. Source: torchao 0.18, `prototype/safetensors`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from importlib import import_module
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, config_file, later
 from fakequant.delivery.format import Engine, Part
-from fakequant.delivery.formats._torchao import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
 from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.packing import pack
-from fakequant.errors import ExportError, ShapeError, warn_user
+from fakequant.delivery.torchao import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
+from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
 from fakequant.model.state.codecs import Files, TensorFile
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
@@ -57,6 +57,10 @@ class TorchAo(LayeredFormat):
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
         found = _class_of(part.operands["weight"].spec, part.shape)
         return None if found in _CONFIGS else f"its weight is {part.operands['weight']}, and {found}"
+
+    def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
+        bare = [name for name in model.state_dict() if "." not in name]
+        return dict.fromkeys(bare, "files name a module before each tensor, and this one is of the model itself")
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         return _TorchAoWriter(state, model, parts).files()
@@ -138,8 +142,6 @@ class _TorchAoWriter:
     def files(self) -> Files:
         own = tuple(f"{path}." for path, _, _ in self.state.quantizers())
         names = [name for name in self.state.tensors if not name.startswith(own)]
-        if bare := [name for name in names if "." not in name]:
-            raise ExportError(f"torchao stores tensors under the names of modules, and {bare[0]} has none")
         for name in names:
             if name in self.coded:
                 self._add(self.coded[name])
