@@ -8,6 +8,8 @@ from torch.nn.functional import pad
 
 _TOGETHER = 8
 """Codes of n bits that end with a byte: they take n bytes."""
+_CHUNK = 1 << 17
+"""Numbers that are packed at once: all steps find them in the cache of a core."""
 
 
 def pack(patterns: Tensor, bits: int) -> Tensor:
@@ -19,8 +21,20 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
     count = patterns.shape[-1]
     if bits == _TOGETHER:
         return patterns.to(torch.uint8).contiguous()
+    size = -(-count * bits // _TOGETHER)
+    rows = patterns.flatten(0, -2) if patterns.dim() > 1 else patterns[None]
+    packed = torch.empty((len(rows), size), dtype=torch.uint8, device=patterns.device)
+    together = max(1, _CHUNK // max(count, 1))
+    for start in range(0, len(rows), together):
+        packed[start : start + together] = _packed(rows[start : start + together], bits)[:, :size]
+    return packed.reshape(*patterns.shape[:-1], size)
+
+
+def _packed(rows: Tensor, bits: int) -> Tensor:
     # A copy, because it is written, and because a view of eight bytes needs a start that eight divides.
-    wide = pad(patterns.to(torch.uint8, copy=True), (0, -count % _TOGETHER))
+    wide = rows.to(torch.uint8, copy=True)
+    if left := -rows.shape[-1] % _TOGETHER:
+        wide = pad(wide, (0, left))
     word = viewed(wide, torch.int64)
     for step in range(3):
         # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
@@ -30,8 +44,7 @@ def pack(patterns: Tensor, bits: int) -> Tensor:
         second &= low << size
         word &= low
         word |= second
-    packed = word.unsqueeze(-1).view(torch.uint8)[..., :bits]
-    return packed.flatten(-2)[..., : -(-count * bits // 8)].contiguous()
+    return word.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(-2)
 
 
 def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
