@@ -29,6 +29,7 @@ from fakequant.numerics.formats import (
     IntegerFormat,
 )
 from fakequant.numerics.granularity import Granularity, PerBlock
+from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 
 Dimension = int | str
@@ -295,6 +296,11 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
             f"{spec}: zero points of ONNX are codes, and its offsets are in units of x; use a zero point (leave "
             f"{spec.offset} out), or deliver the model in a format that has offsets, such as GGUF"
         )
+    if spec.scale.rounding is ScaleRounding.SIGNED:
+        raise ExportError(
+            f"{spec}: scales of ONNX are positive, and those of {spec.scale} have signs; use an unsigned format of "
+            "scales without the rule 'signed', or deliver the model in a format that has signs, such as GGUF"
+        )
     codes = encoding(spec.format, style)
     return codes if style is Style.PORTABLE else replace(codes, scale=_scale_type(spec, style))
 
@@ -315,7 +321,7 @@ def check_choice(spec: QuantSpec) -> None:
 
 def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
     fmt = spec.scale.format
-    if fmt is None:
+    if fmt is None or (spec.scale.is_exact and spec.scale.granularity is None):  # float32 holds them
         return None
     if fmt == FLOAT8_E8M0FNU:
         return _E8M0 if style is Style.STANDARD else _EXPONENT
@@ -331,8 +337,7 @@ def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -
     """
     # 2**-127, the smallest scale of OCP Microscaling, is subnormal but has a finite reciprocal.
     if spec.scale.is_exact:
-        kind = f"positive numbers, and those of {spec.scale} may be 0 or negative"
-        _require(scale > 0, scale, f"{kind}; leave the rule 'signed' and signed formats of scales out")
+        _require(scale > 0, scale, "positive numbers: a group is zero, for which float32 scales have the smallest one")
     smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
     good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
     _require(good, scale, "positive normal float32 numbers; calibrate it again")
