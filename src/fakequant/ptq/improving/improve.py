@@ -134,21 +134,15 @@ def improve(  # noqa: PLR0913  all but the first three by name
             with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
             collector = Collector(layers, split.all, recorded, processes)
             choices = _Choices(layers, chosen_steps, collector, finished, fixed)
-            sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
-            parts = {path: own.layer for path, own in layers.items()}
-            with Beside(model, layers, parts, split.fit, recorded, with_drift) as stages:
-                for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
-                    choices.add(stage, wanted, stages.keep)
-                result.layers += choices.results.values()
+            stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift)
+            choices.make(stages, recorded.order, progress)
+            result.layers += choices.results.values()
             split.all.mask.warn_unmasked()
             now = _digests(weights, processes)
             _check_same(processes, now, "computed other weights; their processors round otherwise")
-            chosen = dict.fromkeys(layers[path].layer for path in choices.results)
-            undone = effect.keep_what_helps(
-                {layer: before[layer] for layer in chosen},
-                lambda layer: _states(own for own in layers.values() if own.layer is layer)[layer],
-            )
-            result.take_back(names[path] for path, own in layers.items() if own.layer in undone)
+            changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
+            undone = effect.keep_what_helps(changed, choices.state_of)
+            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
             effect.put_into(result, "improve")
             result.notes += [
                 *_parted(stages.parted),
@@ -181,9 +175,21 @@ class _Choices:
     ) -> None:
         self._layers, self._steps, self._fixed = layers, steps, fixed
         self._collector, self._finished = collector, finished
+        self.parts: dict[str, nn.Module] = {path: own.layer for path, own in layers.items()}
         self.results: dict[str, LayerResult] = {}
 
-    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
+    def make(self, stages: Beside, order: Sequence[str], progress: bool | None) -> None:
+        """Choose the layers of all stages."""
+        sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
+        with stages:
+            for stage, wanted in track(stages, f"choosing weights, {sums}", len(order), progress):
+                self._add(stage, wanted, stages.keep)
+
+    def state_of(self, layer: nn.Module) -> Restore:
+        """What restores a layer, its weights and their biases as they are now."""
+        return _states(own for own in self._layers.values() if own.layer is layer)[layer]
+
+    def _add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
         """Choose the layer of a stage, and write what was chosen; `keep` is called before that."""
         name, product = stage.name, self._layers[stage.name]
         number, steps = len(self.results), self._steps
