@@ -79,3 +79,11 @@ def tokens(path: Path, text: str) -> list[int]:
     count = lib.llama_tokenize(lib.llama_model_get_vocab(model), raw, len(raw), found, 4096, True, True)
     lib.llama_model_free(model)
     return list(found[:count])
+
+
+def quantize(source: Path, target: Path, kind: str) -> None:
+    """Quantize a file by llama.cpp itself, as llama-quantize does."""
+    lib = bindings()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    assert lib.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) == 0
