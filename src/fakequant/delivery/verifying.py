@@ -166,7 +166,8 @@ def _compare_weights(report: DeliveryReport, live: QuantizedState, engine: Engin
         theirs: Mapping[str, Tensor] = engine.weights
         if name in theirs and name in rows:
             ours = live.weights[name].values()
-            _count(rows[name], [ours], [theirs[name].to(ours.dtype)])
+            # 0.0 is added because gguf has no -0.0, which moves no product; codes are compared with their sign above.
+            _count(rows[name], [ours + 0.0], [theirs[name].to(ours.dtype) + 0.0])
 
 
 def _compare_outputs(
