@@ -64,6 +64,7 @@ def test_a_failure_in_the_interpreter_is_a_failure():
 
 # For each exclusion, a call that it is for.
 EXCLUDED = (
+    (fq.QuantSpec.parse("int8 per_tensor scale=float16"), torch.float32, False),
     (fq.QuantSpec(FloatFormat("wide", 8, 7, Specials.IEEE)), torch.float32, False),
     (
         fq.QuantSpec(FloatFormat("fine", 8, 3, Specials.IEEE, bias=127), rounding=fq.Rounding.STOCHASTIC),
