@@ -70,6 +70,8 @@ def test_only_the_two_neighbours_appear_and_either_does(name):
     low, high = values[:-1], values[1:]
     if isinstance(fmt, fq.IntegerFormat):
         high = low + 1
+    elif name == "bfloat16":  # its neighbours of 0 are subnormal
+        low, high = (side[(low != 0) & (high != 0)] for side in (low, high))
     for share in (2.0**-20, 0.25, 0.5, 0.9, 1 - 2.0**-20):
         between = low + share * (high - low)
         down, up = (fmt.round_stochastically(between, word) for word in (FIRST, LAST))
