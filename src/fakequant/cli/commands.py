@@ -40,7 +40,7 @@ class _Commands(TyperGroup):
 
 
 def _of_the_recipe(error: Exception) -> str:
-    """The traceback of an error that a recipe raised, from the recipe's line on; "" of any other error."""
+    """The traceback of a recipe's error, from the recipe's line on; "" for any other error."""
     import traceback
 
     recipe = sys.modules.get("fakequant.cli.recipe")
@@ -81,7 +81,7 @@ _PRESETS, _METHODS = tuple(name.lower() for name in named_presets()), (*calibrat
 
 
 def _one_of(help: str, *words: str) -> Any:
-    """An option with words that the shell completes; the function that takes its value checks it."""
+    """An option with words that the shell completes; this does not check the value."""
     return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
 
 

@@ -102,7 +102,7 @@ class _Progress:
         )
 
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the error of a batch names the batch; not if the traceback is wanted."""
+        """A context that adds the batch's name to its error, unless the user wants the traceback."""
         return failures_named(model, self.job.verbose)
 
 
@@ -239,7 +239,7 @@ def _exported(
 
 
 def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes: Any) -> ExportReport:
-    """Export a model; what torch says of a model that it cannot trace becomes one line."""
+    """Export a model; torch's message about a model that it cannot trace becomes one line."""
     try:
         return export_onnx(model, example, path, dynamic_shapes=dynamic_shapes, style=job.style)
     except FakeQuantError:
@@ -253,7 +253,7 @@ def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes
 
 
 def _left(config: Config, progress: _Progress, model: nn.Module, example: Any) -> dict[str, list[str]]:
-    """What computes in float; nothing, with the reason for the report, if torch cannot trace the model."""
+    """The layers and operations in float; if torch cannot trace the model, none, and the report gets the reason."""
     try:
         return layers_left({config.name: model}, example)
     except Exception as error:  # as above
@@ -327,7 +327,7 @@ def _train(job: Job, config: Config, progress: _Progress, model: nn.Module) -> N
 
 
 def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
-    """Calibrate a model with the chosen method; copies of it with the others too, where they are compared."""
+    """Calibrate a model with the chosen method; to compare methods, calibrate copies with the others, too."""
     set_execution(prepare(model, config), job.execution)
     methods = [method for method in calibrators() if job.compare and method != job.method]
     copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}

@@ -162,7 +162,7 @@ def load_recipe(path: str | os.PathLike[str], text: Path | None = None, trust: b
 
 
 def _of_module(name: str) -> Recipe:
-    """The recipe of `package.module:function`."""
+    """Import `package.module` and return its recipe, with `function` as `model`."""
     module_name, _, function = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does
@@ -180,7 +180,7 @@ def _of_module(name: str) -> Recipe:
 
 
 def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The functions of a recipe, checked for those that it must have."""
+    """The functions of a recipe; raise if a required one is missing."""
     functions: dict[str, Callable[..., Any]] = {}
     for name in (*_REQUIRED, "evaluate", "train"):
         function = defined.get(name)

@@ -50,7 +50,7 @@ _PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.
 
 
 def scheme_of(part: Part) -> Args | str:
-    """The scheme of a layer, or why it has none."""
+    """The scheme of a layer, or the reason why it has none."""
     scheme: Args = {}
     for name, role in ROLES.items():
         if (config := part.operands.get(name)) is None:
@@ -64,7 +64,7 @@ def scheme_of(part: Part) -> Args | str:
 
 
 def attention_args(part: Part) -> Args | str:
-    """The arguments of keys and values, and of queries with them, in a call of attention; or why there are none."""
+    """The arguments for keys, values and queries in a call of attention, or the reason why there are none."""
     if "attention" not in part.kind or part.operands.keys() - {"query", "key", "value"}:
         return "files quantize keys and values of attention, and queries with them, and no other functions"
     found = [_activation_args(config, part.shape[-1] if part.shape else 1) for config in part.operands.values()]
@@ -84,12 +84,12 @@ def _layout_of(weights: Args, has_input: bool) -> str:
 
 
 def shift_of(format: Format) -> int:
-    """What is subtracted from codes, because the integers of files are signed."""
+    """The number that is subtracted from codes, because files have signed integers."""
     return 0 if format.signed else 1 << format.bits - 1
 
 
 def _element(spec: QuantSpec) -> Args | str:
-    """The arguments that say the format, or why a specification fits no file whatever its axes are."""
+    """The arguments for the format of a specification, or the reason why no file holds it for any axes."""
     format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         return "files multiply codes by scales, and these scales divide them"
@@ -104,7 +104,7 @@ def _element(spec: QuantSpec) -> Args | str:
 
 
 def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
-    """The arguments of a weight [..., out, in], or why it has none."""
+    """The arguments for a weight [..., out, in], or the reason why there are none."""
     args, (rows, columns) = _element(spec), shape[-2:]
     if isinstance(args, str):
         return args
@@ -134,7 +134,7 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
 
 
 def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
-    """The arguments of scales [..., out, groups] that have a format of their own; None if they are no layout's."""
+    """The arguments for scales [..., out, groups] with their own format; None if no layout has them."""
     shared = spec.scale.granularity
     if getattr(spec.scale, "shared", None) is not None or spec.scale.format not in _DTYPES:
         return None
@@ -146,7 +146,7 @@ def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
 
 
 def _activation_args(config: TensorConfig, columns: int) -> Args | str:
-    """The arguments of an activation [..., columns], or why it has none."""
+    """The arguments for an activation [..., columns], or the reason why there are none."""
     spec, args = config.spec, _element(config.spec)
     if isinstance(args, str):
         return args
@@ -173,7 +173,7 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
 
 
 def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
-    """Whether a specification chooses the scales that compressed-tensors chooses for ranges."""
+    """Whether a specification chooses the same scales from ranges as compressed-tensors."""
     largest = torch.tensor(float(spec.format.bound))
     if not spec.symmetric:
         return spec.format.quant_max - spec.format.quant_min == (1 << spec.format.bits) - 1
@@ -187,11 +187,11 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
 
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
-    """A scheme of a file with the arguments that it leaves out.
+    """A scheme of a file, completed with the defaults of omitted arguments.
 
     Args:
-        group: of `config_groups`.
-        format: of the file, for groups that have none.
+        group: an entry of `config_groups`.
+        format: the file's format, for groups without one.
 
     Raises:
         CheckpointError: arguments that this reader does not know.
@@ -219,11 +219,11 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
 
 
 def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> TensorConfig:
-    """How arguments quantize a tensor.
+    """The configuration for a tensor that has these arguments.
 
     Args:
-        args: of a scheme, see `normalized`.
-        scales: the type in which a file has the scales.
+        args: the arguments in a scheme, see `normalized`.
+        scales: the dtype of the scales in the file.
 
     Raises:
         CheckpointError: arguments that this reader does not know.
@@ -251,7 +251,7 @@ def groups_of(folder: Folder) -> list[Args]:
     """The schemes of a folder.
 
     Raises:
-        CheckpointError: it has none, or what this reader does not know.
+        CheckpointError: there are none, or they have arguments that this reader does not know.
     """
     given = folder.quantization
     if given.get("quantization_status", "compressed") != "compressed" or not given.get("config_groups"):
@@ -262,7 +262,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer: a target that names it goes before a pattern, and that before its class."""
+    """The scheme of a layer: a target with its name has priority over a pattern, and a pattern over its class."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -277,7 +277,7 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
 
 class _Weight(NamedTuple):
-    """What the tensors of a weight [rows, columns] follow from."""
+    """The layout of a weight [rows, columns]: makes its stored tensors."""
 
     args: Args
     is_packed: bool
@@ -327,13 +327,13 @@ class _Weight(NamedTuple):
 def stored(
     scheme: Mapping[str, Any], format: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Stored]:
-    """The tensors of a weight by the ends of their names.
+    """The stored tensors of a weight, by the ends of their names.
 
     Args:
-        scheme: of the layer.
-        format: of the codes.
+        scheme: the scheme of the layer.
+        format: the format of the codes.
         shape: [out, in].
-        dtype: of scales in float.
+        dtype: the dtype of scales without a format.
     """
     args, (rows, columns) = scheme["weights"], shape
     high, wide = args.get("block_structure") or (1, args.get("group_size") or columns)

@@ -1,4 +1,4 @@
-"""Folders in which each layer has tensors of its own, as GPTQ, AWQ and ModelOpt write them: read, and not written."""
+"""Readers for folders with separate tensors for each layer, as GPTQ, AWQ and ModelOpt write them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INPUTS = "_input_transform"
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of the inputs of a weight: their size and number, and how a specification says them."""
+    """Groups of a weight's inputs: their size, their number, and their granularity in a specification."""
 
     size: int
     count: int
@@ -50,12 +50,12 @@ class CodedWeight:
     """A weight [out, in] that a file holds as codes.
 
     Attributes:
-        spec: how it is quantized.
-        make: its codes, scales [out, groups] and zero points, read when they are asked for.
-        input: how the input of its layer is quantized, None where it is not.
-        output: how the output of its layer is quantized, None where it is not.
+        spec: of the weight.
+        make: reads its codes, scales [out, groups] and zero points.
+        input: the quantization of the layer's input; None for float.
+        output: the quantization of the layer's output; None for float.
         ranges: the tensors of these quantizers, as "input.scale" or "output.zero_point".
-        transform: the kind of the transform of the input, with its buffers; None where there is none.
+        transform: the kind and the buffers of the input's transform; None without one.
     """
 
     spec: QuantSpec
@@ -71,14 +71,14 @@ class LayerTensors:
     """The tensors of a file that belong to one weight.
 
     Attributes:
-        folder: with the configuration.
-        tensors: of the folder.
+        folder: the folder, with its configuration.
+        tensors: the tensors of the folder.
         base: the path of the layer in the file.
         shape: of the weight, [out, in].
-        path: of the layer in the model.
-        classes: of the layer and its bases, by name; of experts that of one.
-        is_alone: whether its layer may have a transform of its own: the weight is no part of a stack.
-        used: the names that were asked for.
+        path: the path of the layer in the model.
+        classes: the names of the layer's class and its bases; for experts, those of a single expert.
+        is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
+        used: the names of the tensors that were read.
     """
 
     folder: Folder
@@ -91,11 +91,11 @@ class LayerTensors:
     used: set[str] = field(default_factory=set)
 
     def has(self, end: str) -> bool:
-        """Whether there is a tensor whose name is the path and this end."""
+        """Whether a tensor with this end of the name exists."""
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Tensor:
-        """A tensor, in the first of some shapes.
+        """Read a tensor; its shape becomes the first of the given shapes.
 
         Raises:
             CheckpointError: there is none, or it is of another dtype or shape.
@@ -112,10 +112,10 @@ class LayerTensors:
         return tensor.reshape(tuple(shapes[0]))
 
     def groups(self, size: object) -> Groups:
-        """The groups of a size that a configuration gives; -1 is one group.
+        """The groups for the group size of a configuration; -1 is one group.
 
         Raises:
-            CheckpointError: it is no size of groups.
+            CheckpointError: it is no valid group size.
         """
         columns = self.shape[1]
         if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
@@ -135,7 +135,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """How the file holds a weight; None if in float.
+        """The weight as the file codes it; None if the file has it in float.
 
         Raises:
             CheckpointError: tensors that this reader does not know.
@@ -161,16 +161,16 @@ class LayeredFormat(DeliveryFormat):
         return _LayeredReader(self, Folder(path), model).state()
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
-        """The calls of functions that have quantizers, and for each tensor of these its name in the file."""
+        """The function calls that have quantizers, and the names in the file of these quantizers' tensors."""
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:
-        """Why a tensor of the file for which the model has no place is left out; None: it is damage."""
+        """The reason to skip a tensor that the model has no place for; None if the file is damaged."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
 
 
 class _LayeredReader:
-    """The state in a folder, for a model."""
+    """Reads the state of a model from a folder."""
 
     def __init__(self, format: LayeredFormat, folder: Folder, model: nn.Module) -> None:
         self.format, self.folder, self.model = format, folder, model
@@ -287,7 +287,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _without_zero_scales(spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> Codes:
-    """The same values with the largest scale and the code of 0 in groups that have the scale 0."""
+    """Replace each scale of 0 by the largest scale, and the codes of its group by the code of 0; values stay."""
     empty = scale == 0
     if spec.scale.is_exact or not bool(empty.any()):
         return codes, scale, point

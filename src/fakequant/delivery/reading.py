@@ -1,4 +1,4 @@
-"""Read a file of another program: into a prepared model that has its codes."""
+"""Read a file of another program into a prepared model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _CALL = "read('folder', model)"
 
 
 def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequantize: bool = False) -> nn.Module:
-    """A prepared model with the codes of a file or folder, from which analysis, `improve` and training go on.
+    """Read a file or folder into a prepared model, which can be analyzed, improved and trained further.
 
     Args:
         path: a file or folder of a format of `fakequant.delivery.delivery_formats()`.
-        model: a fresh float model of the architecture, which is changed and returned; by default one is made as the
-            file says, of transformers and in eval mode.
-        dequantize: give a float model that has the values of the weights, to be quantized in another way; activations
-            are float, and what is done to inputs before a layer, as their order in GPTQ, is in its weight.
+        model: a fresh float model of the architecture; it is changed in place and returned. Default: a transformers
+            model in eval mode, made from the file's configuration.
+        dequantize: return a float model with the dequantized weights, which can be quantized in another way. Its
+            activations are float. Transforms of inputs, such as GPTQ's permutation, are folded into the weights.
 
     Raises:
-        CheckpointError: no such file, an unknown format, damage, or another architecture.
+        CheckpointError: no such file, an unknown format, a damaged file, or another architecture.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "fp8", skip=[])
@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
 
 @torch.no_grad()
 def _with_values(model: nn.Module, state: QuantizedState) -> nn.Module:
-    """A float model with the values of a state."""
+    """Set the weights of a float model to the values of a state."""
     found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
     places = places_of(model)
     for name in state.weights:
@@ -78,10 +78,10 @@ def _with_values(model: nn.Module, state: QuantizedState) -> nn.Module:
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder, of which tensors are read at each access.
+    """The state in a file or folder; each access reads its tensors.
 
     Raises:
-        CheckpointError: it is damaged; an access raises it, too.
+        CheckpointError: the file is damaged; an access may raise it, too.
     """
     with _damage(format, path):
         state = format.decode(path, model)
@@ -91,7 +91,7 @@ def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedSt
 
 @contextmanager
 def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
-    """Name the file where its reader fails."""
+    """A context that adds the file's name to the reader's error."""
     try:
         yield
     except CheckpointError as error:
@@ -104,7 +104,7 @@ def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
 
 
 class _Guarded(Mapping[str, Any]):
-    """Values that are made in a context."""
+    """A mapping whose values are made in a context."""
 
     def __init__(self, held: Mapping[str, Any], context: Callable[[], AbstractContextManager[None]]) -> None:
         self._held, self._context = held, context

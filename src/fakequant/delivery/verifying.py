@@ -1,4 +1,4 @@
-"""Verify a delivered file: its codes against the model's, and what the programs that load it compute."""
+"""Verify a delivered file: compare its codes, and the outputs of the programs that load it, with the model's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DeliveryReport(VerifyReport):
     A row counts codes, scales and zero points of the file, and the values of every program that loads it.
 
     Attributes:
-        far: the outputs that are farther from the model's than the program's sums explain.
+        far: the outputs that differ from the model's by more than the order of sums explains.
     """
 
     far: list[str] = field(default_factory=list)
@@ -65,14 +65,14 @@ def verify_delivery(
     programs that load it, where they are installed.
 
     Args:
-        path: what `deliver` returned.
+        path: the result of `deliver`.
         model: the prepared model that was delivered.
-        batches: what the programs and the model are called with; None compares no outputs.
-        inputs: which part of a batch they get, as for `calibrate`.
+        batches: the inputs of the programs and of the model; None compares no outputs.
+        inputs: the part of a batch that is their input, as for `calibrate`.
 
     Raises:
         CheckpointError: the file is damaged, or of an unknown format.
-        VerificationError: a model that the file is not of, or batches that are none.
+        VerificationError: the file is of another model, or there are no batches.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "int4_group32")
@@ -129,7 +129,7 @@ def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: Quantiz
 
 
 def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """Add to a row how many values of pairs of tensors differ; all of them where shapes do."""
+    """Add the number of differing values to a row; if two shapes differ, all values count."""
     for one, two in zip(ours, theirs, strict=True):
         row.elements += one.numel()
         row.differing += one.numel() if one.shape != two.shape else _differing(one, two)
@@ -142,7 +142,7 @@ def _differing(one: Tensor, two: Tensor) -> int:
 
 
 def _numbers(weight: WeightCodes) -> list[Tensor]:
-    """Codes, scales and zero points; codes of integers as signed ones, so that formats may count them otherwise."""
+    """Codes, scales and zero points; integer codes are made signed, because formats may store them unsigned."""
     point, format = weight.zero_point, weight.spec.format
     point = torch.zeros_like(weight.scale) if point is None else point.reshape(weight.scale.shape)
     middle = 0 if weight.spec.offset is not None else _middle(format)
@@ -193,6 +193,6 @@ def _compare_outputs(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """The float outputs of a call but those of caches."""
+    """The float outputs of a call, without caches."""
     first = result["logits"] if isinstance(result, Mapping) and "logits" in result else result
     return [one for one in pytree.tree_leaves(first) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -161,7 +161,7 @@ class _Checker:
             self.fitting.add(key)
 
     def _register(self, op: IROp) -> None:
-        """Note the results of an operation as known, so that one fault is not reported as many."""
+        """Note the results of an operation as known, so that one fault gives one message."""
         if isinstance(op.output_ids, list) and isinstance(op.outputs, list):
             for id, type in zip(op.output_ids, op.outputs, strict=False):
                 if is_id(id) and isinstance(type, TensorType):
@@ -169,7 +169,7 @@ class _Checker:
 
 
 def _describe(place: int, op: IROp) -> str:
-    """An operation that is not well formed, as far as it can be written."""
+    """An operation as text; if it is malformed, its place and its type."""
     try:
         return str(op)
     except TypeError:

@@ -1,4 +1,4 @@
-"""From graphs of torch.fx to operations."""
+"""Convert graphs of torch.fx to graphs of operations."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def type_of(value: Any) -> TensorType:
-    """The type of what torch knows of a node's result.
+    """The type of a node's result, from the metadata that torch gives.
 
     Raises:
-        GraphError: it is nothing that a graph can hold.
+        GraphError: a graph cannot hold it.
     """
     if value is None:
         return _MISSING
@@ -67,7 +67,7 @@ class Converter:
     """Adds the nodes of an fx graph to a graph of ours.
 
     Args:
-        graph: what operations are added to.
+        graph: gets the operations.
         ids: the values that placeholders stand for; grows by every node.
     """
 
@@ -108,7 +108,7 @@ class Converter:
             raise GraphError(f"{_where(node)}{node.target}: {error}") from error
 
     def finish(self, results: Sequence[fx.Node]) -> None:
-        """Set the outputs, remove operations that only made a scale which is implied now, and check the graph."""
+        """Set the outputs, remove operations that made a scale that is now implied, and check the graph."""
         self.graph.outputs = [self.ids[node] for node in results]
         wanted = set(self.graph.outputs)
         kept = []
@@ -138,7 +138,7 @@ class Converter:
 
 
 def _read(node: fx.Node) -> set[int]:
-    """The places of the results that something reads: of others, torch's rules for shapes contradict each other."""
+    """The places of the results that are read; for unread ones torch's shape rules contradict each other."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(schema.returns) == 1:
         return set(range(len(node.meta["val"])))
@@ -178,7 +178,7 @@ def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
 
 
 def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[ArgumentKind]) -> dict[str, Any]:
-    """The arguments that are attributes: all but defaults and those tensors that are not to be named."""
+    """The arguments that become attributes: all except defaults and unnamed tensors."""
     found: dict[str, Any] = {}
     tensors = [p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE and p.name in bound]
     last = max((i for i, name in enumerate(tensors) if isinstance(bound[name], (Ref, list))), default=-1)
@@ -200,7 +200,7 @@ def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[Arg
 
 
 def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequence[TensorType]) -> bool:
-    """Whether an operation has some arguments, apart from those that are their defaults."""
+    """Whether an operation has exactly these arguments, apart from defaults."""
     try:
         found = bind(op, (signature,), types).arguments
     except GraphError:
@@ -211,7 +211,7 @@ def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequenc
 
 
 def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
-    """The operation of a node that quantizes; one whose scale is that of its own input takes none."""
+    """The operation of a quantizing node; it takes no scale if that comes from its own input."""
     names = ("x", "scale", "zero_point", "spec", "seed")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if _is_range_of(given.get("scale"), given["x"], given["spec"]):

@@ -1,4 +1,4 @@
-"""The operations that quantize: the plain one of a number of bits and the one that carries any specification."""
+"""The quantizing operations: a plain one with a number of bits, and one with any specification."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class FakeQuantizationOp(IROp):
 
 
 def parameter_faults(num_bits: Any, scale: Any, zero_point: Any, symmetric: Any) -> list[str]:
-    """What is wrong with the attributes of a `FakeQuantizationOp`, one sentence each."""
+    """The faults in the attributes of a `FakeQuantizationOp`, one sentence each."""
     found = []
     if isinstance(num_bits, bool) or not isinstance(num_bits, int) or not 1 <= num_bits <= MAX_BITS:
         found.append(f"num_bits must be an integer from 1 to {MAX_BITS}, got {num_bits!r}")
@@ -223,7 +223,7 @@ def parameter_faults(num_bits: Any, scale: Any, zero_point: Any, symmetric: Any)
 
 
 def plain_quantizer(num_bits: int, scale: float | None, zero_point: float, symmetric: bool) -> nn.Module:
-    """What computes a `FakeQuantizationOp` with these attributes."""
+    """The module that computes a `FakeQuantizationOp` with these attributes."""
     lowest, highest = code_range(num_bits, symmetric)
     zero_point = float(zero_point)
     is_code = zero_point.is_integer() and lowest <= zero_point <= highest

@@ -1,12 +1,12 @@
-"""Quotients of float32 numbers with the bits of eager mode where a compiler divides approximately.
+"""Division of float32 numbers that gives eager mode's bits, even if a compiler divides approximately.
 
-Inductor writes them as `/` in Triton, which is off by up to 2 units in the last place on a GPU, and those by a constant
-as products with its reciprocal. Quotients of float64 rounded to float32 are right all the same: 53 bits are at least
-2 * 24 + 2, so that no quotient of float32 numbers comes so close to a middle between two others that its error in
-float64 matters, and float64 reaches beyond all of them. float64 numbers are divided directly.
+Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU. It writes a
+division by a constant as a product with the reciprocal. So float32 numbers are divided in float64, and the quotient is
+rounded to float32. That gives the same bits: 53 bits are at least 2 * 24 + 2, so the error in float64 never moves a
+quotient across a tie of float32, and float64 has the larger range. float64 numbers are divided directly.
 
-The question is asked at each division, not by a caller: where a compiler gives a caller up, it may still compile what
-that calls.
+Each division asks whether a compiler runs it; its caller does not. After a graph break in the caller, the compiler may
+still compile the functions that the caller calls.
 
 Source: Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
@@ -87,7 +87,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _negative(x: Tensor) -> Tensor:
     """-x in float64.
 
-    Something must stand between two conversions: before torch 2.13 Inductor drops the rounding of float64 to float32
-    where the result, such as a quotient or the gradient of one, is at once made float64 again.
+    An operation must stand between two conversions. Before torch 2.13, Inductor drops the rounding to float32 of a
+    result that is converted back to float64 at once, such as a quotient or its gradient.
     """
     return (-x).double()

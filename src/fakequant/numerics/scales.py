@@ -1,4 +1,4 @@
-"""How scales and offsets are stored: formats of their own, and shared scales above them.
+"""The stored form of scales and offsets: their formats, and shared scales that multiply them.
 
 Sources: OCP Microscaling 1.0, section 6.3 (E8M0, floor); NVIDIA TensorRT Model Optimizer (E8M0, ceil; NVFP4);
 llama.cpp, ggml-quants (float16 scales, K-quants).
@@ -27,7 +27,7 @@ from fakequant.numerics.tables import TableFormat
 
 
 class ScaleRounding(Enum):
-    """How a scale is chosen, and rounded to its format."""
+    """The rule that chooses a scale and rounds it to its format."""
 
     NEAREST = "nearest"
     """The largest magnitude becomes the format's bound; to the nearest scale, ties to even."""
@@ -58,13 +58,13 @@ class ScaleSpec:
     """How scales are stored.
 
     Scales in float formats without a shared scale, and under a shared scale with a format, are numbers of these formats
-    exactly. They may be 0, where all values of a group are, and where they are signed negative.
+    exactly. Such a scale is 0 if all values of its group are 0. Signed scales may be negative.
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
         rounding: see `ScaleRounding`; power-of-two scales need FLOOR, CEIL or EVEN, signed integers SIGNED.
-        granularity: over the tensor of scales: which of them share a scale of their own (NVFP4: `PerTensor()`).
-            None: the scales have none.
+        granularity: the groups of scales that have one shared scale each (NVFP4: `PerTensor()`); None for no shared
+            scales.
         shared: the float format of the shared scales; None for float32.
 
     Raises:
@@ -121,7 +121,7 @@ class ScaleSpec:
             )
 
     def _roundings(self) -> tuple[ScaleRounding, ...]:
-        """Those that the format has, the default first."""
+        """The roundings that the format allows, the default first."""
         if isinstance(self.format, ExponentFormat):
             return _OF_POWERS
         plain = ScaleRounding.NEAREST, ScaleRounding.HALF_RANGE, ScaleRounding.MEAN
@@ -133,12 +133,12 @@ class ScaleSpec:
 
     @property
     def is_exact(self) -> bool:
-        """Whether scales are numbers of their formats exactly, and may be 0."""
+        """Whether every scale is exactly a number of its format, and may be 0."""
         powers = isinstance(self.format, ExponentFormat)
         return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
 
     def regrouped(self: _Spec, change: Callable[[Granularity], Granularity]) -> _Spec:
-        """The same with another granularity, if it has one."""
+        """The same specification with a changed granularity, if it has one."""
         return self if self.granularity is None else replace(self, granularity=change(self.granularity))
 
     @property
@@ -165,10 +165,10 @@ class ScaleSpec:
 
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
-        """The specification of a text form; empty text stands for float32 scales.
+        """Parse the text of a specification; empty text means float32 scales.
 
         Raises:
-            SpecError: the text is not one.
+            SpecError: the text is not a specification.
         """
         if not text:
             return cls()
@@ -186,14 +186,14 @@ class ScaleSpec:
             raise SpecError(f"cannot read the {cls.word} format {text!r}: {error}") from error
 
     def bound(self, element: Format) -> float:
-        """What of the codes the extent of a group is mapped to; negative where it gets the lowest code."""
+        """The divisor that makes a scale from a group's extent; negative if the extent gets the lowest code."""
         if self.rounding is ScaleRounding.SIGNED:
             return element.farthest
         half = (element.quant_max - element.quant_min) / 2
         return half if self.rounding is ScaleRounding.HALF_RANGE else element.bound
 
     def extent(self, lo: Tensor, hi: Tensor, element: Format) -> Tensor:
-        """What is mapped to `bound`: the largest magnitude, or with its sign the value that is farthest from 0."""
+        """The extent of a group: its largest magnitude; if `bound` is negative, the value farthest from 0."""
         if self.rounding is ScaleRounding.SIGNED and self.bound(element) < 0:
             return torch.where(-lo > hi, lo, hi)
         return torch.maximum(-lo, hi) + 0.0
@@ -205,10 +205,10 @@ class ScaleSpec:
             extent: [groups, axes kept], in units of x; float32 or float64.
             element: the format of the codes.
             limit: the largest scale with which every code stays finite.
-            bound: what the extent is mapped to; by default `self.bound(element)`.
+            bound: the divisor of the extent; by default `self.bound(element)`.
 
         Returns:
-            [groups, axes kept], in units of x per code; positive but where `is_exact`.
+            [groups, axes kept], in units of x per code; positive unless `is_exact`.
         """
         bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):
@@ -272,16 +272,16 @@ class ScaleSpec:
         return unblocked(code * shared, extent.shape, blocks)
 
     def split(self, values: Tensor) -> StoredScales:
-        """The codes and the shared scales of chosen or read scales, float32: what a file stores.
+        """Split float32 scales into codes and shared scales, as a file stores them.
 
-        Of several ways the one is given in which the farthest scale has the code that is farthest from 0, or else the
-        next below that serves, as `choose` and llama.cpp have it.
+        If several splits are exact, the scale farthest from 0 gets the farthest code that is possible, as in `choose`
+        and llama.cpp.
 
         Args:
             values: [groups, axes kept].
 
         Raises:
-            QParamsError: numbers that are not of this form.
+            QParamsError: no split is exact.
 
         >>> spec = ScaleSpec.parse("scale=uint6@per_block(-1:2)/float16")
         >>> spec.split(torch.tensor([[0.5 * 63, 0.5 * 2]]))
@@ -296,11 +296,11 @@ class ScaleSpec:
         return stored
 
     def join(self, stored: StoredScales) -> Tensor:
-        """The scales that a file stores, float32 [groups, axes kept]."""
+        """The scales of their stored form, float32 [groups, axes kept]."""
         return join_scales(stored, self.format, self.granularity)
 
     def bits(self, groups: Shape) -> int:
-        """The bits that the scales of groups take, with those that they share."""
+        """The size in bits of all scales, with the shared ones."""
         own = math.prod(groups) * (32 if self.format is None else self.format.bits)
         if self.granularity is None:
             return own
@@ -309,7 +309,7 @@ class ScaleSpec:
 
 @dataclass(frozen=True, init=False, repr=False)
 class OffsetSpec(ScaleSpec):
-    """How offsets are stored, in units of x: as scales are, unsigned, to the nearest; 0 has a code.
+    """The stored form of offsets, in units of x: like scales, unsigned, rounded to the nearest; 0 has a code.
 
     >>> OffsetSpec.parse("offset=uint6@per_block(-1:8)/float16").granularity
     PerBlock(sizes=((-1, 8),), pad=False)
@@ -329,7 +329,7 @@ class OffsetSpec(ScaleSpec):
         return super().__str__() or "offset=float32"
 
     def choose_offset(self, lo: Tensor, limit: float) -> Tensor:
-        """What is added to x so that the lowest value of every group becomes 0: -lo rounded, [groups, axes kept]."""
+        """The offsets that shift the lowest value of every group to 0: -lo rounded, [groups, axes kept]."""
         offset = -lo + 0.0
         return offset if self.format is None else self._exact(offset, 1.0, limit, keeps_small=False)
 

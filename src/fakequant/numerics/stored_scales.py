@@ -1,4 +1,4 @@
-"""Scales and offsets as a file stores them: codes, and the scales that these share."""
+"""Scales and offsets as a file stores them: codes and shared scales."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class StoredScales(NamedTuple):
     """Scales or offsets as a file stores them.
 
     Attributes:
-        codes: [groups, axes kept], in the storage of their format; float32 where they have none.
-        shared: what the codes are multiplied by, float32 [groups of these groups, axes kept]; None for no such scale.
+        codes: [groups, axes kept], in the storage of their format; float32 without a format.
+        shared: the scales of the codes, float32 [groups of these groups, axes kept]; None without shared scales.
     """
 
     codes: Tensor
@@ -36,7 +36,7 @@ def rounded(v: Tensor, fmt: Format) -> Tensor:
 def split_scales(
     values: Tensor, fmt: Format | None, granularity: Granularity | None, shared: Format | None
 ) -> StoredScales | None:
-    """See `ScaleSpec.split`; None for values that are not of this form."""
+    """See `ScaleSpec.split`; None if no split is exact."""
     if fmt is None:
         return StoredScales(values)
     if granularity is None:
@@ -66,7 +66,7 @@ def join_scales(stored: StoredScales, fmt: Format | None, granularity: Granulari
 
 
 def farthest(view: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The value of every block that is farthest from 0, with its sign; the block's axes are kept."""
+    """In every block, the value farthest from 0, with its sign; the block's axes are kept."""
     low, high = (view.amin(axes, True), view.amax(axes, True)) if axes else (view, view)
     return torch.where(-low > high, low, high)
 
@@ -76,7 +76,7 @@ def _codes(view: Tensor, shared: Tensor, fmt: Format) -> Tensor:
 
 
 def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | None) -> Tensor | None:
-    """The shared scale of every block: the quotient of its farthest scale by the farthest code that serves."""
+    """The shared scale of every block: its farthest scale divided by the farthest code that gives an exact split."""
     whole = farthest(view, axes)
     found, open = torch.zeros_like(whole), whole != 0
     for code in _from_farthest(fmt):
@@ -91,7 +91,7 @@ def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | N
 
 
 def _from_farthest(fmt: Format) -> list[float]:
-    """The codes that the farthest scale may have; of two as far, the one with the sign of the farthest comes first."""
+    """Candidate codes for the farthest scale, farthest first; of q and -q, the sign of the format's farthest first."""
     if fmt.has_zero_point:
         codes = [float(code) for code in range(int(fmt.quant_min), int(fmt.quant_max) + 1) if code]
     else:
@@ -101,7 +101,7 @@ def _from_farthest(fmt: Format) -> list[float]:
 
 
 def _near(value: Tensor, fmt: Format | None) -> list[Tensor]:
-    """The numbers that a shared scale may be: the nearest of its format; of float32 also its neighbours."""
+    """Candidates for a shared scale: the nearest number of its format; in float32 also its neighbours."""
     if fmt is not None:
         return [rounded(value, fmt)]
     end = torch.full_like(value, torch.inf)

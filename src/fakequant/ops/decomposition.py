@@ -51,13 +51,13 @@ class Decomposed(torch.autograd.Function):
 
 
 def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """x, as a value that a compiler cannot have before dy: what follows from it is computed in the backward pass.
+    """x, made to depend on dy, so that a compiler computes all that follows from it in the backward pass.
 
-    Compilers move what does not need dy into the forward pass and save the mask, and that of a ReLU before it, as
-    tensors of bool. Inductor writes these one element at a time on the CPU, 2 to 5 ms for 1M elements that are
-    quantized in 0.08 ms: the compiled step of a network of six convolutions took 2.2 times as long as in float, and
-    takes 1.05 times as long where the backward pass finds the mask from x. The price is memory: what lies between the
-    passes is x itself, where eager execution saves one bit per element, unless something else saves x anyway.
+    Compilers move operations that do not need dy into the forward pass, and save the mask, and that of a ReLU before
+    it, as bool tensors. Inductor writes these one element at a time on the CPU: 2 to 5 ms for 1M elements, which are
+    quantized in 0.08 ms. The compiled step of a network of six convolutions took 2.2 times as long as in float. It
+    takes 1.05 times as long if the backward pass computes the mask from x. The cost is memory: x itself is saved
+    between the passes, unless another operation saves it anyway; eager mode saves one bit per element.
     """
     return torch.where(dy == 0, x, x)
 
@@ -88,12 +88,12 @@ def tensors_of(params: QParams) -> tuple[Tensor | None, ...]:
 def params_of(
     scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None, seed: Tensor | None
 ) -> QParams:
-    """The parameters that `tensors_of` took apart."""
+    """The inverse of `tensors_of`."""
     return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi), seed)
 
 
 def on_mesh_of(x: Tensor, params: QParams) -> QParams:
-    """Parameters as DTensors, whole on every process, where x is a DTensor: torch does not mix these with others."""
+    """The parameters, replicated as DTensors if x is a DTensor: torch does not mix DTensors and tensors."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return params

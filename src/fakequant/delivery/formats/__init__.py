@@ -1,1 +1,1 @@
-"""Formats of other programs, one file each; a file here is known without another change."""
+"""Formats of other programs, one module each; a new module here needs no registration."""

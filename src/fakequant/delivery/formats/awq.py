@@ -49,6 +49,6 @@ class Awq(LayeredFormat):
 
 
 def _outputs(words: Tensor, rows: int) -> Tensor:
-    """The numbers [out, n] in words [n, out / 8]."""
+    """Unpack words [n, out / 8] into integers [out, n]."""
     packed = unpack(words.contiguous().view(torch.uint8), _BITS, rows)
     return packed.unflatten(-1, (-1, _WORD))[..., _PLACES].flatten(-2).T.contiguous()

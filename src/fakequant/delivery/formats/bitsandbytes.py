@@ -1,6 +1,6 @@
-"""bitsandbytes: NF4 in blocks of a flattened weight, whose scales may be quantized, too ("nested").
+"""bitsandbytes: NF4 in blocks of a flattened weight; the scales may be quantized, too ("nested").
 
-Codes lie in a byte with the first one in its high bits. Source: bitsandbytes 0.50, `QuantState`.
+A byte holds two codes, the first one in its high bits. Source: bitsandbytes 0.50, `QuantState`.
 """
 
 from __future__ import annotations

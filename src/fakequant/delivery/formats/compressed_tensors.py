@@ -1,7 +1,7 @@
-"""compressed-tensors: what vLLM, SGLang and transformers load.
+"""compressed-tensors, the format that vLLM, SGLang and transformers load.
 
-A folder of Hugging Face whose `config.json` has schemes and names the modules that they are for. Codes are a stream of
-bits in each row. Source: the package compressed-tensors 0.20.
+A folder as Hugging Face has it; its `config.json` has schemes and names the modules for each. The codes of a row are
+one stream of bits. Source: the package compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str
 
 
 def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Scheme:
-    """Add what a layer has beside codes and scales; its scheme."""
+    """Add a layer's tensors other than codes and scales; return its scheme."""
     scheme = scheme_of(part)
     assert not isinstance(scheme, str), scheme
     for base in bases:
@@ -198,7 +198,7 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
 def _quantization(
     found: Mapping[str, Mapping[str, int]], calls: Sequence[Part], ignored: Sequence[str]
 ) -> dict[str, Any]:
-    """What `config.json` says: most layers have their scheme by their class, and others are named before it."""
+    """The quantization in `config.json`: most layers get a scheme by class; the others by name, which has priority."""
     ranked = sorted(found.items(), key=lambda item: sum(item[1].values()))
     groups = [{"targets": [*targets], **json.loads(scheme)} for scheme, targets in ranked]
     by_class = [one for one in groups if len(groups) == 1 or not any("re:" in target for target in one["targets"])]
@@ -220,7 +220,7 @@ def _quantization(
 
 
 def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme]) -> None:
-    """Warn, once, of what one should know to load the files."""
+    """Warn once about conditions for loading the files."""
     notes = []
     if writer.in_float:
         notes.append(

@@ -42,7 +42,7 @@ _REST = "fakequant.rest."
 
 
 class Gguf(DeliveryFormat):
-    """The types of GGUF that are a lattice, in linear layers and embeddings of language models."""
+    """Linear layers and embeddings of language models, in the types of GGUF that are a lattice."""
 
     name = "gguf"
     suffix = ".gguf"
@@ -102,7 +102,7 @@ class Gguf(DeliveryFormat):
 
 
 def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> GgufTensor:
-    """A tensor of a model as the file has it: blocks, or as it is; of one axis in float32, as llama.cpp wants it."""
+    """A tensor of a model as the file stores it: as blocks or unchanged; vectors in float32, as llama.cpp requires."""
     tensor = later(state.tensors, name)
     shape = tuple(tensor.shape)
     kind = kind or ("F32" if len(shape) < 2 else _KINDS.get(tensor.dtype))
@@ -123,13 +123,13 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
 
 
 def _rest(tensor: Tensor, shift: float) -> Array:
-    """What is lost of numbers where a shift is added to them in float32; the sum of both parts is exact."""
+    """The rounding error of tensor + shift in float32: the sum and this error together are exact."""
     own = tensor.detach().float().cpu().numpy()
     return own - ((own + np.float32(shift)) - np.float32(shift))
 
 
 def _file_type(kinds: Iterable[str]) -> int | None:
-    """What llama.cpp calls a file by the type of most of its weights; None where it has no such name."""
+    """llama.cpp's number for the type of most weights of a file; None if it has none."""
     types = require_gguf().LlamaFileType.__members__
     names = [f"MOSTLY_{kind}{end}" for kind, _ in Counter(kinds).most_common(1) for end in ("", "_S")]
     return next((int(types[name]) for name in names if name in types), None)
@@ -177,7 +177,7 @@ class _NamedTensors:
         return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights)
 
     def _readers(self, name: str) -> list[Any]:
-        """The places in which a model has a weight."""
+        """The modules of a model that hold a weight."""
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
         return [self.places[one] for one in names if one in self.places]
 
@@ -198,7 +198,7 @@ class _NamedTensors:
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor without codes; one of a type that is no lattice has the values that the package gguf gives."""
+        """A tensor without codes; if its type is no lattice, the package gguf gives the values."""
         kind = self.stored[name].kind
         if kind not in ("F32", "F16", "BF16"):
             return self.theirs(name)

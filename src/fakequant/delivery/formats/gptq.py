@@ -1,4 +1,4 @@
-"""GPTQ: 2 to 8 bits in groups of inputs, which may be taken in an order of the layer's own (`desc_act`).
+"""GPTQ: 2 to 8 bits in groups of inputs; a layer may permute its inputs first (`desc_act`).
 
 Version 1 stores zero points minus one, modulo the number of codes; version 2 as they are. Source: AutoGPTQ, GPTQModel.
 """
@@ -96,7 +96,7 @@ class _GptqWeight:
         return self.module.get("g_idx", torch.int32, (self.columns,)).long()
 
     def _order(self) -> Tensor | None:
-        """The order in which inputs lie in their groups one after the other; None where it has no such order."""
+        """The permutation of inputs that makes groups contiguous; None if the layer cannot use a permutation."""
         plain = torch.arange(self.columns)
         if not self.module.has("g_idx"):
             return plain

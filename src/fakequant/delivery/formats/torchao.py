@@ -1,6 +1,6 @@
-"""torchao: tensor subclasses with given codes, in safetensors as torchao and transformers flatten and load them.
+"""torchao: tensor subclasses, in safetensors files that torchao and transformers can load.
 
-A weight "0.weight" is the tensors "0._weight_qdata", "0._weight_scale", ..., and JSON in the header of the file.
+A weight "0.weight" is stored as "0._weight_qdata", "0._weight_scale", ..., with JSON in the header of the file.
 Integers are signed. Source: torchao 0.18, `prototype/safetensors`.
 """
 
@@ -103,7 +103,7 @@ class TorchAo(LayeredFormat):
 
 
 def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
-    """The class of tensors for a weight, or why there is none."""
+    """The tensor subclass for a weight, or the reason why there is none."""
     try:
         block = spec.granularity.block_shape(tuple(shape))
     except ShapeError as error:
@@ -129,7 +129,7 @@ def _dtype(dtype: torch.dtype | str) -> dict[str, str]:
 
 
 class _TorchAoWriter:
-    """The tensors of a model and the texts that say what they are."""
+    """The tensors of a model, and the JSON texts that describe them."""
 
     def __init__(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> None:
         self.state, self.model = state, model

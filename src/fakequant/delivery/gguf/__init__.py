@@ -1,1 +1,1 @@
-"""GGUF, the files of llama.cpp: blocks of weights, the file around them, and what it says of the model."""
+"""GGUF, the file format of llama.cpp: blocks of weights, the file around them, and the metadata of the model."""

@@ -1,7 +1,7 @@
-"""What llama.cpp computes with a file: it quantizes the inputs of products by the types of the weights.
+"""llama.cpp's quantization of inputs, which it chooses by the type of the weights.
 
-Source: `quantize_row_q8_0` and `quantize_row_q8_K` of ggml. Both encode by one number and decode by another, so that no
-specification says them.
+Source: `quantize_row_q8_0` and `quantize_row_q8_K` of ggml. Both encode and decode with different scales, so that no
+specification describes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOUND = 127.0
 
 
 def as_llama_cpp_has(x: Tensor, block: int) -> Tensor:
-    """The values that inputs of a product have in llama.cpp; gradients pass.
+    """A product's inputs as llama.cpp quantizes them; gradients pass.
 
     Codes are rint(x * (127 / amax)) in blocks along the last axis. In blocks of 32 a code q has the value
     q * float16(amax / 127), in blocks of 256 it is q * (1 / (127 / amax)).
@@ -47,8 +47,8 @@ def as_llama_cpp_has(x: Tensor, block: int) -> Tensor:
 def llama_cpp_inputs(model: nn.Module) -> Iterator[None]:
     """A context in which a prepared model quantizes the inputs of its products as llama.cpp does.
 
-    Measure or train in it what a GGUF file of the model will compute there, for weights in all types but Q4_1 and Q5_1
-    up to the order of sums: these two round the sum of every block of inputs, too.
+    In this context, measure or train a model as llama.cpp will compute it from a GGUF file. Results agree up to the
+    order of sums, except with Q4_1 and Q5_1: for these llama.cpp also rounds the sum of every block of inputs.
 
     Raises:
         ExportError: a weight that no type of GGUF holds, by name, with the reason.

@@ -1,4 +1,4 @@
-"""What llama.cpp needs to know of a language model: names of tensors, order of rows, metadata."""
+"""The description of a language model in a GGUF file: names of tensors, order of rows, metadata."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _TABLE = "fakequant.integrations.gguf"
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp has the models of one kind.
+    """The form in which llama.cpp stores models of one architecture.
 
     Args:
         name: as llama.cpp names it.
-        interleaved: what multiplies queries and keys, by the last parts of its path, with the attribute of the
-            configuration that counts its heads: the two halves of a head's rows alternate in the file.
-        norms_from_one: whether norms multiply by 1 + weight, which the file then holds.
+        interleaved: the layers that make queries and keys: the last parts of the path, and the attribute of the
+            configuration that counts the heads. In the file the rows of a head's two halves alternate.
+        norms_from_one: whether norms multiply by 1 + weight; the file then holds 1 + weight.
         activation: the function that llama.cpp computes between the matrices.
-        pattern: how often a layer attends to all tokens, the others to a window; 1 for each.
+        pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
         describe: adds metadata beside the usual.
         extra: more tensors by name, made from the configuration.
-        refuse: what the file cannot say of a configuration, or an empty text.
+        refuse: names the parts of a configuration that a file cannot hold; "" if there are none.
         tokenizer: adds the tokenizer of a model to the metadata.
     """
 
@@ -56,10 +56,10 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """How llama.cpp has a model.
+    """The architecture of a model.
 
     Raises:
-        CheckpointError: it is none of the models that are known, or what it computes cannot be said in a file.
+        CheckpointError: the architecture is unknown, or a file cannot describe the model's computation.
     """
     import_module(_TABLE)
     config = getattr(model, "config", None)
@@ -96,14 +96,14 @@ _ROTARIES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
-    """The rotary parameters of a configuration, of one kind of layers where these have their own."""
+    """The rotary parameters of a configuration; those of one kind of layers if each kind has its own."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     found = dict(found.get(kind) or {}) if any(isinstance(one, dict) for one in found.values()) else found
     return {"rope_type": "default", **found}
 
 
 def head_size(config: Any) -> int:
-    """Rows of a head."""
+    """The number of rows of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -163,7 +163,7 @@ class GgufNames:
         return found
 
     def rows(self, name: str, count: int) -> Sequence[int] | None:
-        """For each row of a tensor in the file, which row of the model's it is; None where the order is the same."""
+        """The model's row numbers in the order of the file; None if both orders are the same."""
         owner = name.rpartition(".")[0]
         for end, heads in self._architecture.interleaved.items():
             if owner.endswith(end):
@@ -174,12 +174,12 @@ class GgufNames:
         return None
 
     def shift(self, name: str) -> float:
-        """What is added to a tensor for the file."""
+        """The number that is added to a tensor for the file."""
         return float(self._architecture.norms_from_one and name.endswith("norm.weight"))
 
 
 def llama3_frequencies(config: Any) -> dict[str, Tensor]:
-    """By how much the rotary frequencies of Llama 3.1 are divided, which llama.cpp reads as a tensor."""
+    """The divisors of Llama 3.1's rotary frequencies; llama.cpp reads them as a tensor."""
     rotary = rotary_of(config)
     if rotary["rope_type"] != "llama3":
         return {}

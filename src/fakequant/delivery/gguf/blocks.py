@@ -25,7 +25,7 @@ Numbers = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class Integers:
-    """Integers of a block: how many there are, the lowest and the highest.
+    """The integers of a block: their count, the lowest and the highest.
 
     They are stored as unsigned ones, from the lowest on; those of 8 bits in two's complement.
     """
@@ -36,12 +36,12 @@ class Integers:
 
     @property
     def dtype(self) -> type:
-        """What holds them beside the file."""
+        """The numpy dtype of the integers in memory."""
         return np.int8 if self.lowest < 0 else np.uint8
 
     @property
     def offset(self) -> int:
-        """What is added to store them."""
+        """The number that is added to the integers in the file."""
         return -self.lowest if self.highest - self.lowest < 255 else 0
 
 
@@ -182,7 +182,7 @@ _TRITS = (0, 5, 32), (160, 5, 16), (240, 4, 4)  # the first code, digits of a by
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the blocks of a type are stored.
+    """The layout of a type's blocks.
 
     Attributes:
         integers: those of a block by name: "codes"; "scales" and "minima" of its sub-blocks; "exponent" of MXFP4.
@@ -249,10 +249,10 @@ LAYOUTS = {
 
 
 def layout_of(kind: str) -> BlockLayout:
-    """How a type stores its blocks.
+    """The layout of a type's blocks.
 
     Raises:
-        CheckpointError: it is none of these types.
+        CheckpointError: an unknown type.
     """
     if kind not in LAYOUTS:
         raise CheckpointError(f"no lattice is known for the GGUF type {kind!r:.80}{nearest(kind, list(LAYOUTS))}")
@@ -335,7 +335,7 @@ def _moved(lanes: Array, low: int, count: int, place: int) -> Array:
 
 
 def _stored(kind: str, name: str, values: Array, integers: Integers) -> Array:
-    """Integers as they are stored, checked."""
+    """Check integers, and convert them to their stored form."""
     stored = values.view(np.uint8)
     if integers.offset:
         stored = stored + np.uint8(integers.offset)

@@ -28,7 +28,7 @@ _MOST_AXES = 4
 
 
 def require_gguf() -> Any:
-    """The package gguf, or an error that says how to get it."""
+    """Import the package gguf; the error says how to install it."""
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -38,7 +38,7 @@ def require_gguf() -> Any:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that begins as one of GGUF."""
+    """Whether a path is a file with GGUF's magic number."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -66,7 +66,7 @@ class GgufTensor(NamedTuple):
 
 
 def sizes_of(kind: str) -> tuple[int, int]:
-    """Weights and bytes of a block of a type."""
+    """The numbers of weights and of bytes in a block."""
     if kind in _FLOATS:
         return 1, _FLOATS[kind].itemsize
     gguf = require_gguf()
@@ -114,7 +114,7 @@ class GgufFile:
         tensors: by name, in the order of the file; their content is made at each access.
 
     Raises:
-        CheckpointError: damage, or what this reader does not know.
+        CheckpointError: a damaged file, or content that this reader does not know.
     """
 
     def __init__(self, path: Path) -> None:
@@ -169,7 +169,7 @@ class _ValueReader:
         return CheckpointError(f"{self._path} {text}")
 
     def counts(self) -> int:
-        """The number of tensors; that of pairs is kept."""
+        """Return the number of tensors, and keep the number of pairs."""
         if self._take(4).tobytes() != _MAGIC:
             raise self.damage("is no GGUF file: it does not begin with GGUF")
         version = self._number("I")

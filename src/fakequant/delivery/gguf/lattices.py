@@ -1,4 +1,4 @@
-"""The lattices of GGUF's types as specifications: which type holds a weight, and its codes as blocks and back."""
+"""The specifications of GGUF's types: find the type for a weight, and convert its codes to blocks and back."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def spec_of(kind: str) -> QuantSpec:
 
 
 def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
-    """The type that holds weights of a specification.
+    """The smallest type that holds weights with a specification and a shape.
 
     Raises:
-        ShapeError: none does; the message is the reason.
+        ShapeError: no type holds them; the message is the reason.
     """
     found = [kind for kind in _SPECS if _holds(spec_of(kind), spec)]
     if not found:
@@ -63,7 +63,7 @@ def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
 
 
 def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
-    """Whether the codes and scales of a specification are among those of another, with the same values."""
+    """Whether a type's specification `own` has all codes and scales of `spec`, with the same values."""
     if spec.arithmetic is Arithmetic.MULTIPLIER or _form(spec) != _form(own):
         return False
     format, all_of_own = spec.format, own.format
@@ -75,7 +75,7 @@ def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
 
 @cache
 def _form(spec: QuantSpec) -> tuple[Any, ...]:
-    """The blocks of weights and of scales in two rows, and what is stored for each block."""
+    """The shapes of blocks of weights and of scales in two rows, and the stored numbers of each block."""
     try:
         groups = spec.granularity.group_shape(_ROWS)
         stored = [

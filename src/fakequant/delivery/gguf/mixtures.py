@@ -1,4 +1,4 @@
-"""Mixtures of types as people name them: which weight of a language model gets which type, as llama-quantize has it.
+"""Mixtures such as Q4_K_M: a type for each weight of a language model, as llama-quantize chooses it.
 
 Source: `llama_tensor_get_type_impl` in llama-quant.cpp of llama.cpp, without its cases for experts and Llama 2 70B.
 """

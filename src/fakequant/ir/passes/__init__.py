@@ -1,4 +1,4 @@
-"""Passes: each takes a graph and returns another that computes the same, or says that it does so only nearly."""
+"""Passes: each returns a new graph with the same outputs; `Pass.exact` says whether every bit stays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pass(Protocol):
     def exact(self) -> bool: ...
 
     def run(self, graph: Graph) -> Graph:
-        """A graph of its own; the one given stays as it is."""
+        """Return a new graph; the given one does not change."""
         ...
 
 
@@ -53,7 +53,7 @@ ALL: tuple[Pass, ...] = (FoldConvBatchNorm(), *EXACT)
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass did: operations before and after, and how long it took."""
+    """The effect of one pass: operations before and after, and its time."""
 
     name: str
     exact: bool
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a sequence of passes did.
+    """The steps of a sequence of passes.
 
     >>> print(Statistics((Step("dead code", True, 9, 7, True, 0.001),)))
     dead code: 9 -> 7 operations, exact
@@ -75,7 +75,7 @@ class Statistics:
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs keep every bit: no pass that is not exact changed anything."""
+        """Whether the outputs keep every bit: only exact passes changed the graph."""
         return all(step.exact or not step.changed for step in self.steps)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Statistics:
 
 
 class Optimized(NamedTuple):
-    """A graph and how it came about."""
+    """An optimized graph and the statistics of its passes."""
 
     graph: Graph
     statistics: Statistics

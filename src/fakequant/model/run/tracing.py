@@ -1,4 +1,4 @@
-"""A model as a graph of torch operations: the one call of torch.export."""
+"""Tracing a model with torch.export; no other module calls it."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
 
 
 def _unmarked(example: Any) -> Any:
-    """An example of other tensors in the same memory: torch.export marks axes on those that it gets."""
+    """A copy of an example that shares its memory: torch.export marks axes on the tensors that it gets."""
     others: dict[int, Tensor] = {}  # one tensor that is given twice stays one
     return pytree.tree_map_only(Tensor, lambda x: others.setdefault(id(x), x.detach()), example)
 
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Without what torch's exporters report of their own insides: packages they do not find, their use of old calls.
+    """Silence reports of torch's exporters about themselves: missing packages, their use of deprecated functions.
 
     Args:
         names: loggers that report errors only.
@@ -118,7 +118,7 @@ def _takes_cache(model: nn.Module) -> bool:
 
 
 def _with_cache(model: nn.Module, dynamic_shapes: Any) -> Any:
-    """Dynamic shapes by name, with one for the argument that was added."""
+    """Dynamic shapes by name, with an entry for the added argument."""
     if dynamic_shapes is None:
         return None
     if not isinstance(dynamic_shapes, Mapping):

@@ -1,8 +1,8 @@
-"""The weights of layers and functions, and how rows of inputs are multiplied with them.
+"""The weights of layers and functions, and their products with rows of inputs.
 
-`layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports ask these, so
-that they know no class of layers. A kind of layer whose weight is a matrix names a `MatrixProduct`; algorithms list
-other weights as left at the nearest values.
+`layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
+need no layer classes. Layers with a matrix as weight give a `MatrixProduct`; algorithms round other weights to the
+nearest values, and list them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
     Attributes:
         weight: float [out, ...]; its columns are those of the rows.
         spec: of its quantizer, with the axes of this weight.
-        params: what the quantizer uses.
+        params: the parameters of the quantizer.
         nearest: the values that the quantizer gives.
     """
 
@@ -49,8 +49,8 @@ class Product:
     """A weight of a layer or a function, and its quantizer.
 
     Args:
-        layer: that holds the quantizer: a quantized layer, a float layer that may become one, or a `Site`.
-        attribute: of the layer, which holds the quantizer.
+        layer: the holder of the quantizer: a quantized layer, a float layer that may become one, or a `Site`.
+        attribute: the layer's attribute that holds the quantizer.
         owner: the module that holds the weight: the layer, or a module inside of it; for a site, the caller.
         name: the attribute of the owner that holds the weight.
     """
@@ -72,7 +72,7 @@ class Product:
 
     @property
     def kind(self) -> str:
-        """What computes it, for messages."""
+        """The name of the layer's class, for messages."""
         return type(self.layer).__name__
 
     @property
@@ -87,7 +87,7 @@ class Product:
 
     @property
     def tensor(self) -> Tensor:
-        """The weight as it is now; a parametrization computes it, and a hook that keeps it elsewhere gives it."""
+        """The present weight; a parametrization computes it, and a hook that stores it elsewhere fetches it."""
         return fetched(self.owner, self.name, getattr(self.owner, self.name))
 
     @property
@@ -97,12 +97,12 @@ class Product:
 
     @property
     def computed_by_hook(self) -> bool:
-        """Whether it is a plain attribute, which a hook computes when the owner is called."""
+        """Whether a hook computes the weight at each call of the owner."""
         return self.name in vars(self.owner)
 
     @property
     def has_fixed_codes(self) -> bool:
-        """Whether its values are those of codes that a solver, a file or the user fixed: no range is nearer."""
+        """Whether a solver, a file or the user fixed the codes of the weight; then no range can lower its error."""
         quantizer = self.quantizer
         return quantizer is not None and self.parameter is not None and quantizer.holds(self.tensor)
 
@@ -127,7 +127,7 @@ class Product:
             quantizer.fix_codes(codes, parameter)
 
     def row_name(self, path: str) -> str:
-        """How results name the weight: by its layer, and in a layer with several also by the weight.
+        """The weight's name in results: the layer's path, and the weight's own name if the layer has several.
 
         Args:
             path: of its quantizer.
@@ -176,7 +176,7 @@ class MatrixProduct(Product):
 
     @property
     def has_own_forward(self) -> bool:
-        """Whether the layer computes by a function of another package than torch and this one."""
+        """Whether another package than torch and this one defines the layer's `forward`."""
         return type(self.layer).forward.__module__.partition(".")[0] not in ("torch", "fakequant")
 
     @property
@@ -186,12 +186,12 @@ class MatrixProduct(Product):
 
     @property
     def input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input, if this weight alone gets what it quantizes."""
+        """The quantizer of the input, if its output goes to this weight alone."""
         return self.layer.input_quantizer
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """What the input goes through before its quantizer."""
+        """The transform of the input before its quantizer."""
         return self.layer.input_transform
 
     @property
@@ -201,7 +201,7 @@ class MatrixProduct(Product):
 
     @property
     def groups(self) -> int:
-        """The number of parts of the output channels that multiply other rows each."""
+        """The number of groups of output channels; each group multiplies its own rows."""
         return 1
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
@@ -217,7 +217,7 @@ class MatrixProduct(Product):
         return (self.layer.quantized_input(inputs[0]),)
 
     def with_axis(self, x: Tensor) -> Tensor:
-        """An input with a first axis of rows or examples, which is added where a call left it out."""
+        """An input with a first axis of rows or examples, which is added if it is missing."""
         return x[None] if x.dim() == 1 else x
 
     def pieces(self, x: Tensor) -> Sequence[Tensor]:
@@ -238,11 +238,11 @@ class MatrixProduct(Product):
         return own_forward(self.layer, weight, x) if self.has_own_forward else self.multiplied(weight, x)
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The output by the function of torch that the layer stands for."""
+        """The output of the torch function for this kind of layer."""
         return F.linear(x, weight)
 
     def computes_product(self, x: Tensor) -> bool:
-        """Whether the call of the layer multiplies its rows of an input with its weight, and does nothing else."""
+        """Whether the layer's call is only the product of the input's rows with its weight."""
         x, weight = self.with_axis(x), self.tensor
         try:
             rows, wanted = self.rows(x), self.product(weight, x)

@@ -1,7 +1,8 @@
-"""Codes that stand for a weight because they are stored, by a solver or a reader, not because quantizing gives them.
+"""Codes that a solver or a reader fixed for a weight; quantizing the weight may give others.
 
-`Quantizer.fix_codes` sets a weight to the values of the codes. They stand as long as the weight has these values, bit
-for bit. Where quantizing the values gives the codes again, calls quantize as ever, at no cost; elsewhere they compare.
+`Quantizer.fix_codes` sets a weight to the values of the codes. The codes are valid while the weight has these values,
+bit for bit. If quantizing the values gives the same codes, calls quantize as usual, at no cost. Otherwise each call
+compares the weight with the values.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FixedCodes(QuantizerPart):
-    """The part of a quantizer that holds the codes of its weight, if these are fixed.
+    """The part of a quantizer that holds fixed codes of its weight.
 
     `fixed_codes` is a buffer: None, or the codes as integers in the shape of the weight.
     """
@@ -76,11 +77,11 @@ class FixedCodes(QuantizerPart):
         self._buffers.setdefault(KEY, None)  # of a model that an earlier version pickled
 
     def fix_codes(self, codes: Tensor, weight: Tensor | None = None) -> None:
-        """Fix the codes of a weight, whose values become those of the codes by the scale that is set.
+        """Fix the codes of a weight, and set the weight to their values with the present scale.
 
-        The codes are state: files, copies, exports and the start of training have them, whatever quantizing the values
-        would give. They stand while the weight has their values; once it changes, as by an optimizer's step, its codes
-        are made from it again. They take memory beside the weight, a byte for each value in formats of up to 8 bits.
+        The codes are state: files, copies, exports and the start of training keep them, even if quantizing the values
+        gives other codes. They are valid while the weight has their values. After a change of the weight, such as an
+        optimizer's step, it is quantized again. They need a byte for each value in formats of up to 8 bits.
 
         Args:
             codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
@@ -115,20 +116,20 @@ class FixedCodes(QuantizerPart):
             self._give(weight, values)
 
     def release_codes(self) -> None:
-        """Forget fixed codes: those of the weight are what quantizing gives; the weight stays as it is."""
+        """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
         self.fixed_codes = self._judged = self._others = None
         self._awaits_weight = self._is_trained = False
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether codes are fixed and stand for a weight: it has their values, as far as conversions to other dtypes
-        have not rounded them."""
+        """Whether fixed codes are valid for a weight: it has their values, up to the rounding of conversions to other
+        dtypes."""
         if self._buffers[KEY] is None:
             return False
         self.needs_codes(weight)
         return self._values_in(weight) is not None
 
     def needs_codes(self, x: Tensor) -> bool:
-        """Whether fixed codes stand for x, and quantizing it would give others.
+        """Whether fixed codes are valid for x, and quantizing x gives others.
 
         A weight that training has changed loses its codes here.
         """
@@ -139,7 +140,7 @@ class FixedCodes(QuantizerPart):
         return self._stored() if self.needs_codes(x) else None
 
     def values_of_codes(self, x: Tensor) -> Tensor | None:
-        """The values of the fixed codes if x `needs_codes`; None where it is quantized as ever.
+        """The values of the fixed codes if x `needs_codes`; None if x is quantized as usual.
 
         Codes are in the range of their format, so that the gradient passes.
         """
@@ -203,7 +204,7 @@ class FixedCodes(QuantizerPart):
         return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
 
     def _warn_of_change(self, x: Tensor) -> None:
-        """Say that codes beside those of changed values may change."""
+        """Warn that codes of unchanged values may change, too."""
         if self._others is None:
             self._others = self._gives_others(self._values(self._stored(), x.dtype))
         if self._others:
@@ -215,7 +216,7 @@ class FixedCodes(QuantizerPart):
             )
 
     def _traced_values(self, x: Tensor) -> Tensor | None:
-        """The same by torch's operations, which compare at each call; None where quantizing gives the codes."""
+        """`_needed_values` for tracing: torch operations compare at each call; None if quantizing gives the codes."""
         codes = self.fixed_codes
         if codes is None:
             return None
@@ -266,7 +267,7 @@ class FixedCodes(QuantizerPart):
             raise type(error)(f"the codes of {self.name or self} {error}") from error
 
     def _take(self, x: Tensor) -> None:
-        """Set the weight of a call to the values of codes that were fixed without it."""
+        """Set the weight of a call to the values of codes that were fixed without a weight."""
         if type(x) is not nn.Parameter or x.is_meta:
             raise ConfigError(
                 f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without values; "
@@ -299,7 +300,7 @@ class FixedCodes(QuantizerPart):
         return QParams(scale, zero_point)
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether there are codes and a scale whose values x may have."""
+        """Whether there are codes and a scale that fit x."""
         codes = self.fixed_codes
         if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.dynamic or not self.calibrated:
             return False
@@ -323,7 +324,7 @@ class FixedCodes(QuantizerPart):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take codes; a state without them keeps those that are here, which stand if the weight has their values."""
+        """Load codes; a state without codes keeps the present ones, which are valid if the weight has their values."""
         given, wanted = state_dict.get(prefix + KEY), integers_of(self.spec.format)
         if given is not None and given.dtype is not wanted:
             args[-1].append(
@@ -339,7 +340,7 @@ class FixedCodes(QuantizerPart):
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """`torch.equal` of one shape and dtype, which takes 8 times as long in float16 as on the same bits in int64."""
+    """`torch.equal` for one shape and dtype, on bits as int64: in float16 it takes 8 times as long."""
     plain = one.is_contiguous() and other.is_contiguous() and one.numel() * one.element_size() % 8 == 0
     same_bits = plain and torch.equal(*(own.detach().view(-1).view(torch.int64) for own in (one, other)))
     return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it

@@ -115,7 +115,7 @@ class Sites(nn.Module):
     Attributes:
         owner: the path of the module, for messages.
         steps: the functions that have sites here, in the order of all their calls in one `forward`.
-        keys: for every step the name of its site, "add_0" for the first addition, whether it has one or not.
+        keys: a name for every step, with a site or without: "add_0" for the first addition.
         training_keys: those of the sequence in training mode, "add_" for an addition that eval mode does not have;
             None where it is the same.
     """
@@ -150,7 +150,7 @@ class Sites(nn.Module):
 
 
 def site_key(function: str, index: int) -> str:
-    """The name of a site: its function, and how many calls of it come before."""
+    """The name of a site: its function, and the number of earlier calls of that function."""
     return f"{function}_{index}"
 
 
@@ -173,12 +173,12 @@ def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_operand(value: object) -> bool:
-    """Whether an argument is what a site can quantize: a float tensor with an axis."""
+    """Whether a site can quantize an argument: a float tensor with an axis."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that a function in place overwrites, which is no operand where a product is added to it."""
+    """The argument that an in-place function overwrites; it is no operand if the function adds a product to it."""
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
@@ -206,7 +206,7 @@ def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names of operands, and where they are; a list of tensors becomes a new one, which may be written."""
+    """Names and places of operands; a list of tensors is replaced by a copy, which may be changed."""
     first = called.function.list_position
     if first is not None:
         if len(args) <= first:
@@ -228,7 +228,7 @@ def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[t
 
 
 class SiteMode(TorchFunctionMode):
-    """What one `forward` of an owner has called so far; made anew for every call, so that threads share nothing."""
+    """The calls of one `forward` of an owner so far; each call makes a new mode, so that threads share nothing."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class SiteMode(TorchFunctionMode):
             raise SiteError(_other_calls(self, self.steps[: self.place]))
 
     def _refuse_recomputed(self) -> None:
-        """Raise if `forward` checkpoints a function of its own: its backward would call it again outside of it."""
+        """Raise if `forward` checkpoints a function: the backward pass would call it again, outside of `forward`."""
         sites = self.sites
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_locals.get("mode") is not self:
@@ -287,14 +287,14 @@ class SiteMode(TorchFunctionMode):
 
 
 def _context() -> tuple[bool, Any]:
-    """What a function changes that saves activations anew in the backward pass."""
+    """The state that activation checkpointing changes when it recomputes in the backward pass."""
     return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
 
 
 def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
-    """A change of the stack of modes, which is undone before the call that makes it ends.
+    """Make a change of the mode stack that the same call undoes before it ends.
 
-    torch's compiler refuses changes of what is outside of a checkpointed block, where it is not told to let them be.
+    torch.compile refuses changes of state outside of a checkpointed block, unless it is told to allow them.
     """
     if torch.compiler.is_dynamo_compiling():
         return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(change, *args)
@@ -302,7 +302,7 @@ def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
 
 
 def pause() -> SiteMode | None:
-    """Take away the mode of the owner that calls this, if there is one."""
+    """Remove the mode of the calling owner from the stack and return it; None if there is none."""
     depth = torch._C._len_torch_function_stack()
     if depth and isinstance(torch._C._get_function_stack_at(depth - 1), SiteMode):
         return _unchecked(torch._C._pop_torch_function_stack)
@@ -317,7 +317,7 @@ def resume(mode: SiteMode) -> None:
 def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
     """The result of `run(query, key, value)`, called as one function that the owner of the call sees.
 
-    It is for attention that calls no function of torch, or one that cannot be looked into.
+    Use it for attention that calls no function of torch, or an opaque one.
     """
     mode = pause()
     if mode is not None:  # not by torch, whose way to a mode the compiler cannot trace

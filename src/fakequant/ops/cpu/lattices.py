@@ -1,4 +1,4 @@
-"""Kernels for scales that may be negative and for offsets: those of the CPU backend, between two passes of torch."""
+"""Negative scales and offsets on the CPU: the backend's kernels between two passes of torch operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fakequant.ops.kernel_params import cannot_hold
 
 
 class LatticeBackend(CpuBackend):
-    """The CPU backend, which also serves these."""
+    """The CPU backend with kernels for negative scales and offsets."""
 
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if cannot_hold(spec) is None or self.unfit(x):
@@ -34,7 +34,7 @@ class LatticeBackend(CpuBackend):
 
 
 def cannot_shift(spec: QuantSpec, dtype: torch.dtype) -> str | None:
-    """Why no kernel quantizes tensors of a dtype under negative scales or offsets, or None."""
+    """The reason why no kernel quantizes a dtype with negative scales or offsets, or None."""
     by_ends = spec.gradient in (Gradient.CLIP, Gradient.INPUT_RANGE)
     if by_ends and not spec.is_plain:
         return f"the ends of its range turn round with the sign of a scale, where {spec.gradient.value} looks at them"
@@ -46,7 +46,7 @@ def cannot_shift(spec: QuantSpec, dtype: torch.dtype) -> str | None:
 
 
 class LatticeKernels(CpuKernels):
-    """The kernels for one kind of call; calls with a scale of 0 are left to the definition."""
+    """The kernels for one kind of call; the reference computes calls with a scale of 0."""
 
     def plan(self) -> KernelPlan:
         return super(CpuKernels, self).plan()._replace(values=self._nonzero, values_and_mask=self._nonzero_and_mask)
@@ -87,9 +87,9 @@ class LatticeKernels(CpuKernels):
         return reference.grad_params(dy, x, params, self.spec, wants)
 
     def _taken(self, x: Tensor, params: QParams) -> tuple[Tensor, QParams, Callable[[Tensor], Tensor]]:
-        """What the kernels quantize instead of x under positive scales without offsets, and the way back.
+        """An input with positive scales and no offsets for the kernels, and the function that restores x's values.
 
-        -x has by -s the codes that x has by s, and its values are the negative ones, also where these are 0.
+        -x with scale -s has the same codes as x with scale s, and the negated values, also for 0.
         """
         spec, scale, offset = self.spec, params.scale, params.zero_point if self.spec.offset is not None else None
         blocks = spec.granularity.block_shape(x.shape)

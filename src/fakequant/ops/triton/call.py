@@ -1,4 +1,4 @@
-"""What the kernels know at compile time, as values; imports no triton.
+"""The compile-time constants of the kernels; imports no triton.
 
 A kernel is compiled anew for every different value of `KernelCall`, `Tiling` and `Sweep`, so that they hold only what
 kernels read, and nothing that changes with every shape.
@@ -34,7 +34,7 @@ _MASKS = {Gradient.CODE_RANGE: "code", Gradient.INPUT_RANGE: "input", Gradient.C
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """How scales are found from ranges: `ops.kernel_params.ScaleRule`, with numbers as the compute dtype has them."""
+    """`ops.kernel_params.ScaleRule`, the rule from ranges to scales, with its numbers rounded to the compute dtype."""
 
     kind: str
     bound: float
@@ -54,7 +54,7 @@ class ScaleChoice:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """How one element becomes a code and a value; a different one is compiled anew."""
+    """The steps from an element to its code and value; each different `KernelCall` is compiled on its own."""
 
     arithmetic: str
     has_zero_point: bool
@@ -123,7 +123,7 @@ class TilePlace:
 
     @staticmethod
     def of(tiles: Tiles, block: int) -> TilePlace:
-        """That of tiles and blocks of so many elements, a power of two of at least 8."""
+        """The `TilePlace` for tiles and a block size, a power of two of at least 8."""
         g0, b0, g1, b1 = tiles
         # Groups that are runs of memory are one row of columns.
         run, columns, period = (b0, g0, g0) if g1 == 1 and b1 == 1 else (b1, g1, b0 * g1)
@@ -216,7 +216,7 @@ def _family(fmt: Format) -> str:
 
 
 def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
-    """What the grid of a format says."""
+    """The fields of `KernelCall` that a format determines."""
     quant_min, quant_max, mantissa_bits, min_exponent, negative_zero = grid_fields(fmt.grid)
     return {
         "family": _family(fmt),
@@ -271,7 +271,7 @@ def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleChoice:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a program goes over groups to reduce them.
+    """The order in which a program reduces groups.
 
     Attributes:
         across: whether rows of memory hold one element, or a few, of every group, and are reduced with each other;
@@ -308,7 +308,7 @@ class Reduction(NamedTuple):
 
     @staticmethod
     def of(place: TilePlace, most_steps: int = 8) -> Reduction:
-        """That of a place, in blocks of its size."""
+        """The `Reduction` for a place, in blocks of its size."""
         across = place.run < _SHORT and place.period > place.columns
         if across:
             row = place.columns * place.run

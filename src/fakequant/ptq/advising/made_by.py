@@ -1,4 +1,4 @@
-"""The preset that made a model, found by its quantizers, and what takes the place of the preset."""
+"""Find the preset of a quantized model by its quantizers, and exchange it for another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fakequant.nn.sites.sites import SITES
 
 @dataclass(frozen=True)
 class MadeBy:
-    """The preset that made all layers of a model, and the layers that it would take and that are in float."""
+    """The preset of all quantized layers of a model, and the layers in float that it would quantize."""
 
     preset: Config
     skip: tuple[str, ...] = ()
 
     @property
     def relatives(self) -> list[Config]:
-        """The presets that quantize weights alike, and inputs by as many bits in another way."""
+        """The presets with the same weights, and with inputs of as many bits that are quantized in another way."""
         own = self.preset.layer_rules[0]
         if own.input is None:
             return []
@@ -44,7 +44,7 @@ class MadeBy:
 
 
 def made_by(model: nn.Module) -> MadeBy | None:
-    """The preset by which every layer of a model is quantized; None where it is none, or functions are quantized.
+    """The preset that quantized every layer of a model; None if there is no such preset, or functions are quantized.
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
@@ -61,7 +61,7 @@ def made_by(model: nn.Module) -> MadeBy | None:
 
 
 def has_sites(model: nn.Module) -> bool:
-    """Whether functions are quantized, which `prepare` finds by an example."""
+    """Whether the model has quantized functions; `prepare` finds these with an example."""
     return any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules())
 
 

@@ -57,12 +57,12 @@ class Halves:
 
     @property
     def made(self) -> list[Any]:
-        """The first, the third, and so on."""
+        """The batches that make changes: the first, the third, and so on."""
         return self._kept[0]
 
     @property
     def judged(self) -> list[Any]:
-        """The second, the fourth, and so on; of a single batch that one."""
+        """The batches that judge changes: the second, the fourth, and so on; a single batch also judges."""
         return self._kept[1] or self._kept[0]
 
     def __str__(self) -> str:
@@ -73,21 +73,21 @@ class Halves:
 
 
 class Aim(Enum):
-    """What a change is for, by which it is judged."""
+    """The aim of a change: the criterion that judges it."""
 
     ERROR = "clearly less error, on more rows of the output than chance explains"
     SIZE = "clearly fewer bytes, and about the same error"
     ENGINE = "what the engine computes, and not clearly more error"
 
     def allows(self, error: float, size: float) -> bool:
-        """Whether a change may help, by the error and the bytes after it as shares of those before."""
+        """Whether a change may help; error and size are shares of those before it."""
         if self is Aim.SIZE:
             return error <= ALIKE and size <= CLEARLY
         return error < CLEARLY and size <= _LARGER if self is Aim.ERROR else error <= 1 / CLEARLY
 
 
 class Change(NamedTuple):
-    """A change of a model: what it is, the code to paste, a function of the batches to use, and what it is for."""
+    """A change of a model: a description, the code to paste, a function of the batches to use, and the aim."""
 
     what: str
     code: str
@@ -97,15 +97,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Tried:
-    """What a change did.
+    """The result of a change.
 
     Attributes:
         what, code: as of the change.
         after: the error of the output, as a share of its energy.
         bytes: of all weights, quantized or not.
-        metric: what the user's metric gives, where the change helps by the error; None without one.
+        metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" where there are.
-        helps: whether the change does what it is for, and the metric is no less.
+        helps: whether the change reaches its aim, and the metric is no less.
         by_chance: whether it lowers the error, but not with the halves exchanged, or on no more rows than chance.
     """
 
@@ -121,16 +121,16 @@ class Tried:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was tried on a model, and the change that helps most.
+    """The changes tried on a model, and the one that helps most.
 
     Attributes:
         error: of the output before each change, as a share of its energy; of several outputs the mean share. Where
             ranges come from calibration, and something was tried, the batches that made the changes gave them, too.
         bytes: of all weights, quantized or not.
-        judged: on which batches, as a part of a sentence.
+        judged: the batches that judged, as a part of a sentence.
         little: whether little is lost, so that nothing was tried against the error.
         tried: in their order.
-        best: the number of the one to take; None where none helps, or none was needed.
+        best: the index of the change to take; None if none helps, or none was needed.
         metric: before each change; None without one.
     """
 
@@ -145,7 +145,7 @@ class Advice:
 
 @dataclass
 class _Side:
-    """The batches that make a change, the outputs that judge it, and what it is compared with."""
+    """The batches that make a change, the outputs that judge it, and the errors to compare it with."""
 
     made: list[Any]
     outputs: OutputDistance
@@ -158,11 +158,11 @@ class Trial:
 
     Args:
         model: quantized; each change leaves it as it was, also after an error or an interrupt.
-        parts: the batches. A change costs one run of those that judge, besides what makes it. One that lowers the error
-            is made again with the parts exchanged, because ranges may fit the largest values of one part by chance.
+        parts: the batches. A change costs one run of the judging batches, besides its own work. A change that lowers
+            the error is made again with the parts exchanged: ranges may fit the largest values of one part by chance.
         run: called as run(model, batch).
         metric: called as metric(model), larger is better, for changes that help by the error of the output.
-        score: what it gives for the model as it is.
+        score: the metric of the unchanged model.
 
     Attributes:
         error: of the output before each change, as a share of its energy.
@@ -183,16 +183,16 @@ class Trial:
 
     @property
     def judges(self) -> bool:
-        """Whether there is an error to lower: outputs of whole numbers have none, nor have those that are NaN."""
+        """Whether the model has an error to lower: integer outputs and NaN have none."""
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
     def take_ranges_by(self, ranges: Callable[[list[Any]], object]) -> None:
-        """Compare changes with the model with ranges from the batches that make them, not with the model as it is.
+        """Before a comparison, calibrate the model with the batches that make the change.
 
-        Else a change that takes ranges anew would be judged by its batches, not by what it does.
+        Otherwise the comparison of a change that calibrates again would measure the batches, not the change.
 
         Args:
-            ranges: gives the model, in place, the ranges of its inputs for batches, by the method that it has.
+            ranges: calibrates the model's inputs in place with the given batches, by its own method.
         """
         self._ranges, self._first, self._second = ranges, None, None
 
@@ -238,7 +238,7 @@ class Trial:
         return _Side(made, outputs, before, outputs.errors_of(self._model))
 
     def _is_sure(self, change: Change, side: _Side, after: Tensor) -> bool:
-        """Whether a change, which is made, lowers the error of more rows than chance, with the parts exchanged, too."""
+        """Whether a change lowers the error of more rows than chance would, also with the parts exchanged."""
         before = side.errors.rows
         if self._parts.judged is not self._parts.made:
             if self._second is None:

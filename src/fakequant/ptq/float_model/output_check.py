@@ -1,4 +1,4 @@
-"""Whether a model still computes what it did before its weights were changed."""
+"""Check that a model's output stays the same after a change of its weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def tolerance_of(x: Tensor) -> float:
 
 
 class OutputCheck(OutputDistance):
-    """Whether a model still gives the output that it gave.
+    """Compares a model's output with its output before the changes.
 
     Args:
         model: it runs in eval mode, without gradients.
-        batches: one, which it gets.
+        batches: of one batch, the model's input.
 
     Raises:
         ConfigError: two runs give different outputs, an output holds NaN or inf, or there are no floats in it.
@@ -64,7 +64,7 @@ class OutputCheck(OutputDistance):
     def keep(
         self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore
     ) -> tuple[R, list[tuple[T, str]]]:
-        """Make all changes, or those that keep the output, tried one after the other.
+        """Make all changes if the output stays; otherwise try them one by one, and keep those that preserve it.
 
         Args:
             changes: of the model.
@@ -72,7 +72,7 @@ class OutputCheck(OutputDistance):
             restore: takes all of them back.
 
         Returns:
-            What `make` gave, and why each of the others is not made.
+            The result of `make`, and each rejected change with the reason.
         """
         made, kept, left = make(changes), list[T](), list[tuple[T, str]]()
         if not changes or self.why_not() is None:
@@ -88,6 +88,6 @@ class OutputCheck(OutputDistance):
         return make(kept), left
 
     def why_not(self) -> str | None:
-        """Why the model cannot stay as it is now, or None."""
+        """The reason to reject the model's present state, or None."""
         found = self.difference()
         return None if found <= self._allowed else f"the model's output would change by {found:.1e} of its size"

@@ -29,7 +29,7 @@ _SAME = 1e-4
 
 @dataclass(frozen=True)
 class Rotated:
-    """What happened to values that the model computes.
+    """One row of `Rotations`: rotated values, or the reason against it.
 
     Attributes:
         what: "residual stream" or "heads".
@@ -120,7 +120,7 @@ def _all_touched(residuals: list[Residual], heads: list[Heads]) -> list[nn.Modul
 
 
 class _Job:
-    """Rotates what it can, and says why where it cannot."""
+    """Rotates streams and heads; a row for each, with the reason if it cannot."""
 
     def __init__(
         self, model: nn.Module, outputs: OutputCheck, kind: str, generator: torch.Generator, unreached: Unreached
@@ -171,7 +171,7 @@ class _Job:
         return None
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
-        """Change the model; if its output changes, take that back and say it."""
+        """Change the model; if its output changes, undo the change and return the reason."""
         back = state_of_parts(self._model, touched)
         with restore_on_error(back):
             try:
@@ -205,7 +205,7 @@ class _Job:
 
 
 class _WidthError(Exception):
-    """A maker whose channels are not those of the rotation."""
+    """A maker with another number of channels than the rotation."""
 
     def __init__(self, maker: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _rotate_maker(maker: nn.Module | nn.Parameter, rotation: Tensor) -> None:
-    """Multiply what a maker gives by a matrix, in float64, rounded once."""
+    """Multiply a maker's output by a matrix, in float64, rounded once."""
     if isinstance(maker, nn.Parameter):
         rows = [maker] if maker.dim() and maker.shape[-1] == len(rotation) else []
     elif isinstance(maker, nn.Embedding):
@@ -245,7 +245,7 @@ def _rotate_maker(maker: nn.Module | nn.Parameter, rotation: Tensor) -> None:
 
 
 def _rotate_reader(reader: nn.Linear, rotation: Tensor, form: _Form | None) -> None:
-    """Multiply the weight of a layer by a matrix, after what the normalisation before it does to each channel."""
+    """Fold the gain and shift of the preceding normalisation into a layer, then multiply its weight by a matrix."""
     weight = reader.weight.double()
     if form is not None and form.shift is not None:
         bias = weight @ form.shift
@@ -258,7 +258,7 @@ def _rotate_reader(reader: nn.Linear, rotation: Tensor, form: _Form | None) -> N
 
 
 class _Form(NamedTuple):
-    """What a normalisation does beside dividing each row by its size."""
+    """A normalisation's gain and shift, applied after it divides each row by its size."""
 
     gain: Tensor
     """The factor of each channel, float64."""
@@ -268,9 +268,9 @@ class _Form(NamedTuple):
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:
-    """The form of a normalisation that commutes with rotations when its weight multiplies by 1; None: it does not.
+    """The form of a normalisation; None if it does not commute with rotations when its weight multiplies by 1.
 
-    A LayerNorm does where the mean of its input is 0. Other classes are tried with random inputs.
+    A LayerNorm commutes with them if the mean of its input is 0. Other classes are tried with random inputs.
 
     Args:
         norm: the module.
@@ -297,7 +297,7 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
 
 
 def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
-    """Leave a normalisation its division by the root mean square alone."""
+    """Reduce a normalisation to its division by the root mean square."""
     if isinstance(norm, nn.LayerNorm):
         plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
         for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is norm]:

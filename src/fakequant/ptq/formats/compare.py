@@ -1,4 +1,4 @@
-"""Presets, calibration methods and steps of `improve` side by side on one model: what each gives and costs."""
+"""Presets, calibration methods and steps of `improve` side by side on one model: error and cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fakequant.ptq.improving.improve import checked_steps, improve
 
 
 class Ways(NamedTuple):
-    """What `compare` tries: every preset with every method of calibration and every choice of steps."""
+    """The combinations for `compare`: every preset with every calibration method and every choice of steps."""
 
     presets: Sequence[str] = ("INT8", "FP8", "INT4_GROUP32", "NVFP4", "MXFP4")
     methods: Sequence[str] = (DEFAULT_METHOD,)
@@ -63,7 +63,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     forward: Forward | None = None,
     told: Callable[[Compared], object] | None = None,
 ) -> Comparison:
-    """Quantize copies of a model in many ways, and say what each gives and costs.
+    """Quantize copies of a model in many ways, and measure the error and the cost of each.
 
     Args:
         model: in float; it stays as it is.
@@ -71,17 +71,17 @@ def compare(  # noqa: PLR0913  all but the first three by name
         ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
             method alone; steps are those of `improve`, "best" or "fast", None for none.
         metric: called as metric(model), larger is better; also for the float model.
-        path: a file of JSON lines that gets each row as soon as it is there. Rows that it holds of the same model,
-            batches, `metric`, `inputs` and `forward` are not run again. Functions, and attributes of the model, are
-            compared by the output of the first batch and by the metric in float.
+        path: a file of JSON lines; each row is appended when it is measured. Rows in the file for the same model,
+            batches, `metric`, `inputs` and `forward` are not measured again. Functions, and attributes of the model,
+            count as the same if the float model gives the same output for the first batch and the same metric.
         inputs, forward: as for `calibrate`.
-        told: gets each new row as soon as it is there.
+        told: called with each new row when it is measured.
 
     Raises:
         ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
         CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
         OutputError: the file cannot be written; raised before the work.
-        What fails in one way of quantizing is a row with the reason.
+        If one way fails, its row has the reason, and the others run.
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -134,7 +134,7 @@ def _has_static_inputs(name: str) -> bool:
 
 
 class _Task:
-    """A float model and what its quantized copies are measured on."""
+    """A float model, and the data that measure its quantized copies."""
 
     def __init__(self, model: nn.Module, batches: KeptBatches, metric: Metric | None) -> None:
         self.model, self.batches, self.metric = model, batches, metric
@@ -142,7 +142,7 @@ class _Task:
         self.outputs.check(has_metric=metric is not None)
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
-        """A row; errors of this package are its reason."""
+        """Measure one way; an error of this package becomes the reason in its row."""
         name, method, steps = way
         how: dict[str, Any] = {"forward": self.batches.run, "progress": False}
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What ways to quantize a model give and cost: a table and a curve."""
+"""The result of `compare`: a table and a curve of error and cost."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class Compared:
 
     @property
     def way(self) -> tuple[str, str, str]:
-        """What was done."""
+        """The preset, the method and the steps."""
         return self.preset, self.method, self.steps
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
-    """The rows of a file of `compare`, from its lines without the first.
+    """The rows in a file of `compare`; lines start after the header.
 
     Raises:
-        ConfigError: a line is no row; says which and why.
+        ConfigError: a line is damaged; the message has its number and the reason.
     """
     rows = []
     for number, line in enumerate(lines, 2):

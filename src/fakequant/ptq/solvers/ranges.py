@@ -1,4 +1,4 @@
-"""Ranges by the error of the layer's output instead of the largest value of a group."""
+"""Search for ranges by the error of the layer's output."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SAMPLED = 4
 
 
 def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts) -> QParams:
-    """The parameters of a weight whose rounding has the smallest error, group by group.
+    """For each group of a weight, the parameters with the smallest rounding error.
 
-    The error of a group is that of the layer's output if all other groups had none: d H d^T with the group's part of H.
+    A group's error is that of the layer's output if only this group is rounded: d H d^T with the group's part of H.
 
     Args:
         weight: [out, ...].
         spec: of its quantizer.
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
-        parts: in which the weight is given.
+        parts: the parts that the weight is searched in.
     """
     whole = library.measure(weight, spec.granularity)
     whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
@@ -60,7 +60,7 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
 
 
 def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
-    """The moments, with 0 for two columns that do not share a scale."""
+    """The moments, with 0 at pairs of columns that have different scales."""
     shape = spec.granularity.group_shape(weight.shape)
     numbers = torch.arange(moments.new_zeros(shape).numel(), device=weight.device).reshape(shape)
     columns = of_elements(numbers, weight.shape, spec.granularity.block_shape(weight.shape))[0]
@@ -85,12 +85,12 @@ def parts_of(batch: Sequence[Tensor]) -> Inputs:
 
 
 def others_of(items: Sequence[T]) -> list[list[T]]:
-    """For each of some items, all others; for a single one itself."""
+    """For each item, the list of all others; for a single item, that item."""
     return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
 
 
 def sampled(count: int) -> range:
-    """The places of the few batches among a number of them by which a choice for their input is judged."""
+    """The indices of the few batches that judge an input's range."""
     return range(0, count, max(1, count // _SAMPLED))
 
 
@@ -107,7 +107,7 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
         inputs: of each batch and call.
 
     Returns:
-        The parameters, the error with those that the first layer's quantizer has, and with those found.
+        The found parameters, the error with the first layer's present ones, and the error with the found ones.
     """
     quantizer = layers[0].input_quantizer
     assert quantizer is not None
@@ -143,6 +143,6 @@ def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
 
 
 def _output_error(layer: MatrixProduct, spec: QuantSpec, params: QParams, x: Tensor) -> float:
-    """The squared error of the output that quantizing an input makes."""
+    """The squared error of the output after quantizing the input."""
     error = library.fake_quantize(x, params, spec) - x
     return float(layer.product(layer.tensor, error).double().square().sum())

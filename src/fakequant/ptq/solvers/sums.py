@@ -1,4 +1,4 @@
-"""Sums over the inputs of a layer, from which the error of its output follows for any change of its weight."""
+"""Sums over the inputs of a layer; they give the output's error for any change of the weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_DRIFT = 0.5
 class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
 
-    The drift of a row is what it would be in the float model, less what it is: earlier layers are quantized.
+    The drift d of a row x is the float model's row minus x; x differs because earlier layers are quantized.
 
     Attributes:
         moments: the sum of x x^T, float64 [groups, columns, columns].
@@ -50,8 +50,8 @@ class InputSums:
         """Add rows [groups, rows, columns].
 
         Args:
-            rows: what the layer gets.
-            wanted: what it gets in the float model; given for all rows or for none.
+            rows: the inputs of the layer.
+            wanted: its inputs in the float model; given for all rows or for none.
 
         Raises:
             CalibrationError: they hold NaN or inf.
@@ -116,7 +116,7 @@ class InputSums:
             self.drift_total = torch.zeros_like(self.total)
 
     def about_mean(self) -> InputSums:
-        """The sums of x less its mean, and of d less its: what a bias cannot make good. Constant columns have none."""
+        """The sums of x and d about their means: the part that a bias cannot correct; 0 for constant columns."""
         found = InputSums()
         found.count, count = self.count, max(self.count, 1)
         found.total = torch.zeros_like(self.total)
@@ -147,7 +147,7 @@ def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tens
 
 
 def drift_share(*parts: InputSums) -> float:
-    """The squares of the drift about its mean, as a share of those of the rows about theirs; 0 without a drift."""
+    """The variance of the drift as a share of the variance of the rows; 0 without a drift."""
     drift = rows = 0.0
     for part in parts:
         if part.count and part.drift is not None:
@@ -161,9 +161,9 @@ def _spread(moments: Tensor, total: Tensor, count: int) -> float:
 
 
 def stacked(parts: Sequence[InputSums]) -> InputSums:
-    """The sums of groups one after the other, of a layer whose groups get other inputs.
+    """The sums of all groups, for a layer whose groups have different inputs.
 
-    Each group weighs as many rows as the one with the most, so that its mean error counts.
+    Each group is weighted as if it had as many rows as the largest group, so that its mean error counts.
 
     Args:
         parts: the sums of each group.
