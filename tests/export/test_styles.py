@@ -19,6 +19,7 @@ from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
+from fakequant.numerics.scales import ScaleRounding
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -54,11 +55,22 @@ CEIL = with_activations(
 )
 CONFIGS = {config.name: config for config in (*PRESETS.values(), *STATIC, CEIL)}
 BY_TENSORRT = {
-    *("INT8", "INT8_WEIGHT_ONLY", "FP8", "MXFP8_CEIL", "NVFP4_WEIGHT_ONLY", "INT4_GROUP64", "INT4_GROUP128"),
+    *("INT8", "INT8_WEIGHT_ONLY", "FP8", "MXFP8_CEIL", "NVFP4_WEIGHT_ONLY", "NVFP4_FOUR_OVER_SIX"),
+    *("INT4_GROUP64", "INT4_GROUP128"),
 }
+
+
+def has_no_onnx_form(config: Config) -> bool:
+    """Whether weights have offsets or negative scales."""
+    weight = config.rules[0].weight
+    assert weight is not None
+    return weight.spec.offset is not None or weight.spec.scale.rounding is ScaleRounding.SIGNED
+
+
+LATTICES = {name for name, config in CONFIGS.items() if has_no_onnx_form(config)}
 REFUSED = {
-    "portable": set[str](),
-    "standard": {"NF4_WEIGHT_ONLY"},
+    "portable": LATTICES,
+    "standard": LATTICES | {"NF4_WEIGHT_ONLY"},
     "trt": set(CONFIGS) - BY_TENSORRT,
 }
 

@@ -179,7 +179,7 @@ def presets() -> dict[str, Config]:
     """All presets by name.
 
     >>> sorted(presets())[:3]
-    ['FP8', 'FP8_BLOCK', 'FP8_E5M2']
+    ['BITNET', 'FP8', 'FP8_BLOCK']
     """
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 

@@ -48,7 +48,7 @@ def made_by(model: nn.Module) -> MadeBy | None:
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
-    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN'])
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC'])
     """
     if has_sites(model):
         return None
