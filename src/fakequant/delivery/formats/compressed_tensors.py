@@ -1,4 +1,4 @@
-"""compressed-tensors, the format that vLLM, SGLang and transformers load.
+"""compressed-tensors, the format that transformers loads, and vLLM and SGLang by their documentation.
 
 A folder as Hugging Face has it; its `config.json` has schemes and names the modules for each. The codes of a row are
 one stream of bits. Source: the package compressed-tensors 0.20.
