@@ -131,6 +131,61 @@ def test_a_model_is_built_by_the_file_alone(tmp_path):
     assert torch.equal(logits(read(deliver(model, tmp_path, "gguf"))), logits(model))
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, "rope.scaling."),
+        ("llama", {"rope_parameters": LLAMA3}, "rope_freqs.weight"),
+        (
+            "qwen2",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "rope.scaling.",
+        ),
+        ("llama", {"attention_bias": True}, "no place: blk.0.attn_k.bias"),
+        ("qwen3", {"head_dim": 64}, "qwen3.attention.key_length is 64, but the model has 128"),
+        ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 64}, "its query_pre_attn_scalar is 256, not 64"),
+        ("gemma2", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping is 20.0, but the model has 50.0"),
+        ("gemma3_text", {"final_logit_softcapping": 20.0}, "final_logit_softcapping is 20.0, but the model has None"),
+    ],
+)
+def test_no_other_model_than_that_of_the_file_is_built(kind, values, message, tmp_path):
+    model = prepared(kind, str(spec_of("Q8_0")), **values)
+    path = deliver(model, tmp_path, "gguf")
+    with pytest.raises(CheckpointError, match=rf"{message}.*fakequant\.read\(path, model\)"):
+        read(path)
+    assert torch.equal(logits(read(path, language_model(kind, **values))), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_built_has_the_logits_and_dtype_of_the_model(kind, dtype, tmp_path):
+    rules = [fq.Rule("*", weight=fq.TensorConfig(spec_of("Q8_0")))]
+    net = language_model(kind)
+    own = type(net)._from_config(net.config, dtype=dtype).eval()  # rotary frequencies stay in float32
+    own.load_state_dict(net.state_dict())
+    model = fq.prepare(own, fq.Config("own rules", rules), skip=[])
+    again = read(deliver(model, tmp_path, "gguf"))
+    assert torch.equal(logits(again), logits(model))
+    assert logits(again).dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_stays_in_float_is_exact_in_half_precision(dtype, tmp_path):
     model = language_model("llama").to(dtype)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from fakequant.delivery.folder import later
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
-from fakequant.delivery.gguf.architecture import GgufNames, architecture_of, describe
+from fakequant.delivery.gguf.architecture import MADE, GgufNames, architecture_of, check_settings, describe
 from fakequant.delivery.gguf.blocks import LAYOUTS, Array
 from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf, require_gguf
 from fakequant.delivery.gguf.lattices import from_blocks, kind_of, spec_of, to_blocks
@@ -35,8 +36,8 @@ from fakequant.nn.paths import join
 from fakequant.text import listed
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that a file has and a model has not: they are made from its configuration."""
+_DTYPE = "fakequant.dtype"
+"""The dtype of the model's numbers, which a file of blocks alone does not say."""
 _REST = "fakequant.rest."
 """Before the name of a tensor that the file has with 1 added: what that sum, rounded, lacks of the model's number."""
 
@@ -72,6 +73,7 @@ class Gguf(DeliveryFormat):
 
         def say(writer: Any) -> None:
             describe(writer, architecture, model)
+            writer.add_string(_DTYPE, str(next(iter(state.tensors.values())).dtype))
             if (file_type := _file_type(kinds.values())) is not None:
                 writer.add_file_type(file_type)
             for name in filter(names.shift, own):
@@ -86,7 +88,19 @@ class Gguf(DeliveryFormat):
     def build(self, path: Path) -> nn.Module:
         transformers: Any = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
+        file = GgufFile(path)
+        try:
+            architecture = architecture_of(SimpleNamespace(config=config))
+            check_settings(file, architecture, config)
+            dtype = {str(one): one for one in _KINDS}.get(file.metadata.get(_DTYPE), torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            _NamedTensors(path, model)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"transformers {transformers.__version__} takes {path} for another model: {error}; give the model "
+                "that it is of: fakequant.read(path, model)"
+            ) from error
+        return model
 
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         return _NamedTensors(path, model).state()
@@ -150,7 +164,7 @@ class _NamedTensors:
         state = model.state_dict()
         self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
         self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
-        if left := sorted({*self.file.tensors} - {*map(self.names.of, self.stored), *_MADE}):
+        if left := sorted({*self.file.tensors} - {*map(self.names.of, self.stored), *MADE}):
             raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
         self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
 

@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.gguf.file import require_gguf
+from fakequant.delivery.gguf.file import GgufFile, require_gguf
 from fakequant.errors import CheckpointError
 
 _TABLE = "fakequant.integrations.gguf"
 """Registers the architectures: names of other people's models stand there alone."""
+
+MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that a file has and a model has not: they are made from its configuration."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
     _known[model_type] = architecture
 
 
-def architecture_of(model: nn.Module) -> Architecture:
+def architecture_of(model: Any) -> Architecture:
     """The architecture of a model.
 
     Raises:
@@ -115,11 +118,17 @@ def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
         architecture: of the model.
         model: of transformers.
     """
-    gguf, config = require_gguf(), cast(Any, model.config)
-    heads, name = config.num_attention_heads, Path(getattr(model, "name_or_path", "")).name or architecture.name
+    gguf, name = require_gguf(), Path(getattr(model, "name_or_path", "")).name or architecture.name
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _describe_settings(writer, architecture, cast(Any, model.config))
+    architecture.tokenizer(writer, model)
+
+
+def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> None:
+    """Add what changes the computation."""
+    heads = config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -130,7 +139,12 @@ def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_size(config))
     writer.add_value_length(head_size(config))
-    rotary = rotary_of(config)
+    _describe_rotary(writer, config)
+    architecture.describe(writer, config)
+
+
+def _describe_rotary(writer: Any, config: Any) -> None:
+    gguf, rotary = require_gguf(), rotary_of(config)
     writer.add_rope_dimension_count(int(head_size(config) * rotary.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rotary["rope_theta"])
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -138,8 +152,57 @@ def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
         writer.add_rope_scaling_factor(rotary["factor"])
     if rotary["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
-    architecture.describe(writer, config)
-    architecture.tokenizer(writer, model)
+
+
+def check_settings(file: GgufFile, architecture: Architecture, config: Any) -> None:
+    """Raise where a file says anything else of a model than one that is written of a configuration.
+
+    Raises:
+        CheckpointError: the key or tensor, with both values.
+    """
+    writer, begin = require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
+    _describe_settings(writer, architecture, config)
+    built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
+    said = {key.removeprefix(begin): one for key, one in file.metadata.items() if key.startswith(begin)}
+    said = _defaults(said, file) | said
+    for key in sorted({*built, *said} - {"rope.scaling.finetuned"}):
+        ours, theirs = built.get(key), said.get(key)
+        if not _same(ours, theirs):
+            raise CheckpointError(
+                f"{file.path} says that {begin}{key} is {theirs!r:.80}, but the model has {ours!r:.80}"
+            )
+    extra = architecture.extra(config)
+    for name in MADE:
+        values = (
+            extra[name].numpy() if name in extra else None,
+            file.tensors[name].make() if name in file.tensors else None,
+        )
+        if not _same(*values):
+            raise CheckpointError(f"{file.path} has other rotary positions, {name}, than the model")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of metadata are equal in float32, which files have."""
+    if one is None or other is None:
+        return one is other
+    if isinstance(one, (float, np.ndarray)):
+        return np.array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    return bool(np.array_equal(one, other))
+
+
+def _defaults(said: Mapping[str, Any], file: GgufFile) -> dict[str, Any]:
+    """What llama.cpp takes where the metadata of a file do not say it."""
+    heads, width = said.get("attention.head_count"), said.get("embedding_length")
+    size = said.get("attention.key_length") or (width // heads if heads and width else None)
+    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None
+    return {
+        "attention.head_count_kv": heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "rope.freq_base": 10000.0,
+        "vocab_size": rows,
+    }
 
 
 class GgufNames:
