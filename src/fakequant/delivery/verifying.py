@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch
-from fakequant.delivery.format import Engine, format_of
+from fakequant.delivery.format import DeliveryFormat, Engine, format_of
 from fakequant.delivery.reading import decoded
 from fakequant.errors import VerificationError
 from fakequant.export.verdict import Row, VerifyReport, add_rows, differing_bits
@@ -23,6 +24,8 @@ from fakequant.files import check_path
 from fakequant.model.modes import evaluating
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.codes import lowest_of, patterns_of
 from fakequant.numerics.format import Format
@@ -39,18 +42,21 @@ class DeliveryReport(VerifyReport):
 
     Attributes:
         far: the outputs that differ from the model's by more than the order of sums explains.
+        failed: the errors of programs that do not load or run the file, one sentence each.
     """
 
     far: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs: codes, scales, weights, and outputs as far as a program promises."""
-        return self.exact and not self.far
+        """Whether programs load the file, and nothing differs but outputs as far as a program promises."""
+        return self.exact and not self.far and not self.failed
 
     @property
     def faults(self) -> list[str]:
-        return [*super().faults, *(f"The outputs of {name} are not those of the model." for name in self.far)]
+        far = (f"The outputs of {name} are not those of the model." for name in self.far)
+        return [*super().faults, *self.failed, *far]
 
 
 @unwraps
@@ -89,22 +95,49 @@ def verify_delivery(
     format = format_of(source)
     live, stored = snapshot(model), decoded(format, source, model)
     report = DeliveryReport(str(path), "none" if kept is None else "given", [], format.name, "this package's reader")
-    _compare_codes(report, live, stored)
+    weights = {path for path, one in quantizers(model).items() if one.kind is Kind.WEIGHT}
+    _compare_codes(report, live, stored, weights)
     if missing := [name for name in format.packages if find_spec(name) is None]:
         report.not_run.append(f"Not loaded by another program: {' and '.join(missing)} not installed.")
         return report
-    for engine in format.engines(source, model):
+    for engine in _loaded(report, format, source, model):
         report.runtime += f", {engine.name}"
         report.not_run += engine.notes
-        _compare_weights(report, live, engine)
+        with _failing(report, f"The weights are not read by {engine.name}"):
+            _compare_weights(report, live, engine)
         if kept is not None and engine.model is not None:
             _compare_outputs(report, model, engine, kept, inputs)
     report.batches = len(kept or ())
     return report
 
 
-def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
-    """Add a row for each weight, one for the ranges of activations, and one for the float tensors."""
+@contextmanager
+def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
+    """Report the error of another program, so that what was compared before is not lost."""
+    try:
+        yield
+    except Exception as error:  # a program of others raises any, as transformers does OSError, KeyError, RuntimeError
+        report.failed.append(f"{what}: {type(error).__name__}: {error}")
+
+
+def _loaded(report: DeliveryReport, format: DeliveryFormat, path: Path, model: nn.Module) -> Iterator[Engine]:
+    """The programs that load the file, up to the first that does not."""
+    engines = None
+    while True:
+        engine = None
+        with _failing(report, f"Not loaded by a program of {format.name} beside {report.runtime}"):
+            engines = engines or iter(format.engines(path, model))
+            engine = next(engines, None)
+        if engine is None:
+            return
+        yield engine
+
+
+def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
+    """Add a row for each weight, one for the ranges of activations, and one for the float tensors.
+
+    What one of file and model has alone gets a row of its own. `weights` are the paths of the quantizers of weights.
+    """
     for name in [*live.weights, *(one for one in stored.weights if one not in live.weights)]:
         if name in live.weights and name in stored.weights:
             row = Row(name, str(live.weights[name].spec), "codes")
@@ -113,19 +146,48 @@ def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: Quantiz
             row = Row(name, str(live.weights[name].spec), "values")
             _count(row, [live.weights[name].values()], [stored.tensors[name]])
         else:
-            row = Row(name, "", "in one of file and model alone", intact=False)
+            row = _alone(name)
         report.rows.append(row)
-    ranges, floats = Row("ranges of activations", "", "activation"), Row("float tensors", "", "in float")
-    theirs = {path: entry for path, _, entry in stored.quantizers()}
-    for path, _, entry in live.quantizers():
-        if f"{path}.scale" in live.tensors and path in theirs and f"{path}.scale" in stored.tensors:
-            specs = entry.tensor.spec, theirs[path].tensor.spec
+    _compare_ranges(report, live, stored, weights)
+    _compare_floats(report, live, stored)
+
+
+def _compare_ranges(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
+    ranges = Row("ranges of activations", "", "activation")
+    ours, theirs = (_activations(state, weights) for state in (live, stored))
+    for path in {**ours, **theirs}:
+        if path not in ours or path not in theirs or ours[path].dynamic is not theirs[path].dynamic:
+            report.rows.append(_alone(path))
+        elif f"{path}.scale" in live.tensors and f"{path}.scale" in stored.tensors:
+            specs = ours[path].spec, theirs[path].spec
             _count(ranges, *(_range(state, path, spec) for state, spec in zip((live, stored), specs, strict=True)))
-    own = tuple(f"{path}." for path, _, _ in live.quantizers())
-    for name in live.tensors:
-        if name in stored.tensors and name not in live.weights and not name.startswith(own):
-            _count(floats, [live.tensors[name]], [stored.tensors[name]])
-    report.rows += [row for row in (ranges, floats) if row.elements]
+        elif f"{path}.scale" in live.tensors or f"{path}.scale" in stored.tensors:
+            report.rows.append(_alone(f"{path}.scale"))
+    report.rows += [ranges] if ranges.elements else []
+
+
+def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
+    floats = Row("float tensors", "", "in float")
+    own = tuple(f"{path}." for state in (live, stored) for path, _, _ in state.quantizers())
+    coded = {*live.weights, *stored.weights}
+    for name in dict.fromkeys([*live.tensors, *stored.tensors]):
+        if name in coded or name.startswith(own):
+            continue
+        if name in live.tensors and (held := stored.shared.get(name, name)) in stored.tensors:
+            _count(floats, [live.tensors[name]], [stored.tensors[held]])
+        elif name not in live.shared:  # a tied tensor that the file has twice
+            report.rows.append(_alone(name))
+    report.rows += [floats] if floats.elements else []
+
+
+def _alone(name: str) -> Row:
+    return Row(name, "", "in one of file and model alone", intact=False)
+
+
+def _activations(state: QuantizedState, weights: set[str]) -> dict[str, TensorConfig]:
+    """How quantizers beside those of weights quantize, by path, without those that are switched off."""
+    held = ((path, entry) for path, _, entry in state.quantizers() if path not in weights)
+    return {path: entry.tensor for path, entry in held if entry.mode is Mode.QUANTIZE}
 
 
 def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
@@ -175,9 +237,13 @@ def _compare_outputs(
 ) -> None:
     rows: list[Any] = []
     for batch in batches:
+        found = None
         with evaluating(model), torch.no_grad():
             expected = _tensors(run_batch(model, batch, inputs=inputs))
-            found = _tensors(run_batch(engine.model, batch, inputs=inputs))
+            with _failing(report, f"Not run by {engine.name}"):
+                found = _tensors(run_batch(engine.model, batch, inputs=inputs))
+        if found is None:
+            break
         if [one.shape for one in expected] != [one.shape for one in found]:
             raise VerificationError(
                 f"{engine.name} gives outputs of the shapes {[list(one.shape) for one in found]}, the model "
