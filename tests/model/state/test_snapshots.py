@@ -278,3 +278,34 @@ def test_a_plan_survives_json() -> None:
     again = fq.QuantizedState.from_plan(json.loads(json.dumps(state.plan)), state.tensors)
     assert again.plan == state.plan
     assert (again.layers, again.sites) == (state.layers, state.sites)
+
+
+class Alias(nn.Module):
+    """One layer under several names, with a table that another layer shares where `tied`."""
+
+    def __init__(self, names: tuple[str, ...], tied: bool) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        if tied:
+            self.head.weight = self.a.weight
+        for name in names:
+            setattr(self, name, self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(self.a(x)))
+
+
+@pytest.mark.parametrize("names", [("b",), ("b", "c"), ("z",)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_layer_under_several_names_has_codes(names: tuple[str, ...], tied: bool) -> None:
+    model = fq.prepare(Alias(names, tied), "INT4_WEIGHT_ONLY")
+    state = fq.snapshot(model)
+    assert not state.in_float
+    assert {*state.weights} == ({"a.weight"} if tied else {"a.weight", "head.weight"})
+    assert torch.equal(fq.apply(Alias(names, tied), state)(BATCH), model(BATCH))
+
+
+@pytest.mark.parametrize("names", [(), ("b",)])
+def test_a_float_layer_that_shares_a_weight_still_leaves_it_in_float(names: tuple[str, ...]) -> None:
+    model = fq.prepare(Alias(names, True), "INT4_WEIGHT_ONLY", skip=["head"])
+    assert fq.snapshot(model).in_float == {"a.weight": "a layer without a quantizer reads it, too"}

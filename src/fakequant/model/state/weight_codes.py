@@ -13,7 +13,7 @@ from fakequant.distributed import is_sharded
 from fakequant.errors import QParamsError
 from fakequant.functional import dequantize
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.paths import layer_of
+from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.codes import check_codes
@@ -87,13 +87,14 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         by_parameter: dict[int, dict[str, Product]] = {}
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
-        names: dict[str, list[str]] = {}
+        readers: dict[str, set[tuple[int, str]]] = {}
         self._held: dict[str, dict[str, Product]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if held := by_parameter.get(id(parameter)):
                 first = shared.get(name, name)
                 self._held[first] = held
-                names.setdefault(first, []).append(name)
+                path, _, own = name.rpartition(".")
+                readers.setdefault(first, set()).add((id(module_at(model, path)), own))  # of two names, one layer
         self._left = {
             f"{layer_of(path)}.{weight.name}".lstrip("."): "it is computed when the layer is called"
             for path, weight in by_parameter.get(id(None), {}).items()
@@ -105,7 +106,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         }
         self._left |= {
             name: "a layer without a quantizer reads it, too"
-            for name, own in names.items()
+            for name, own in readers.items()
             if len(self._held[name]) != len(own)
         }
 
