@@ -49,7 +49,9 @@ def delivered(recipe: Path) -> Path:
     folder = recipe.parent / "file"
     done = invoke("deliver", recipe, "--out", folder, "--checkpoint", recipe.parent / "checkpoint")
     assert done.exit_code == 0, done.output
-    assert done.output == f"Written: {folder}. Compare it: fakequant verify {folder} --recipe {recipe}\n"
+    hint = f"fakequant verify {folder} --recipe {recipe} --checkpoint {recipe.parent / 'checkpoint'}"
+    assert done.output == f"Written: {folder}. Compare it: {hint}\n"
+    assert invoke(*hint.split()[1:]).exit_code == 0
     return folder
 
 
@@ -82,6 +84,7 @@ def test_changed_codes_are_shown_and_give_the_status_1(recipe: Path) -> None:
             ["deliver", "RECIPE", "--out", "OUT", "--checkpoint", "CHECKPOINT", "--format", "safetensor"],
             "unknown format",
         ),
+        (["deliver", "NO_RECIPE", "--out", "OUT", "--format", "safetensor"], "unknown format"),
         (["deliver", "RECIPE", "--out", "OUT", "--checkpoint", "OUT"], "holds no checkpoint"),
     ],
 )

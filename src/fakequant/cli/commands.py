@@ -261,18 +261,21 @@ def deliver(
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
     checkpoint: Annotated[Path, typer.Option(help="checkpoint of the quantized model")] = Path("quantized/checkpoint"),
-    format: Annotated[str, typer.Option(help="compressed-tensors, gguf or torchao")] = "compressed-tensors",
+    format: Annotated[
+        str, typer.Option(help="compressed-tensors, gguf, torchao, or one that is registered")
+    ] = "compressed-tensors",
     text: TextFile = None,
     trust: Trust = False,
 ) -> None:
     """Write a quantized model in a format that other programs load, with its codes as they are."""
     from fakequant.cli.recipe import load_recipe
     from fakequant.cli.verification import deliver_model
+    from fakequant.delivery.format import delivery_format
 
+    delivery_format(format)  # refused before the model is made
     path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
-    Console(soft_wrap=True).print(
-        Text(f"Written: {path}. Compare it: fakequant verify {shlex.quote(str(path))} --recipe {shlex.quote(recipe)}")
-    )
+    words = ("fakequant", "verify", f"{path}", "--recipe", recipe, "--checkpoint", f"{checkpoint}")
+    Console(soft_wrap=True).print(Text(f"Written: {path}. Compare it: {shlex.join(words)}"))
 
 
 @app.command()

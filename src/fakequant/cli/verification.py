@@ -8,7 +8,7 @@ from torch import nn
 
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT
-from fakequant.delivery import deliver, verify_delivery
+from fakequant.delivery import deliver, delivery_formats, verify_delivery
 from fakequant.errors import VerificationError
 from fakequant.export import VerifyReport, verify_onnx
 from fakequant.model.state.checkpoint import load
@@ -23,7 +23,7 @@ def verify_file(
         VerificationError: the file cannot be read, fakequant did not write it, or it needs a recipe.
         RecipeError, CheckpointError: the model cannot be rebuilt, or a delivered file is damaged.
     """
-    is_delivered = path.is_dir() or path.suffix == ".gguf"
+    is_delivered = path.is_dir() or any(one.recognizes(path) for one in delivery_formats().values())
     if recipe is None and is_delivered:
         raise VerificationError(f"{path} is compared with its model: give the recipe of it by --recipe")
     if recipe is None:
