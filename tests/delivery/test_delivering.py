@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,56 @@ def test_registering_replaces_one_of_the_same_name() -> None:
     register_delivery(second)
     assert delivery_formats()["own"] is second
     del _added["own"]
+
+
+@pytest.mark.parametrize("given", [Own, DeliveryFormat, "own", None, type("Nameless", (), {})()])
+def test_what_is_no_instance_is_not_registered(given: Any) -> None:
+    before = {**_added}
+    with pytest.raises(CheckpointError, match=r"register_delivery takes a DeliveryFormat with a name, not .*brackets"):
+        register_delivery(given)
+    assert _added == before
+
+
+class Tensors(Own):
+    """Folders of any files."""
+
+    suffix = ""
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        self.files = files
+
+    def encode(self, state: fq.QuantizedState, model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
+        return self.files
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({"own.json": b"{}"}, {"own.json"}),
+        ({"model.safetensors": {"a": torch.ones(4)}}, {"model.safetensors"}),
+        (
+            {"own.safetensors": {"a": torch.ones(8), "b": torch.ones(8)}, "own.json": b"{}"},
+            {
+                "own-00001-of-00002.safetensors",
+                "own-00002-of-00002.safetensors",
+                "own.safetensors.index.json",
+                "own.json",
+            },
+        ),
+        (
+            {"x.safetensors": TensorFile({"a": torch.ones(1)}), "y.safetensors": TensorFile({"a": torch.ones(2)})},
+            {"x.safetensors", "y.safetensors"},
+        ),
+    ],
+)
+def test_any_file_of_tensors_is_sharded(
+    files: dict[str, Any], names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_added, "own", Tensors(files))
+    folder = fq.deliver(prepared("INT8_WEIGHT_ONLY"), tmp_path, "own", max_shard_size=40)
+    assert {path.name for path in folder.iterdir()} == names
+    held = sum(len(load_file(path)) for path in folder.glob("*.safetensors"))
+    assert held == sum(len(content) for content in files.values() if not isinstance(content, bytes))
 
 
 @pytest.mark.usefixtures("own")

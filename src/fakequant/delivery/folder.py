@@ -46,9 +46,15 @@ def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
 
 
 def sharded(files: Files, limit: int) -> dict[str, Content]:
-    """The same files, `model.safetensors` in shards of at most so many bytes, with their index."""
-    tensors = files[WEIGHTS]
-    assert isinstance(tensors, TensorFile)
+    """The same files, each of tensors in shards of at most so many bytes, with an index."""
+    found: dict[str, Content] = {}
+    for file, content in files.items():
+        is_tensors = file.endswith(".safetensors") and isinstance(content, Mapping)
+        found |= _shards(file, content, limit) if is_tensors else {file: content}
+    return found
+
+
+def _shards(file: str, tensors: Mapping[str, Tensor | LazyTensor], limit: int) -> dict[str, Content]:
     shards: list[dict[str, Any]] = [{}]
     held = 0
     for name, tensor in tensors.items():
@@ -58,15 +64,13 @@ def sharded(files: Files, limit: int) -> dict[str, Content]:
         shards[-1][name] = tensor
         held += size_of(tensor)
     if len(shards) == 1:
-        return dict(files)
-    names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+        return {file: tensors}
+    stem, metadata = file.removesuffix(".safetensors"), getattr(tensors, "metadata", {})
+    names = [f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     place = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": sum(map(size_of, tensors.values()))}, "weight_map": place}
-    found: dict[str, Content] = {
-        name: TensorFile(shard, tensors.metadata) for name, shard in zip(names, shards, strict=True)
-    }
-    found[_INDEX] = json.dumps(index, indent=2).encode()
-    return found | {name: content for name, content in files.items() if name != WEIGHTS}
+    found: dict[str, Content] = {name: TensorFile(shard, metadata) for name, shard in zip(names, shards, strict=True)}
+    return {**found, f"{file}.index.json": json.dumps(index, indent=2).encode()}
 
 
 class Folder:

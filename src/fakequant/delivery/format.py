@@ -105,7 +105,9 @@ class DeliveryFormat(ABC):
         """The files of a state by name, in the order in which they shall appear; see `fakequant.register_codec`.
 
         Codes are written as they are; use `LazyTensor` for what is made while it is written. A file that is neither
-        bytes nor tensors is an iterable of bytes. What one should know about the file is said by `warn_user`.
+        bytes nor tensors is an iterable of bytes. In a folder, each file `*.safetensors`, of a `TensorFile` or another
+        mapping of tensors, is written in shards where it is larger than `max_shard_size`. Say what one should know
+        about the file by `warn_user`.
         """
 
     @abstractmethod
@@ -137,7 +139,14 @@ _added: dict[str, DeliveryFormat] = {}
 
 
 def register_delivery(format: DeliveryFormat) -> None:
-    """Add a format for `deliver`, `read` and `verify_delivery`; one of the same name is replaced."""
+    """Add a format for `deliver`, `read` and `verify_delivery`; one of the same name is replaced.
+
+    Raises:
+        CheckpointError: no instance of a `DeliveryFormat`, or one without a name.
+    """
+    if not isinstance(format, DeliveryFormat) or not isinstance(getattr(format, "name", None), str):
+        hint = "its instance, with brackets: register_delivery(Own())"
+        raise CheckpointError(f"register_delivery takes a DeliveryFormat with a name, not {format!r:.80}; give {hint}")
     _added[format.name] = format
 
 
