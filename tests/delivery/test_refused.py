@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,77 @@ def test_activations(spec: str, tmp_path: Path) -> None:
     text = refused(fq.Config("own", [rule]), tmp_path)
     assert "\n  2: its input is " in text
     assert "; the nearest preset that it holds is " in text
+
+
+def refusal(model: nn.Module, folder: Path, format: str = "compressed-tensors") -> str:
+    with pytest.raises(ExportError) as raised:
+        fq.deliver(model, folder / "new", format)
+    assert not (folder / "new").exists()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("preset", ["INT8", "INT8_AFFINE", "int8 per_channel(0)"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "gguf"])
+def test_ranges_that_no_data_has_set(preset: str, format: str, tmp_path: Path) -> None:
+    is_output = "per_channel" in preset
+    rule = fq.Rule("*", weight=preset, output="int8" if is_output else None) if is_output else None
+    text = refusal(fq.prepare(net(), fq.Config("own", [rule]) if rule else preset), tmp_path, format)
+    name = "output" if is_output else "input"
+    for layer in "02":
+        assert f"\n  {layer}: its {name} has no range yet; call fakequant.calibrate(model, batches) before" in text
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "gguf"])
+@pytest.mark.parametrize("preset", ["INT4_GROUP32", "INT8_WEIGHT_ONLY", "INT8"])
+def test_models_in_float64(preset: str, format: str, tmp_path: Path) -> None:
+    model = fq.prepare(net().double(), preset)
+    fq.calibrate(model, [X.double()], progress=False)
+    text = refusal(model, tmp_path, format)
+    assert "\n  0: it is in float64, whose scales files round to float32; convert it by model.float()" in text
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize(
+    "spec", ["int4 per_block(-1:32) scale=float16:signed", "int8 per_channel(0) scale=float16:signed", "gguf_q4_0"]
+)
+def test_signed_scales(spec: str, format: str, tmp_path: Path) -> None:
+    config = spec if spec.startswith("gguf") else fq.Config("own", [fq.Rule("*", weight=spec)])
+    text = refusal(fq.prepare(net(), config), tmp_path, format)
+    assert "programs take scales for positive, and these are signed; the nearest preset that it holds is " in text
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.table(x)))
+
+
+@pytest.mark.parametrize("preset", ["FP8", "INT8_AFFINE", "W8A8_DYNAMIC", "INT8"])
+def test_inputs_of_a_tied_head(preset: str, tmp_path: Path) -> None:
+    model = fq.prepare(Tied(), preset)
+    fq.calibrate(model, [torch.arange(16)], progress=False)
+    text = refusal(model, tmp_path)
+    assert "its weight is in float in these files, as tables and tied weights are, which leaves its input" in text
+    assert "without a place; leave the layer in float by prepare(..., skip=['head'])" in text
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.Linear(64, 64), "the model: files have tensors under the names of layers"),
+        (lambda: nn.Linear(64, 64, bias=False), "the model: files have tensors under the names of layers"),
+        (
+            lambda: nn.Sequential(nn.Embedding(16, 64)),
+            "0: tables and tied weights are in float in these files, and nothing",
+        ),
+        (lambda: nn.Embedding(16, 64), "nothing quantized is left beside them"),
+    ],
+)
+def test_layers_without_names_and_tables_alone(make: Any, text: str, format: str, tmp_path: Path) -> None:
+    model = fq.prepare(make(), fq.Config("own", [fq.Rule("*", weight="int8 per_channel(0)")]))
+    assert text in refusal(model, tmp_path, format)

@@ -93,6 +93,8 @@ def _element(spec: QuantSpec) -> Args | str:
     format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         return "files multiply codes by scales, and these scales divide them"
+    if spec.scale.rounding is ScaleRounding.SIGNED:
+        return "programs take scales for positive, and these are signed"
     if getattr(spec, "offset", None) is not None:
         return "files have zero points among the codes, and no offsets in units of x"
     if format == _FORMATS.get(format.bits):

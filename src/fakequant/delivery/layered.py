@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fakequant.delivery.folder import CONFIG, Folder, Names, build
 from fakequant.delivery.format import DeliveryFormat, Part
 from fakequant.delivery.places import Place, float_names, places_of
+from fakequant.delivery.writing import written_in_float
 from fakequant.errors import CheckpointError, ExportError, warn_user
 from fakequant.functional import quantize
 from fakequant.model.state.codecs import Files
@@ -146,6 +147,22 @@ class LayeredFormat(DeliveryFormat):
             f"files of {self.name} are read and not written; deliver the model as compressed-tensors, which the same "
             "programs load"
         )
+
+    def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
+        in_float = written_in_float(parts, shared_names(model))
+        if in_float and len(in_float) == len(parts):
+            reason = "tables and tied weights are in float in these files, and nothing quantized is left beside them"
+            return dict.fromkeys((part.name for part in parts), reason)
+        found: dict[str, str] = {}
+        for part in parts:
+            if not part.path:
+                found[part.name] = "files have tensors under the names of layers, and this has none: use a Sequential"
+            elif part in in_float and (left := [name for name in part.operands if name != "weight"]):
+                found[part.name] = (
+                    "its weight is in float in these files, as tables and tied weights are, which leaves its "
+                    f"{left[0]} without a place; leave the layer in float by prepare(..., skip=[{part.path!r}])"
+                )
+        return found
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         raise ExportError(f"files of {self.name} are read and not written")

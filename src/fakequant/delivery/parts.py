@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from fakequant.delivery.format import DeliveryFormat, Part
@@ -108,7 +109,21 @@ def _own_reason(part: Part, state: QuantizedState) -> str | None:
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
     if any(one.learned is not None for one in held.values()):
         return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
+    scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}
+    if left := [name for name, scale in scales.items() if scale is None and _is_fixed(part, name)]:
+        return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
+    dtypes = [scale.dtype for scale in scales.values() if scale is not None]
+    if part.weight:
+        dtypes.append(part.module.get_parameter(part.places["weight"].weight).dtype)
+    if torch.float64 in dtypes:
+        return "it is in float64, whose scales files round to float32; convert it by model.float() before prepare"
     return None
+
+
+def _is_fixed(part: Part, name: str) -> bool:
+    """Whether a quantizer needs data before it can work: weights have scales of their own."""
+    place = part.places.get(name)
+    return not part.operands[name].dynamic and (place is None or place.role is not Role.WEIGHT)
 
 
 def _nearest(format: DeliveryFormat, part: Part) -> str:

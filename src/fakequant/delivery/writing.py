@@ -30,6 +30,12 @@ class Stored(NamedTuple):
     load: Callable[[Tensor], Tensor] = lambda x: x
 
 
+def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
+    """Parts whose weights are floats with the values of their codes: tables, and what is tied by `shared` names."""
+    tied = {*shared, *shared.values()}
+    return [part for part in parts if part.weight and (isinstance(part.module, nn.Embedding) or part.weight in tied)]
+
+
 class LayeredWriter:
     """The tensors of a model by their names in files, of stacked experts one for each.
 
@@ -55,8 +61,7 @@ class LayeredWriter:
         stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
     ) -> None:
         self.state, self._model, self._names, self._stored = state, model, Names(model), stored
-        tied = {*state.shared, *state.shared.values()}
-        self.in_float = [p.weight for p in parts if isinstance(p.module, nn.Embedding) or p.weight in tied]
+        self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
         self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}

@@ -153,7 +153,7 @@ def test_activations_and_other_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="0: it quantizes weights of linear layers, and this is a Conv2d"):
         fq.deliver(convolution, tmp_path, "torchao")
     alone = fq.prepare(nn.Linear(8, 8), "int8_weight_only")
-    with pytest.raises(ExportError, match="this is the whole model: put it in a Sequential"):
+    with pytest.raises(ExportError, match="under the names of layers, and this has none: use a Sequential"):
         fq.deliver(alone, tmp_path, "torchao")
     bare: Any = fq.prepare(net(), "int8_weight_only")
     bare.register_buffer("mean", torch.ones(1))

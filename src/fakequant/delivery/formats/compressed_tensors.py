@@ -83,7 +83,8 @@ class CompressedTensors(LayeredFormat):
             for name, one in schemes.items()
             if one != first
         }
-        return found | dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")
+        found |= dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")
+        return {**found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         writer = LayeredWriter(state, model, parts, _stored)

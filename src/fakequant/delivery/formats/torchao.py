@@ -23,12 +23,14 @@ from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.packing import pack
 from fakequant.delivery.torchao import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
+from fakequant.delivery.writing import written_in_float
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
 from fakequant.model.state.codecs import Files, TensorFile
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.text import listed
 
@@ -51,8 +53,6 @@ class TorchAo(LayeredFormat):
     def why_not(self, part: Part) -> str | None:
         if part.call or not isinstance(part.module, (nn.Linear, nn.Embedding)):
             return f"it quantizes weights of linear layers, and this is a {part.kind}"
-        if not part.path:
-            return "it stores tensors under the names of layers, and this is the whole model: put it in a Sequential"
         if left := [name for name in part.operands if name != "weight"]:
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
         found = _class_of(part.operands["weight"].spec, part.shape)
@@ -60,7 +60,8 @@ class TorchAo(LayeredFormat):
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         bare = [name for name in model.state_dict() if "." not in name]
-        return dict.fromkeys(bare, "files name a module before each tensor, and this one is of the model itself")
+        found = dict.fromkeys(bare, "files name a module before each tensor, and this one is of the model itself")
+        return {**found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         return _TorchAoWriter(state, model, parts).files()
@@ -109,6 +110,8 @@ def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
     except ShapeError as error:
         return str(error)
     whole = block[0] >= shape[0]
+    if spec.scale.rounding is ScaleRounding.SIGNED:
+        return "programs take scales for positive, and these are signed"
     if spec.arithmetic is Arithmetic.MULTIPLIER or spec.offset is not None:
         return "files multiply codes by scales, without offsets in units of x"
     if len(shape) != 2 or any(size % by for size, by in zip(shape, block, strict=True)):
@@ -133,8 +136,7 @@ class _TorchAoWriter:
 
     def __init__(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> None:
         self.state, self.model = state, model
-        tied = {*state.shared, *state.shared.values()}
-        self.in_float = [p.weight for p in parts if isinstance(p.module, nn.Embedding) or p.weight in tied]
+        self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
         self.coded = {part.weight: part for part in parts if part.weight not in self.in_float}
         self.tensors, self.classes = TensorFile({}, {"format": "pt"}), list[str]()
         self.codes = lru_cache(maxsize=1)(lambda name: state.weights[name])
