@@ -54,7 +54,7 @@ def sharded(files: Files, limit: int) -> dict[str, Content]:
     return found
 
 
-def _shards(file: str, tensors: Mapping[str, Tensor | LazyTensor], limit: int) -> dict[str, Content]:
+def _shards(file: str, tensors: Any, limit: int) -> dict[str, Content]:
     shards: list[dict[str, Any]] = [{}]
     held = 0
     for name, tensor in tensors.items():
