@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.scales import ScaleSpec
+from fakequant.numerics.scales import OffsetSpec, ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
 
@@ -33,7 +33,12 @@ class WeightGrid:
     """
 
     def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size) -> None:
-        self._spec = spec.replace(granularity=PerChannel(0, 1), scale=ScaleSpec(), rounding=Rounding.NEAREST_EVEN)
+        # Of the formats of scales only this is left: whether a scale may be 0, whose quotient would be NaN.
+        scale = ScaleSpec("float16") if spec.scale.is_exact else ScaleSpec()
+        offset = None if spec.offset is None else OffsetSpec()
+        self._spec = spec.replace(
+            granularity=PerChannel(0, 1), scale=scale, offset=offset, rounding=Rounding.NEAREST_EVEN
+        )
         blocks = spec.granularity.block_shape(shape)
         self._scale = of_elements(params.scale, shape, blocks)
         self._zero_point = None if params.zero_point is None else of_elements(params.zero_point, shape, blocks)

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fakequant.calibration.lattice import joined, rows_are_apart, search_params, searches
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.numerics.blocks import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
@@ -42,6 +43,9 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
         parts: the parts that the weight is searched in.
     """
+    if searches(spec) and parts.count == 1 and (len(moments) == 1 or rows_are_apart(weight, spec)):
+        rows = zip(weight.chunk(len(moments)), moments, strict=True)
+        return joined([search_params(own, spec, inside) for own, inside in rows])
     whole = library.measure(weight, spec.granularity)
     whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
     best = Range(whole.lo.clone(), whole.hi.clone())

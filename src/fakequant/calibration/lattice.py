@@ -1,0 +1,368 @@
+"""Scales and offsets of a tensor by its squared error, where they are stored in formats of their own.
+
+Each group first gets the scale and offset that fit its values best, by least squares from several starts, as in
+`make_qkx3_quants` of llama.cpp. Then they are rounded to their formats: the shared scales are tried, the codes of
+scales and offsets are chosen by the error that the rounded ones leave, and both are fitted again. Every step keeps what
+lowers the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics.blocks import block_axes, blocked, unblocked
+from fakequant.numerics.granularity import Shape
+from fakequant.numerics.qparams import QParams, compute_dtype
+from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.numerics.stored_scales import farthest, rounded
+from fakequant.ops import library
+
+_ELEMENTS = 1 << 18
+"""Of the rows that are searched at once: what is computed of them stays in a cache."""
+_STARTS = 13
+_REACH = 1.6
+"""Starts lie up to this many codes beyond or within the end of the format."""
+_SHARED = tuple((1.0 + step / 100.0) for step in (0, -1, 1, -2, 2, -4, 4, 6))
+"""Multiples of the shared scale that gives the farthest scale the farthest code."""
+_ROUNDS = 2
+
+
+def searches(spec: QuantSpec) -> bool:
+    """Whether `search_params` finds other parameters than those of the largest values.
+
+    >>> searches(QuantSpec.parse("int8 per_block(-1:32) scale=float16")), searches(QuantSpec("int8"))
+    (True, False)
+    """
+    known = spec.offset is not None or (spec.symmetric and spec.scale.is_exact)
+    return known and spec.arithmetic is not Arithmetic.MULTIPLIER
+
+
+def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> QParams:
+    """The parameters with which quantizing a tensor has a small squared error, never more than with those of its range.
+
+    Args:
+        x: [rows, ...]; what is not finite counts as 0.
+        spec: one that `searches`.
+        moments: of the inputs by which the rows are multiplied, [columns, columns], so that the error is that of their
+            products; of columns that share no scale they count as 0. None: the error of x.
+
+    >>> x = torch.tensor([[0.1, 0.9, 2.1, 2.9]])
+    >>> spec = QuantSpec.parse("uint2 per_channel(0) scale=float16 offset=float16")
+    >>> plain, found = fq.choose_qparams(x, spec), search_params(x, spec)
+    >>> [f"{(library.fake_quantize(x, own, spec) - x).square().sum():.3f}" for own in (plain, found)]
+    ['0.042', '0.037']
+    """
+    exact = torch.where(x.isfinite(), x, 0.0).detach()
+    rows = max(_ELEMENTS // max(x[0].numel(), 1), 1) if x.dim() and len(x) else 1
+    if not x.numel() or not rows_are_apart(x, spec):
+        return _better(exact, spec, moments)
+    return joined([_better(exact[start : start + rows], spec, moments) for start in range(0, len(x), rows)])
+
+
+def joined(parts: Sequence[QParams]) -> QParams:
+    """The parameters of rows from those of its parts."""
+    scale = torch.cat([part.scale for part in parts])
+    offsets = [part.zero_point for part in parts if part.zero_point is not None]
+    return QParams(scale, torch.cat(offsets) if offsets else None)
+
+
+def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
+    """Whether no two rows of a tensor share a scale, an offset, or what these are stored by.
+
+    >>> rows_are_apart(torch.ones(2, 8), QuantSpec.parse("int4 per_block(-1:4) scale=float16"))
+    True
+    >>> rows_are_apart(torch.ones(2, 8), QuantSpec.parse("int4 per_block(-1:4) scale=uint6@per_block(0:2)/float16"))
+    False
+    """
+    groups = spec.granularity.group_shape(x.shape)
+    shared = [own.granularity for own in (spec.scale, spec.offset) if own is not None and own.granularity is not None]
+    return spec.granularity.block_shape(x.shape)[:1] == (1,) and all(g.block_shape(groups)[0] == 1 for g in shared)
+
+
+def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
+    """The better of what is found and what the range gives, for all groups together that share scales or offsets."""
+    plain = library.choose(x, spec)
+    if not x.numel():
+        return plain
+    search = _Search(x, spec, moments)
+    found = search.found(plain)
+    take = search.true_error(found) < search.true_error(plain)
+    offset = plain.zero_point
+    if offset is not None and found.zero_point is not None:
+        offset = torch.where(take, found.zero_point, offset)
+    return QParams(torch.where(take, found.scale, plain.scale), offset)
+
+
+class _Store:
+    """How scales or offsets of groups are stored: their codes, and what groups share."""
+
+    def __init__(self, spec: ScaleSpec, groups: torch.Size) -> None:
+        self.spec, self._shape = spec, groups
+        self.blocks = None if spec.granularity is None else spec.granularity.block_shape(groups)
+
+    @property
+    def shares(self) -> bool:
+        return self.blocks is not None
+
+    def over(self, values: Tensor) -> Tensor:
+        """The sums of groups that share a scale, for each of them."""
+        return _reduced(values, self.blocks, lambda view, axes: view.sum(axes, True))
+
+    def starts(self, values: Tensor) -> list[Tensor]:
+        """The shared scales to try for wanted values, for each group."""
+        if self.blocks is None or self.spec.format is None:
+            return [torch.ones_like(values)]
+        fmt, far = self.spec.format, _reduced(values, self.blocks, farthest)
+        ends = [fmt.farthest, *([fmt.quant_max if fmt.farthest < 0 else fmt.quant_min] if fmt.signed else [])]
+        return [self.shared(far * (factor / end)) for end in ends for factor in _SHARED]
+
+    def shared(self, values: Tensor) -> Tensor:
+        return values if self.spec.shared is None else rounded(values, self.spec.shared)
+
+    def codes(self, values: Tensor, shared: Tensor) -> Tensor:
+        """The nearest codes for wanted values."""
+        if self.spec.format is None:
+            return values
+        return rounded(values / torch.where(shared == 0, torch.inf, shared), self.spec.format)
+
+
+def _reduced(values: Tensor, blocks: Shape | None, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """What blocks of groups reduce to, for each of the groups."""
+    if blocks is None:
+        return values
+    view, axes = blocked(values, blocks), block_axes(values.shape, blocks)
+    return unblocked(reduce(view, axes).expand(view.shape), values.shape, blocks) if axes else values
+
+
+class _CodeSums(NamedTuple):
+    """Over the values x and codes q of every group, with H the moments."""
+
+    qq: Tensor
+    q1: Tensor
+    qx: Tensor
+
+
+class _Point(NamedTuple):
+    """Scales d * sc and offsets of every group, and the error that they leave."""
+
+    d: Tensor
+    sc: Tensor
+    dm: Tensor
+    mc: Tensor
+    error: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        return self.d * self.sc
+
+    @property
+    def offset(self) -> Tensor:
+        return self.dm * self.mc
+
+
+class _Search:
+    """The groups of a tensor [*groups, elements]."""
+
+    def __init__(self, x: Tensor, spec: QuantSpec, moments: Tensor | None) -> None:
+        self._given, self._spec, self._blocks = x, spec, spec.granularity.block_shape(x.shape)
+        self._groups = torch.Size(spec.granularity.group_shape(x.shape))
+        self.scale = _Store(spec.scale, self._groups)
+        self.offset = None if spec.offset is None else _Store(spec.offset, self._groups)
+        self.x = self._by_group(x.to(compute_dtype(x.dtype)))
+        one = self._by_group(torch.ones_like(x)).to(self.x.dtype)
+        self._full = self._diagonal = None
+        if moments is not None:
+            self._full = self._inside(moments.to(self.x.dtype))
+            columns = moments.diagonal().to(self.x.dtype).reshape(1, *x.shape[1:]).expand(x.shape)
+            self._diagonal = self._by_group(columns) if self._full is None else None
+        elif self.x.numel() != x.numel():
+            self._diagonal = one
+        self._x = self._times(self.x)
+        self._one = self._times(one)
+        self._11, self._1x = (one * self._one).sum(-1), (one * self._x).sum(-1)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        view, axes = blocked(x, self._blocks), block_axes(x.shape, self._blocks)
+        order = [axis for axis in range(view.dim()) if axis not in axes]
+        return view.permute(*order, *axes).reshape(*self._groups, -1)
+
+    def _inside(self, moments: Tensor) -> Tensor | None:
+        """The moments of the columns of every group [groups, elements, elements], where groups are runs of columns."""
+        size = self.x.shape[-1]
+        numbers = self._by_group(
+            torch.arange(len(moments), device=moments.device)
+            .reshape(1, *self._given.shape[1:])
+            .expand(self._given.shape)
+        )
+        if len(moments) % size or not torch.equal(
+            numbers[0].flatten(), torch.arange(len(moments), device=moments.device)
+        ):
+            return None
+        parts = moments.unflatten(0, (-1, size)).unflatten(2, (-1, size))
+        return parts.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
+
+    def _times(self, values: Tensor) -> Tensor:
+        if self._full is not None:
+            rows = values.reshape(len(values), len(self._full), -1)
+            full = self._full.to(values.dtype)
+            return torch.bmm(rows.transpose(0, 1), full).transpose(0, 1).reshape(values.shape)
+        return values if self._diagonal is None else values * self._diagonal
+
+    def _codes(self, s: Tensor, m: Tensor) -> Tensor:
+        s = torch.where(s == 0, torch.finfo(s.dtype).max, s)[..., None]
+        wanted, fmt = (self.x if self.offset is None else self.x + m[..., None]) / s, self._spec.format
+        if (table := fmt.grid.table) is None:
+            return fmt.round(wanted).clamp_(fmt.quant_min, fmt.quant_max)
+        # As `Format.round` except at ties, in a tenth of its time.
+        values, middles = (wanted.new_tensor(own) for own in table)
+        return values[torch.bucketize(wanted, middles)]
+
+    def _error(self, codes: Tensor, s: Tensor, m: Tensor) -> Tensor:
+        error = codes * s[..., None]
+        error -= self.x if self.offset is None else self.x + m[..., None]
+        found = (error * self._times(error)).sum(-1)
+        return torch.where(found.isnan(), torch.inf, found)
+
+    def _sums(self, codes: Tensor) -> _CodeSums:
+        weighed = self._times(codes)
+        return _CodeSums((codes * weighed).sum(-1), (codes * self._one).sum(-1), (codes * self._x).sum(-1))
+
+    def true_error(self, params: QParams) -> Tensor:
+        """Of what the operator gives, for all groups together that share scales or offsets, even by way of others."""
+        spec = self._spec.replace(rounding=Rounding.NEAREST_EVEN)
+        # In float64, where squares of float32 neither overflow nor vanish.
+        error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()
+        found = (error * self._times(error)).sum(-1)
+        shared = [own.blocks for own in (self.scale, self.offset) if own is not None and own.blocks is not None]
+        tied = [min(math.lcm(*sizes), n) for *sizes, n in zip(*shared, self._groups, strict=True)] if shared else None
+        found = _reduced(found, tied, lambda view, axes: view.sum(axes, True))
+        return torch.where(found.isnan(), torch.inf, found)
+
+    def found(self, plain: QParams) -> QParams:
+        s, m = self._free()
+        point = self._on_lattice(s, m)
+        for _ in range(_ROUNDS):
+            point = self._shared_again(self._codes_again(point))
+        return QParams(point.scale, None if self.offset is None else point.offset)
+
+    def _free(self) -> tuple[Tensor, Tensor]:
+        """Scales and offsets of groups in float."""
+        fmt = self._spec.format
+        low, high = self.x.amin(-1).clamp(max=0.0), self.x.amax(-1)
+        if self.offset is not None:
+            ends, extent, start = [fmt.quant_max], high - low, -low
+        else:
+            extent, start = torch.where(-low > high, low, high), torch.zeros_like(low)
+            ends = [fmt.quant_min, fmt.quant_max] if fmt.signed else [fmt.quant_max]
+            if self._spec.scale.rounding is not ScaleRounding.SIGNED:
+                extent, ends = extent.abs(), [fmt.bound]
+        best = _Best(torch.zeros_like(start), start, (self.x * self._x).sum(-1))
+        step = fmt.bound / 2 ** (fmt.bits - int(fmt.signed))
+        for end in ends:
+            for beyond in torch.linspace(-_REACH, _REACH, _STARTS).tolist():
+                best = self._fitted(best, extent / (end + beyond * step * (1 if end > 0 else -1)), start)
+        for _ in range(2):
+            best = self._fitted(best, best.s, best.m)
+        return best.s, best.m
+
+    def _fitted(self, best: _Best, s: Tensor, m: Tensor) -> _Best:
+        """The better of the best and of what fits the codes that parameters give."""
+        codes = self._codes(s, m)
+        s, m = self._solved(self._sums(codes))
+        return best.or_if_less(s, m, self._error(codes, s, m))
+
+    def _solved(self, sums: _CodeSums) -> tuple[Tensor, Tensor]:
+        """Scale and offset with the least error for given codes."""
+        alone = sums.qx / sums.qq
+        if self.offset is None:
+            return self._allowed(alone), torch.zeros_like(alone)
+        det = self._11 * sums.qq - sums.q1 * sums.q1
+        s = (self._11 * sums.qx - sums.q1 * self._1x) / det
+        m = (sums.q1 * sums.qx - sums.qq * self._1x) / det
+        inside = (m >= 0) & (det > 0)
+        return self._allowed(torch.where(inside, s, alone)), torch.where(inside, m, 0.0)
+
+    def _allowed(self, s: Tensor) -> Tensor:
+        if self._spec.scale.rounding is not ScaleRounding.SIGNED:
+            s = s.clamp(min=0.0)
+        return s.nan_to_num(0.0, 0.0, 0.0)
+
+    def _offset_for(self, codes: Tensor, s: Tensor) -> Tensor:
+        """The offset with the least error for given codes and scales."""
+        return ((s * (codes * self._one).sum(-1) - self._1x) / self._11).clamp(min=0.0).nan_to_num(0.0, 0.0, 0.0)
+
+    def _point(self, d: Tensor, sc: Tensor, dm: Tensor, mc: Tensor) -> _Point:
+        s, m = d * sc, dm * mc
+        return _Point(d, sc, dm, mc, self._error(self._codes(s, m), s, m))
+
+    def _on_lattice(self, s: Tensor, m: Tensor) -> _Point:
+        """The shared scales that leave the least error, first of scales with offsets in float, then of offsets."""
+        one, best = torch.ones_like(s), None
+        for d in self.scale.starts(s):
+            sc = self.scale.codes(s, d)
+            free = m if self.offset is None else self._offset_for(self._codes(d * sc, m), d * sc)
+            best = _less(best, self._point(d, sc, one, free), self.scale)
+        assert best is not None
+        if self.offset is None:
+            return best
+        wanted, found = best, None
+        for dm in self.offset.starts(wanted.mc):
+            found = _less(found, self._point(wanted.d, wanted.sc, dm, self.offset.codes(wanted.mc, dm)), self.offset)
+        assert found is not None
+        return found
+
+    def _codes_again(self, best: _Point) -> _Point:
+        """Other codes of scales, each with the offset that fits it."""
+        sums = self._sums(self._codes(best.scale, best.offset))
+        fitted = self.scale.codes(self._allowed((sums.qx + best.offset * sums.q1) / sums.qq), best.d)
+        tried = [fitted, best.sc, best.sc + 1, best.sc - 1] if self.scale.shares else [fitted, best.sc]
+        for sc in tried:
+            if self.scale.spec.format is not None:
+                sc = rounded(sc, self.scale.spec.format)
+            mc = best.mc
+            if self.offset is not None:
+                s = best.d * sc
+                mc = self.offset.codes(self._offset_for(self._codes(s, best.offset), s), best.dm)
+            best = _less(best, self._point(best.d, sc, best.dm, mc))
+        return best
+
+    def _shared_again(self, best: _Point) -> _Point:
+        """Shared scales that fit the codes better."""
+        if self.scale.shares:
+            sums = self._sums(self._codes(best.scale, best.offset))
+            up = self.scale.over(best.sc * (sums.qx + best.offset * sums.q1))
+            down = self.scale.over(best.sc.square() * sums.qq)
+            d = self.scale.shared((up / down).nan_to_num(0.0, 0.0, 0.0))
+            best = _less(best, self._point(d, best.sc, best.dm, best.mc), self.scale)
+        if self.offset is not None and self.offset.shares:
+            q1 = (self._codes(best.scale, best.offset) * self._one).sum(-1)
+            up = self.offset.over(best.mc * (best.scale * q1 - self._1x))
+            down = self.offset.over(best.mc.square() * self._11)
+            dm = self.offset.shared((up / down).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0))
+            best = _less(best, self._point(best.d, best.sc, dm, best.mc), self.offset)
+        return best
+
+
+class _Best(NamedTuple):
+    s: Tensor
+    m: Tensor
+    error: Tensor
+
+    def or_if_less(self, s: Tensor, m: Tensor, error: Tensor) -> _Best:
+        less = error < self.error
+        return _Best(torch.where(less, s, self.s), torch.where(less, m, self.m), torch.where(less, error, self.error))
+
+
+def _less(best: _Point | None, new: _Point, store: _Store | None = None) -> _Point:
+    """The better of two, group by group, or by all groups that share a scale."""
+    if best is None:
+        return new
+    errors = [own.error if store is None else store.over(own.error) for own in (new, best)]
+    less = errors[0] < errors[1]
+    return _Point(*(torch.where(less, one, other) for one, other in zip(new, best, strict=True)))
