@@ -6,6 +6,7 @@ Every error is a `FakeQuantError` and also the built-in type that a caller expec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -148,8 +149,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's program: the nearest caller outside of this package."""
+    """Warn at the line of the user's program: the nearest caller outside of this package and `contextlib`."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)

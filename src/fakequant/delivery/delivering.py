@@ -59,8 +59,8 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     state = snapshot(model)
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
-    out = writable_folder(target.parent if name else target)
     files = dict(chosen.encode(state, model, parts))
+    out = writable_folder(target.parent if name else target)
     if chosen.suffix:
         files = {name or key: content for key, content in files.items()}
         write_folder(out, files)

@@ -96,6 +96,10 @@ class DeliveryFormat(ABC):
     def why_not(self, part: Part) -> str | None:
         """Why the format cannot hold a part; None if it can. Presets are tried by it, too, so it reads no values."""
 
+    def refuses(self, model: nn.Module) -> str | None:
+        """Why the format holds no part of a model, however it is quantized; None if it may. It is asked first."""
+        return None
+
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         """Why a format cannot hold parts together, each of which it could hold alone, by their names."""
         return {}

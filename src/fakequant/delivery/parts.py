@@ -80,6 +80,8 @@ def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], stat
     Raises:
         ExportError: all parts that it cannot hold, each with the reason, and the nearest preset that it can hold.
     """
+    if reason := format.refuses(model):
+        raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
     found: dict[str, str] = {}
     for part in parts:
         if reason := _own_reason(part, state):

@@ -39,9 +39,21 @@ def _gemma_scale(config: Any) -> str:
     """llama.cpp knows the largest models by their layers, and scales by the size of a head in all others."""
     largest = config.num_hidden_layers in (46, 62)
     expected = config.hidden_size // config.num_attention_heads if largest else head_size(config)
+    if (config.attn_logit_softcapping is None) != (config.model_type == "gemma3_text"):
+        return f"its attn_logit_softcapping is {config.attn_logit_softcapping}"
     if config.query_pre_attn_scalar != expected:
         return f"its query_pre_attn_scalar is {config.query_pre_attn_scalar}, not {expected}"
     return ""
+
+
+def _mistral_window(config: Any) -> str:
+    window, length = config.sliding_window, config.max_position_embeddings
+    if not window or window >= length:
+        return ""
+    return (
+        f"its sliding_window is {window}, and llama.cpp attends to all of up to {length} tokens; set "
+        f"config.max_position_embeddings to {window}, up to which both are equal"
+    )
 
 
 def _phi3(writer: Any, config: Any) -> None:
@@ -65,16 +77,23 @@ _LLAMA = Architecture(
     "llama",
     interleaved={"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"},
     extra=llama3_frequencies,
+    rotaries=("default", "linear", "llama3", "yarn"),
 )
 _GEMMA = {"norms_from_one": True, "activation": "gelu_pytorch_tanh", "refuse": _gemma_scale}
 
 for _type, _architecture in {
     "llama": _LLAMA,
-    "mistral": _LLAMA,
+    "mistral": replace(_LLAMA, refuse=_mistral_window),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", pattern=2, describe=_gemma2, **_GEMMA),
     "gemma3_text": Architecture("gemma3", pattern=6, describe=_gemma3, **_GEMMA),
-    "phi3": Architecture("phi3", describe=_phi3, extra=_phi3_factors),
+    "phi3": Architecture(
+        "phi3",
+        describe=_phi3,
+        extra=_phi3_factors,
+        rotaries=("default", "linear", "longrope"),
+        rotary_keys=("partial_rotary_factor", "original_max_position_embeddings"),
+    ),
 }.items():
     register_architecture(_type, replace(_architecture, tokenizer=describe_tokenizer))

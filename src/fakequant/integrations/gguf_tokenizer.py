@@ -45,9 +45,10 @@ def describe_tokenizer(writer: Any, model: Any) -> None:
     """
     tokenizer = _tokenizer_of(model)
     if tokenizer is None:
+        source = getattr(model, "name_or_path", "")
+        why = f"there is none in {source!r}" if source else "the model was made from a configuration"
         warn_user(
-            "the file has no tokenizer, because there is none where the model was loaded from "
-            f"({getattr(model, 'name_or_path', '') or 'nowhere'!r}): programs that read it take token ids only; "
+            f"the file has no tokenizer, because {why}: programs that read it take token ids only; "
             "load the model by from_pretrained from a folder with its tokenizer, then deliver again"
         )
         writer.add_tokenizer_model("none")

@@ -222,14 +222,27 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope_type is 'dynamic'",
     ),
+    ("mistral", {"sliding_window": 8}, "its sliding_window is 8, and llama.cpp attends to all of up to 128"),
+    ("qwen2", {"rope_parameters": LLAMA3}, "rope_type is 'llama3'"),
+    ("gemma2", {"attn_logit_softcapping": None}, "its attn_logit_softcapping is None"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "it attends in both directions"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "values", "message"), REFUSED)
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(kind, values, message, tmp_path):
     model = prepared(kind, "int8 per_block(-1:32) scale=float16", **values)
-    with pytest.raises(CheckpointError, match=message):
-        deliver(model, tmp_path / "one.gguf", "gguf")
+    with pytest.raises(ExportError, match=f"cannot hold this model, however it is quantized: .*{message}"):
+        deliver(model, tmp_path / "new" / "one.gguf", "gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("preset", ["gguf_q8_0", "int4_group32", "fp8"])
+def test_a_model_that_is_no_language_model_is_refused_before_a_folder_is_made(preset, tmp_path):
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(256, 256)), preset, skip=[])
+    fq.calibrate(model, [torch.ones(1, 256)], progress=False)
+    with pytest.raises(ExportError, match=r"cannot hold this model, however .*config\.model_type is one of"):
+        deliver(model, tmp_path / "new", "gguf")
     assert not list(tmp_path.iterdir())
 
 

@@ -49,6 +49,16 @@ class Gguf(DeliveryFormat):
     suffix = ".gguf"
     packages = ("gguf", "transformers")
 
+    def refuses(self, model: nn.Module) -> str | None:
+        try:
+            names = GgufNames(architecture_of(model), model.config)
+            shared = shared_names(model)
+            for name in float_names(model):
+                names.of(shared.get(name, name))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
     def why_not(self, part: Part) -> str | None:
         if part.call:
             return "it quantizes no functions of a forward"

@@ -35,6 +35,8 @@ class Architecture:
         pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
         describe: adds metadata beside the usual.
         extra: more tensors by name, made from the configuration.
+        rotaries: types of rotary positions that its graph computes.
+        rotary_keys: more of their keys that the file says.
         refuse: names the parts of a configuration that a file cannot hold; "" if there are none.
         tokenizer: adds the tokenizer of a model to the metadata.
     """
@@ -46,6 +48,8 @@ class Architecture:
     pattern: int = 1
     describe: Callable[[Any, Any], None] = lambda writer, config: None
     extra: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
+    rotaries: Sequence[str] = ("default", "linear", "yarn")
+    rotary_keys: Sequence[str] = ()
     refuse: Callable[[Any], str] = lambda config: ""
     tokenizer: Callable[[Any, nn.Module], None] = lambda writer, model: None
 
@@ -89,13 +93,28 @@ def _refused(architecture: Architecture, config: Any) -> str:
         return (
             f"its layer_types are {kinds!r:.200}, but it is taken for granted that each {every}. attends to all tokens"
         )
-    rotary = rotary_of(config)
-    if rotary["rope_type"] not in _ROTARIES:
-        return f"its rope_type is {rotary['rope_type']!r:.80}, not one of {', '.join(_ROTARIES)}"
-    return ""
+    rotary, around = rotary_of(config), rotary_of(config, "sliding_attention")
+    known = {kind: keys for kind, keys in _ROTARIES.items() if kind in architecture.rotaries}
+    if rotary["rope_type"] not in known:
+        return f"its rope_type is {rotary['rope_type']!r:.80}, not one of {', '.join(known)}"
+    if every > 1 and around["rope_type"] != "default" and around != rotary:
+        return f"the rope_type of its layers with a window is {around['rope_type']!r:.80}, not default"
+    said = {"rope_type", "rope_theta", *known[rotary["rope_type"]], *architecture.rotary_keys}
+    if left := sorted(key for key, one in rotary.items() if key not in said and one not in (None, 1.0)):
+        return f"the file cannot say {', '.join(left)} of its rope_parameters"
+    both = getattr(config, "use_bidirectional_attention", None)
+    return "it attends in both directions" if both else ""
 
 
-_ROTARIES = ("default", "linear", "llama3", "yarn", "longrope")
+_LONGER = ("factor", "original_max_position_embeddings")
+_ROTARIES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_LONGER, "low_freq_factor", "high_freq_factor"),
+    "yarn": _LONGER,
+    "longrope": ("long_factor", "short_factor", *_LONGER),
+}
+"""The keys that a file says of each type of rotary positions, beside the base."""
 
 
 def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
