@@ -10,7 +10,12 @@ from tests.support.vision import import_torchvision
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-NEEDS = {"cnn": ("sklearn", "onnxruntime"), "encoder": ("transformers", "onnxruntime"), "trainer": ("transformers",)}
+NEEDS = {
+    "cnn": ("sklearn", "onnxruntime"),
+    "delivery": ("gguf", "compressed_tensors", "transformers"),
+    "encoder": ("transformers", "onnxruntime"),
+    "trainer": ("transformers",),
+}
 
 
 @pytest.fixture
@@ -34,8 +39,8 @@ def test_a_tutorial_prints_what_it_shows(page, tmp_path, monkeypatch):
         assert pages.alike(found, block.expected), f"{page.name}:{block.line} prints\n{found}"
 
 
-def test_there_are_five_and_each_shows_figures():
-    assert len(TUTORIALS) == 5
+def test_there_are_six_and_each_shows_figures():
+    assert len(TUTORIALS) == 6
     for page in TUTORIALS:
         assert sum(bool(block.expected) for block in pages.blocks(page.read_text())) >= 3, page.name
 
