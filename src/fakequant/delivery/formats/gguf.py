@@ -102,7 +102,7 @@ class Gguf(DeliveryFormat):
         try:
             architecture = architecture_of(SimpleNamespace(config=config))
             check_settings(file, architecture, config)
-            dtype = {str(one): one for one in _KINDS}.get(file.metadata.get(_DTYPE), torch.float32)
+            dtype = {str(one): one for one in _KINDS}.get(str(file.metadata.get(_DTYPE)), torch.float32)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
             _NamedTensors(path, model)
         except CheckpointError as error:
