@@ -147,6 +147,8 @@ def _reason(held: Mapping[str, Product]) -> str:
         return "it is sharded over processes"
     if weight.is_meta:
         return "it is on the meta device, which holds no values"
+    # A sum is finite only where all values are. It takes 13 ms for 16M values in bfloat16, isfinite().all() 330.
+    finite = bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
     for quantizer in (one.quantizer for one in held.values()):
         if quantizer.mode is not Mode.QUANTIZE:
             return "its quantizer is switched off"
@@ -154,10 +156,9 @@ def _reason(held: Mapping[str, Product]) -> str:
             return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
         if quantizer.dynamic:
             return "its range is dynamic"
-        if not quantizer.calibrated and not bool(weight.isfinite().all()):
+        if not quantizer.calibrated and not finite:
             return "it holds NaN or inf"
-    # A sum reads the weight once and writes nothing; it is NaN also where infinities meet.
-    if bool(weight.sum().isnan()) and bool(weight.isnan().any()):
+    if not finite and bool(weight.isnan().any()):
         return "it holds NaN"
     one, *others = [_fixed(one.quantizer, weight) for one in held.values()]
     if one.spec.rounding is Rounding.STOCHASTIC and not one.needs_codes(weight):
