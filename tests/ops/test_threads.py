@@ -94,7 +94,7 @@ def report():
 @pytest.mark.skipif(not SPENT.exists(), reason=f"no {SPENT}, by which each thread says for how long it has run")
 def test_what_fits_in_the_grain_stays_on_one_thread_and_more_does_not():
     # In a process of its own, whose other threads are those of torch's pool alone.
-    done = subprocess.run([sys.executable, "-m", "tests.ops.test_threads"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == len(CALLS) + len(DYNAMIC) + 1
     assert [row for row in found if row[1:] != [0, 1]] == []

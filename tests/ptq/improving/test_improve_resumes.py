@@ -264,11 +264,11 @@ def test_a_file_of_another_content_is_refused(key: str | None, value: Any, messa
     assert_same(model, before)
 
 
-KILLED = """
+KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from fakequant import files
-from tests import test_improve_resumes as test
+import {__name__} as test
 written, count = files._temporary, []
 def temporary(*given):
     count.append(given)
