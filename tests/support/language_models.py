@@ -57,7 +57,7 @@ def mixtral() -> nn.Module:
 
 
 def logits(model: nn.Module) -> Tensor:
-    """Of the batch."""
+    """The logits of the batch."""
     with torch.no_grad():
         found: Tensor = model(**BATCHES[0]).logits
     return found

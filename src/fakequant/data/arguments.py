@@ -12,7 +12,7 @@ from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
 
 Metric = Callable[[nn.Module], float]
-"""Of a model; larger is better."""
+"""A function of a model; larger is better."""
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:

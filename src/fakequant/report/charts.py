@@ -9,7 +9,7 @@ from html import escape
 from fakequant.report.data import Channels, Distribution, Point
 
 _COLOURS = ("var(--mark)", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2")
-"""Of Okabe and Ito, which colour-blind readers can distinguish; every range also has its own dashes."""
+"""The colours of Okabe and Ito, distinct to colour-blind readers; every range also has its own dashes."""
 _DASHES = ("", "6 3", "2 2", "8 2 2 2", "1 3", "4 1")
 _WIDTH, _HEIGHT = 300, 70
 

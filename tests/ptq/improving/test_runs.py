@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,12 @@ def test_without_drift_the_float_model_runs_on_what_judges_alone() -> None:
     found = fq.ptq.improve(model, batches, ["gptq"], progress=False)
     assert found.left < 1
     assert runs[0] == 8 + 2 + 7 + 2
+
+
+def test_a_single_batch_measures_too_and_a_folder_runs_the_first_batch_once_more(tmp_path: Path) -> None:
+    model, batches, runs = counted("mlp", 1)
+    fq.ptq.improve(model, batches, "fast", progress=False)
+    assert runs[0] == 3 + 1 + 2
+    model, batches, runs = counted("mlp", 8)
+    fq.ptq.improve(model, batches, "fast", checkpoint=tmp_path, progress=False)
+    assert runs[0] == 3 * 8 + 2 + 1

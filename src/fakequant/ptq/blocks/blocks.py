@@ -114,10 +114,10 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                 if (learned := _learned(block, stage, targets, learn)) is not None:
                     result.layers.append(learned)
         undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
-        missed = found.keys() - {row.layer for row in result.layers}
+        reached = {row.layer for row in result.layers}
         result.take_back(name for name, block in found.items() if block in undone)
         effect.put_into(result, "reconstruct")
-        result.layers += [LayerResult(name, note=MISSED) for name in found if name in missed]
+        result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
         result.notes += _notes(others, recorded, late) + _notes_of_fixed(weights, fixed)
     return result
 

@@ -70,8 +70,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
 
     The batches run three times in all, however many layers there are, and side by side while layers are chosen: see
     `fakequant.ptq.inputs.stream`. The first two run once more, to see that the model gives the same side by side: one
-    that keeps values of a call in its modules would mix up the batches in silence. A layer that a batch calls several
-    times, and those after it, get no `drift`.
+    that keeps values of a call in its modules would mix up the batches in silence. Where no batch judges, as with
+    `judge=[]` or a single batch, up to four run twice more; a `checkpoint` runs the first one once more. A layer that a
+    batch calls several times, and those after it, get no `drift`.
 
     Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
     these does not fall by more than chance explains, the choices go back, except for the layers that lower it. To find
