@@ -84,6 +84,20 @@ class Calibrator(Observer):
 
 _registry: dict[str, type[Calibrator]] = {}
 _Class = TypeVar("_Class", bound=type[Calibrator])
+_Method = TypeVar("_Method", bound=type[Any])
+
+
+def registered_in(registry: dict[str, Any], name: str, kind: str) -> Callable[[_Method], _Method]:
+    """A decorator that puts a class into a registry, with the name as its `method`, unless another class has it."""
+
+    def register(cls: _Method) -> _Method:
+        if registry.get(name, cls) is not cls:
+            raise ConfigError(f"a different {kind} is already registered as {name!r}; choose another name")
+        cls.method = name
+        registry[name] = cls
+        return cls
+
+    return register
 
 
 def register_calibrator(name: str) -> Callable[[_Class], _Class]:
@@ -103,15 +117,7 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
     Range(lo=tensor([-1.]), hi=tensor([2.0039]))
     >>> del _registry["example_median"]  # for this example only
     """
-
-    def register(cls: _Class) -> _Class:
-        if _registry.get(name, cls) is not cls:
-            raise ConfigError(f"a different calibrator is already registered as {name!r}; choose another name")
-        cls.method = name
-        _registry[name] = cls
-        return cls
-
-    return register
+    return registered_in(_registry, name, "calibrator")
 
 
 def calibrators() -> list[str]:

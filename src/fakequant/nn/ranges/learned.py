@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fakequant.calibration.calibrator import registered_in
 from fakequant.errors import ConfigError, nearest, warn_user
 from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
@@ -148,17 +149,9 @@ def register_learned_range(name: str) -> Callable[[_Class], _Class]:
     Raises:
         ConfigError: another class already has the name, or it cannot be a part of a state dict's key.
     """
-
-    def register(cls: _Class) -> _Class:
-        if _registry.get(name, cls) is not cls:
-            raise ConfigError(f"a different method is already registered as {name!r}; choose another name")
-        if not name.isidentifier():
-            raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
-        cls.method = name
-        _registry[name] = cls
-        return cls
-
-    return register
+    if not name.isidentifier():
+        raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
+    return registered_in(_registry, name, "method")
 
 
 def learned_ranges() -> list[str]:
