@@ -34,6 +34,14 @@ def _same_start():
 
 
 @pytest.fixture
+def poisoned_memory():
+    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def recipe(tmp_path: Path):
     """Writes a recipe file."""
 

@@ -1,5 +1,4 @@
 import copy
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from fakequant.model.config import Rule
 from fakequant.model.modes import disabled
 from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
+from tests.support.copies import each_copier
 from tests.support.interruption import PACKAGE
 from tests.support.models import SmallNet, hook_forward, images, small_net
 
@@ -119,7 +119,7 @@ def test_bad_arguments() -> None:
         calibrate(model, [images()], "entorpy")
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@each_copier
 def test_copies_compute_the_same(copier: Callable[[nn.Module], nn.Module]) -> None:
     model = calibrated()
     assert torch.equal(copier(model)(images()), model(images()))

@@ -1,7 +1,5 @@
 """Quantizers of results, which any layer can have by a rule."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
+from tests.support.copies import assert_compiled_alike, each_copier
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 OUTPUTS = fq.Config("outputs", fq.Rule("*", input="int8", weight="int8 per_channel(0)", output="int8"))
@@ -71,7 +70,7 @@ def test_first_of_several_results() -> None:
     assert weights.shape == (2, 3, 3)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_copier
 def test_copies(made: nn.Module, copier: Any) -> None:
     assert_same_bits(copier(made)(X), made(X))
 
@@ -112,9 +111,7 @@ def test_exported_programs(made: nn.Module, strict: bool) -> None:
 
 
 def test_compiled(made: nn.Module) -> None:
-    torch.compiler.reset()
-    with torch.no_grad():
-        assert_same_bits(torch.compile(made, fullgraph=True, backend="aot_eager")(X), made(X))
+    assert_compiled_alike(made, X)
 
 
 def test_onnx(made: nn.Module, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Ranges found and used in one pass: the bits of measuring, choosing parameters and quantizing one after the other."""
 
 import logging
-import threading
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
 from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, specs
 from tests.support.matrix import each_dynamic_format, full, in_turn, sweep
 from tests.support.plan_cases import needs_kernels
+from tests.support.threads import run_in_threads
 
 CPU = next(Calls(backend) for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)
@@ -48,12 +48,7 @@ def assert_dynamic_is_the_definition(x, spec, label=""):
 SIZES = [1, 2, 7, 15, 17, 31, 33, 100]  # of the axis that blocks of 32 divide
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @needs_kernels
@@ -138,24 +133,15 @@ def test_threads_give_equal_bits(granularity, shape, dtype):
     for spec in chosen:
         assert assert_dynamic_is_the_definition(x, spec)
     right = [CPU.fake_quantize_dynamic(x, spec, mask=True) for spec in chosen]
-    failures = []
 
     def work():
         torch.set_num_threads(2)
         for spec, (y, mask) in zip(chosen, right, strict=True):
             again, bits = CPU.fake_quantize_dynamic(x, spec, mask=True)
-            try:
-                assert_same_bits(again, y)
-                assert_same_bits(bits, mask)
-            except AssertionError as failure:
-                failures.append(failure)
+            assert_same_bits(again, y)
+            assert_same_bits(bits, mask)
 
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    run_in_threads(work)
 
 
 @pytest.mark.parametrize("backend", ON_CPU, ids=lambda b: b.name)

@@ -1,7 +1,6 @@
 """Every backend returns the reference's bits: values, masks, gradients, codes. A listed backend is a tested one."""
 
 import shutil
-import threading
 
 import pytest
 import torch
@@ -25,14 +24,9 @@ from tests.support.kernel_comparisons import (
     skip_unavailable,
 )
 from tests.support.matrix import each_format_once, full, in_turn, sweep
+from tests.support.threads import run_in_threads
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_cpu_kernels_are_there_where_a_compiler_is():
@@ -295,20 +289,11 @@ def test_threads_give_equal_bits(backend):
     spec = fq.QuantSpec("uint8", where.granularity)
     right = reference.fake_quantize(numbers.x, numbers.params, spec)
     inside = reference.passes(numbers.x, numbers.params, spec)
-    failures = []
 
     def work():
         for _ in range(10):
             y, mask = backend.fake_quantize(numbers.x, numbers.params, spec, mask=True)
-            try:
-                assert_same_bits(y, right)
-                assert_same_bits(unpack_bits(mask, inside.shape), inside)
-            except AssertionError as failure:
-                failures.append(failure)
+            assert_same_bits(y, right)
+            assert_same_bits(unpack_bits(mask, inside.shape), inside)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_in_threads(work)

@@ -20,14 +20,7 @@ from tests.support.plan_cases import needs_kernels
 STOCHASTIC = fq.Rounding.STOCHASTIC
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
-    threads = torch.get_num_threads()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def drawn(case, where, arithmetic, dtype, seed=0):

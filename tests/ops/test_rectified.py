@@ -14,13 +14,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 from tests.support.matrix import each_format_once
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def apart(x, params, spec):

@@ -21,7 +21,7 @@ from fakequant.ptq.solvers.grid import WeightGrid
 from fakequant.ptq.solvers.problem import Problem
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
-from tests.support.weight_specs import WEIGHTS
+from tests.support.weight_specs import WEIGHTS, spec_of_matrix
 
 
 def net() -> nn.Sequential:
@@ -196,8 +196,7 @@ def test_sums_merge_and_do_not_depend_on_batches() -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_columns_of_a_grid_are_those_of_the_operator(name: str) -> None:
-    spec = WEIGHTS[name] if isinstance(WEIGHTS[name], fq.QuantSpec) else fq.QuantSpec.parse(str(WEIGHTS[name]))
-    spec = spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))
+    spec = spec_of_matrix(name)
     weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
     params = fq.choose_qparams(weight, spec)
     grid = WeightGrid(spec, params, weight.shape)

@@ -13,11 +13,13 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.export.evaluator import Evaluator
 from fakequant.export.runtime import Session
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import Quantizer
+from tests.support.bits import assert_same_bits
 
 
 class Quantizers(nn.Module):
@@ -79,6 +81,19 @@ def model_of(operator: str = "Neg", opset: int = 21) -> onnx.ModelProto:
     constants = [numpy_helper.from_array(np.zeros(1, np.float32), "unused")]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants, value_info=inner)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def assert_tensors_are_seen(runner: type[Session] | type[Evaluator]) -> None:
+    """Inputs, inner tensors and outputs of `model_of()`, which stays as it is."""
+    model = model_of()
+    before = model.SerializeToString()
+    x = torch.tensor([1.001, -0.0])
+    values = runner(model, ["x", "b", "c", "y", "b"]).run({"x": x})
+    assert_same_bits(values["x"], x)
+    assert_same_bits(values["b"], x.bfloat16())
+    assert_same_bits(values["c"], x.bfloat16().float())
+    assert_same_bits(values["y"], -x.bfloat16().float())
+    assert model.SerializeToString() == before
 
 
 def linear(config: Config | str, features: int = 8) -> nn.Module:

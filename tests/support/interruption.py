@@ -24,6 +24,19 @@ import fakequant as fq
 PACKAGE = str(Path(fq.__file__).parent)
 
 
+class InterruptedForward:
+    """A forward pass, for `forward=`, that is interrupted at its call with a number; it counts them from 1."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return model(batch)
+
+
 class Lines:
     """The lines of the package that ran, each as (file and line, how often it had run); at most one raises."""
 

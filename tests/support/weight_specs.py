@@ -1,6 +1,7 @@
 """Specifications of weights: every kind of format and granularity that solvers choose codes for."""
 
 import fakequant as fq
+from fakequant.numerics.spec import as_spec
 
 WEIGHTS = {
     "int4 channel": "int4 per_channel(0)",
@@ -12,3 +13,9 @@ WEIGHTS = {
     "nf4 tiles": "nf4 per_block(0:4,-1:8,pad)",
     "int8 tensor": "int8",
 }
+
+
+def spec_of_matrix(name: str) -> fq.QuantSpec:
+    """One of them for a weight matrix [out, columns]."""
+    spec = as_spec(WEIGHTS[name])
+    return spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))

@@ -1,7 +1,5 @@
 """Models with attention through everything that follows `prepare`."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.nn.quantized.attention import QuantMultiheadAttention
 from tests.support.bits import assert_same_bits
+from tests.support.copies import assert_compiled_alike, each_copier
 
 X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(7))
 PADDED = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
@@ -65,7 +64,7 @@ def test_without_gradients_it_computes_the_same(made: nn.Module) -> None:
     assert_same_bits(padded, made.encoder(X, src_key_padding_mask=PADDED).detach())
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_copier
 def test_copies(made: nn.Module, copier: Any) -> None:
     assert_same_bits(copier(made)(X), made(X))
 
@@ -124,9 +123,7 @@ def test_exported_programs(made: nn.Module, strict: bool) -> None:
 
 
 def test_compiled(made: nn.Module) -> None:
-    torch.compiler.reset()
-    with torch.no_grad():
-        assert_same_bits(torch.compile(made, fullgraph=True, backend="aot_eager")(X), made(X))
+    assert_compiled_alike(made, X)
 
 
 def test_graphs(made: nn.Module) -> None:

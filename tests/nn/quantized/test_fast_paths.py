@@ -1,7 +1,6 @@
 """Encoders of torch: what they compute is quantized with and without gradients, in training and in eval mode."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
+from tests.support.copies import each_copier
 
 BATCH = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(7))
 PADDED = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
@@ -56,9 +56,7 @@ def test_an_encoder_is_quantized_without_gradients(masks: dict[str, Tensor]) -> 
     assert_quantized_everywhere(quantized(encoder()), encoder(), **masks)
 
 
-@pytest.mark.parametrize(
-    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+@each_copier
 def test_copies_are_quantized_without_gradients(copier: Callable[[nn.Module], nn.Module]) -> None:
     assert_quantized_everywhere(copier(quantized(encoder())), encoder(), src_key_padding_mask=PADDED)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from fakequant.numerics.codes import as_integers
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.tables import TableFormat
 from tests.support.bits import assert_same_bits
+from tests.support.threads import run_in_threads
 
 INT16 = "int16 per_channel(0)"
 """In float16, hundreds of its codes have one value."""
@@ -591,14 +591,7 @@ def test_threads_read_the_same_codes() -> None:
     x, found = inputs(model), []
     expected = model(x)
 
-    def call() -> None:
-        found.extend(model(x) for _ in range(20))
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda: found.extend(model(x) for _ in range(20)))
     assert len(found) == 80
     assert all(torch.equal(y, expected) for y in found)
 

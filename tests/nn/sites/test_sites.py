@@ -28,6 +28,7 @@ from tests.support.functional_models import (
     quantized,
 )
 from tests.support.matrix import full, sweep
+from tests.support.threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 
@@ -177,11 +178,7 @@ def test_two_threads_in_one_call_share_no_counters() -> None:
     model = quantized(Meeting(), torch.ones(2, 4), rules=fq.Config("add", (fq.Rule("*", input="int8", ops=("add",)),)))
     meet = threading.Barrier(2)
     results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(model(torch.ones(2, 4)))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda: results.append(model(torch.ones(2, 4))), 2)
     assert len(results) == 2
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.case import Case
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
 from fakequant.model.run.traits import having
 from fakequant.nn.sites.traits import Trait
 from fakequant.ptq import equalize
 from fakequant.ptq.float_model.output_check import OutputCheck
+from tests.support.architectures import changed_alike, each_architecture, relative
 from tests.support.bits import assert_same_bits
+from tests.support.interruption import InterruptedForward
 from tests.support.kept import kept
 
 TENSORS = fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),))
@@ -44,11 +42,6 @@ def chain() -> nn.Sequential:
 
 def images() -> Tensor:
     return torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
-
-
-def relative(new: Tensor, old: Tensor) -> float:
-    new, old = new.detach(), old.detach()
-    return float((new - old).norm() / old.norm())
 
 
 def test_the_float_function_stays_and_the_quantized_one_comes_closer() -> None:
@@ -192,18 +185,10 @@ def test_what_does_not_help_is_not_done() -> None:
 
 
 def test_nothing_changes_after_an_error() -> None:
-    model, x, calls = chain(), images(), 0
+    model, x = chain(), images()
     state = copy.deepcopy(model.state_dict())
-
-    def forward(model: nn.Module, batch: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 8:
-            raise KeyboardInterrupt
-        return model(batch)
-
     with pytest.raises(KeyboardInterrupt):
-        equalize(model, x, TENSORS, forward=forward)
+        equalize(model, x, TENSORS, forward=InterruptedForward(8))
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
@@ -264,28 +249,10 @@ def test_an_output_of_another_length_is_another_output() -> None:
 USUAL = ["nn LSTM", "nn GAN generator", "nn UNet", "nn TransformerEncoder"]
 
 
-def _cases() -> list[Any]:
-    marks = {name: () if name in USUAL else pytest.mark.exhaustive for name in ARCHITECTURES}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
-
-
-@pytest.mark.parametrize("name", _cases())
+@each_architecture(USUAL)
 def test_architectures_keep_their_float_function(name: str) -> None:
-    library = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch"}[name.split()[0]]
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    case = Case(ARCHITECTURES[name])
-    model = case.float()
-    before = case.outputs(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = equalize(model, case.batches[0], TENSORS, forward=lambda m, batch: run_batch(m, batch))
+    found = changed_alike(name, lambda model, batch: equalize(model, batch, TENSORS, forward=run_batch))
     assert found.after <= found.before
-    assert all(
-        relative(new, old) <= 1e-5
-        for new, old in zip(case.outputs(model), before, strict=True)
-        if old.is_floating_point() and old.norm()
-    )
 
 
 class _Auxiliary(nn.Module):

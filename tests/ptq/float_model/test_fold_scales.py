@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
 from fakequant.errors import ConfigError
 from fakequant.model.modes import disabled
@@ -22,7 +20,9 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales
 from fakequant.ptq.weights import shared_parameters
+from tests.support.architectures import case_of, each_architecture
 from tests.support.bits import assert_same_bits
+from tests.support.interruption import InterruptedForward
 
 OUTLIERS = [3, 9]
 
@@ -230,23 +230,14 @@ def test_a_wrong_one_does_not_keep_others_from_it() -> None:
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="fold_scales takes a prepared model, whose layers have scales of their inp"):
         fold_scales(nn.Linear(2, 2), torch.ones(1, 2))
-    model, calls = smoothed(Block(nn.LayerNorm(16))), 0
+    model = smoothed(Block(nn.LayerNorm(16)))
     state = copy.deepcopy(model.state_dict())
-
-    def forward(model: nn.Module, batch: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return model(batch)
-
     with pytest.raises(KeyboardInterrupt):
-        fold_scales(model, batches()[0], forward=forward)
+        fold_scales(model, batches()[0], forward=InterruptedForward(4))
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-LIBRARIES = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch"}
 SMOOTHED = [
     *("hf bert", "hf opt", "hf bloom", "hf t5", "hf bart", "hf whisper", "hf vit", "hf dinov2", "hf clip"),
     *("hf siglip", "hf swin", "hf llama", "hf mistral", "hf qwen2", "hf qwen3", "hf phi3", "hf gemma3", "hf gpt_neox"),
@@ -265,14 +256,9 @@ def called(model: nn.Module, case: Case) -> list[Any]:
     return [layer for layer in seen if shared.isdisjoint(layer.parameters(recurse=False))]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "timm test_vit" else pytest.mark.exhaustive) for n in SMOOTHED],
-)
+@each_architecture(["timm test_vit"], SMOOTHED)
 def test_architectures_keep_their_float_function(name: str) -> None:
-    if importlib.util.find_spec(LIBRARIES[name.split()[0]]) is None:
-        pytest.skip("its library is not installed")
-    case = Case(ARCHITECTURES[name])
+    case = case_of(name)
     wanted = case.outputs(case.float())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.case import Case
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
 from fakequant.ptq import Rotated, rotate
 from fakequant.ptq.float_model.rotate import KINDS, rotation_of
+from tests.support.architectures import changed_alike, each_architecture, relative
 from tests.support.bits import assert_same_bits
+from tests.support.interruption import InterruptedForward
 
 INPUTS = fq.Config("inputs", (fq.Rule("*"), fq.Rule("*up", input="int8 per_tensor")))
 """Eight bits for the inputs of the layers that read large channels."""
@@ -78,11 +75,6 @@ def decoder(norm: Callable[[int], nn.Module] = nn.LayerNorm, *, bias: bool = Tru
 
 def tokens() -> Tensor:
     return torch.randint(0, 19, (4, 8), generator=torch.Generator().manual_seed(1))
-
-
-def relative(new: Tensor, old: Tensor) -> float:
-    new, old = new.detach(), old.detach()
-    return float((new - old).norm() / old.norm())
 
 
 class Gemma(nn.Module):
@@ -319,16 +311,8 @@ def test_a_model_without_such_values_says_so() -> None:
 
 @pytest.mark.parametrize("calls", range(2, 9))
 def test_nothing_changes_after_an_interrupt(calls: int) -> None:
-    model, x, count = decoder(), tokens(), 0
+    model, x, forward = decoder(), tokens(), InterruptedForward(calls)
     before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
-
-    def forward(model: nn.Module, batch: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == calls:
-            raise KeyboardInterrupt
-        return model(batch)
-
     try:
         rotate(model, x, forward=forward)
     except KeyboardInterrupt:
@@ -337,7 +321,7 @@ def test_nothing_changes_after_an_interrupt(calls: int) -> None:
         for key, value in model.state_dict().items():
             assert_same_bits(value, before[key])
     else:
-        assert count < calls
+        assert forward.calls < calls
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
@@ -353,24 +337,6 @@ def test_what_cannot_be_checked_is_refused() -> None:
 USUAL = ["nn LSTM", "nn UNet", "nn TransformerEncoder"]
 
 
-def _cases() -> list[Any]:
-    marks = {name: () if name in USUAL else pytest.mark.exhaustive for name in ARCHITECTURES}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
-
-
-@pytest.mark.parametrize("name", _cases())
+@each_architecture(USUAL)
 def test_architectures_keep_their_float_function(name: str) -> None:
-    library = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch"}[name.split()[0]]
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    case = Case(ARCHITECTURES[name])
-    model = case.float()
-    before = case.outputs(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rotate(model, case.batches[0], forward=lambda m, batch: run_batch(m, batch))
-    assert all(
-        relative(new, old) <= 1e-5
-        for new, old in zip(case.outputs(model), before, strict=True)
-        if old.is_floating_point() and old.norm()
-    )
+    changed_alike(name, lambda model, batch: rotate(model, batch, forward=run_batch))

@@ -12,24 +12,14 @@ from fakequant.ops import library
 from fakequant.ptq import adaround, descend, gptq
 from fakequant.ptq.solvers.grid import WeightGrid
 from tests.support.bits import assert_same_bits
+from tests.support.weight_specs import WEIGHTS, spec_of_matrix
 
-FORMATS = {
-    "int4 channel": "int4 per_channel(0)",
-    "int3 group": "int3 per_block(-1:8,pad)",
-    "uint4 asymmetric": fq.QuantSpec("uint4", fq.PerBlock({-1: 8}, pad=True), symmetric=False),
-    "fp8": "float8_e4m3fn per_channel(0)",
-    "mxfp4": "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor",
-    "nvfp4": "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
-    "nf4 tiles": "nf4 per_block(0:4,-1:8,pad)",
-    "int8 tensor": "int8",
-}
 OUT, COLUMNS = 6, 20
 
 
 def problem(name: str) -> tuple[Tensor, Tensor, WeightGrid, fq.QuantSpec, fq.QParams]:
     generator = torch.Generator().manual_seed(0)
-    spec = FORMATS[name] if isinstance(FORMATS[name], fq.QuantSpec) else fq.QuantSpec.parse(str(FORMATS[name]))
-    spec = spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))
+    spec = spec_of_matrix(name)
     weight = torch.randn(OUT, COLUMNS, generator=generator)
     x = torch.randn(300, COLUMNS, generator=generator).double()
     x = x @ torch.randn(COLUMNS, COLUMNS, generator=generator).double()
@@ -42,7 +32,7 @@ def losses(values: Tensor, target: Tensor, moments: Tensor) -> Tensor:
     return ((error @ moments) * error).sum(1)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_no_row_is_worse_and_values_are_those_of_the_grid(name: str) -> None:
     weight, moments, grid, spec, params = problem(name)
     nearest = grid.nearest(weight)
@@ -64,7 +54,7 @@ def test_it_goes_on_from_other_solutions() -> None:
     assert float(losses(found, weight, moments).sum()) < float(losses(start, weight, moments).sum())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_neighbours_are_the_values_on_both_sides(name: str) -> None:
     weight, _, grid, spec, params = problem(name)
     values = torch.cat([weight * 1.2, weight, weight * 1e-3, weight * 0])[:OUT].clone()
@@ -88,7 +78,7 @@ def test_neighbours_are_the_values_on_both_sides(name: str) -> None:
     assert_same_bits(library.fake_quantize(high, params, spec), high)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_values_of_the_grid_are_their_own_neighbours(name: str) -> None:
     weight, _, grid, _, _ = problem(name)
     nearest = grid.nearest(weight)
