@@ -12,7 +12,7 @@ import torch
 import fakequant as fq
 from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
-from fakequant.export.verdict import Row, VerifyReport
+from fakequant.export.verification.verdict import Row, VerifyReport
 from fakequant.model.analysis.summary import LayerSummary, Summary
 from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.targets import targets

@@ -19,9 +19,9 @@ pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper  # noqa: E402
 
 from fakequant.export.graph import GraphEditor  # noqa: E402
-from fakequant.export.runtime import Session  # noqa: E402
 from fakequant.export.site import Emitter  # noqa: E402
 from fakequant.export.steps import look_up  # noqa: E402
+from fakequant.export.verification.runtime import Session  # noqa: E402
 
 INF, NAN = float("inf"), float("nan")
 

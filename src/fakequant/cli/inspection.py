@@ -9,7 +9,7 @@ from fakequant.cli.results import CHECKPOINT, GRAPH
 from fakequant.errors import CheckpointError, VerificationError
 from fakequant.export.packages import require
 from fakequant.export.record import read
-from fakequant.export.verify import load_exported
+from fakequant.export.verification.verify import load_exported
 from fakequant.model.presets import ALIASES, presets
 from fakequant.model.sizes import spec_bits
 from fakequant.model.state.manifest import MANIFEST, read_manifest

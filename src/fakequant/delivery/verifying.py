@@ -19,7 +19,7 @@ from fakequant.data.batches import Inputs, refuse_tensor, run_batch
 from fakequant.delivery.format import DeliveryFormat, Engine, format_of
 from fakequant.delivery.reading import decoded
 from fakequant.errors import VerificationError
-from fakequant.export.verdict import Row, VerifyReport, add_rows, differing_bits
+from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
 from fakequant.model.modes import evaluating
 from fakequant.model.state.snapshots import QuantizedState, snapshot

@@ -24,9 +24,9 @@ from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.placement import check
 from fakequant.export.record import FileRecord, InputRecord, SiteRecord, write
-from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import TracedSite, sites, to_onnx, trace
+from fakequant.export.verification.runtime import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.run.tracing import example_named

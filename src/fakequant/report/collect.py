@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fakequant.export import VerifyReport
-from fakequant.export.verdict import OPTIMISED_ERROR, OutputRow
+from fakequant.export.verification.verdict import OPTIMISED_ERROR, OutputRow
 from fakequant.model.analysis.operations import unquantized
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.results import Improvement

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fakequant.export.verdict import OutputRow, Row, VerifyReport, differing_bits
+from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport, differing_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

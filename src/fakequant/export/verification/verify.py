@@ -16,16 +16,16 @@ from torch.utils import _pytree as pytree
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.errors import VerificationError
-from fakequant.export.check import SiteCheck, Source, recorded_calls
-from fakequant.export.coverage import uncovered_nodes
-from fakequant.export.deployed import Deployed
-from fakequant.export.evaluator import Evaluator
 from fakequant.export.packages import require
-from fakequant.export.pieces import Pieces
 from fakequant.export.record import INPUT_DTYPES, InputRecord, read
-from fakequant.export.runtime import Session
 from fakequant.export.style import Style
-from fakequant.export.verdict import VerifyReport, add_rows
+from fakequant.export.verification.check import SiteCheck, Source, recorded_calls
+from fakequant.export.verification.coverage import uncovered_nodes
+from fakequant.export.verification.deployed import Deployed
+from fakequant.export.verification.evaluator import Evaluator
+from fakequant.export.verification.pieces import Pieces
+from fakequant.export.verification.runtime import Session
+from fakequant.export.verification.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.export.runtime import WITHOUT_OPTIMISATIONS
+from fakequant.export.verification.runtime import WITHOUT_OPTIMISATIONS
 from fakequant.model.analysis.html import html_result
 from fakequant.text import table
 

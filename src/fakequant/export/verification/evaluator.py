@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from fakequant.errors import VerificationError
-from fakequant.export.runtime import Watch, as_arrays, first_line
+from fakequant.export.verification.runtime import Watch, as_arrays, first_line
 
 if TYPE_CHECKING:
     from onnx import ModelProto, ValueInfoProto

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.export import pieces
-from fakequant.export.evaluator import Evaluator
-from fakequant.export.pieces import Pieces
-from fakequant.export.runtime import Session
+from fakequant.export.verification import pieces
+from fakequant.export.verification.evaluator import Evaluator
+from fakequant.export.verification.pieces import Pieces
+from fakequant.export.verification.runtime import Session
 from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")

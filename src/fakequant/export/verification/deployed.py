@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import VerificationError
-from fakequant.export.check import SiteCheck
 from fakequant.export.graph import GraphEditor, names_read
-from fakequant.export.runtime import DEFAULT, WITHOUT_OPTIMISATIONS, Session, SessionOptions, element_types
 from fakequant.export.style import Style
-from fakequant.export.verdict import OutputRow, VerifyReport, add_rows
+from fakequant.export.verification.check import SiteCheck
+from fakequant.export.verification.runtime import DEFAULT, WITHOUT_OPTIMISATIONS, Session, SessionOptions, element_types
+from fakequant.export.verification.verdict import OutputRow, VerifyReport, add_rows
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

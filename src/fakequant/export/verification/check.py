@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fakequant.errors import FakeQuantError, ShapeError, SpecError, VerificationError
 from fakequant.export.graph import GraphEditor
 from fakequant.export.record import Parameters, SiteRecord, digest
-from fakequant.export.runtime import element_types, first_line
-from fakequant.export.verdict import Row, differing_bits
+from fakequant.export.verification.runtime import element_types, first_line
+from fakequant.export.verification.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams, fake_quantize
 from fakequant.nn.paths import module_at
 from fakequant.nn.quantizer import Quantizer

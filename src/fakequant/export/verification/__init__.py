@@ -1,0 +1,1 @@
+"""Check an exported file against the model, step by step and at its outputs."""
