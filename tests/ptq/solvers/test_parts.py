@@ -17,14 +17,21 @@ from fakequant.ptq.solvers import parts
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.sums import InputSums
 
-SPECS = [
-    "int4 per_channel(0)",
-    "int4",
-    "int4 per_block(-1:32,pad)",
-    "uint4 per_channel(0)",
-    "nf4 per_block(-1:64,pad)",
-    "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
-]
+SPECS = {  # and the number of parts, which cut no group of a channel, and no groups that share a scale of scales
+    "int4 per_channel(0)": 4,
+    "int4": 4,
+    "int4 per_block(-1:32,pad)": 4,
+    "uint4 per_channel(0)": 4,
+    "nf4 per_block(-1:64,pad)": 2,
+    "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor": 4,
+    "int4 per_block(-1:18) scale=float16": 4,
+    "int4 per_channel(0) scale=uint6@per_tensor/float16": 4,
+    "int4 per_channel(0) scale=uint6@per_block(0:3,pad)/float16": 1,
+    "int4 per_block(-1:18) scale=uint6@per_channel(0)/float16": 1,
+    "int4 per_block(-1:18) scale=uint6@per_block(-1:3,pad)/float16": 1,
+    "int4 per_block(-1:18) scale=uint6@per_block(-1:4)/float16": 2,
+    "uint4 per_block(-1:18) scale=uint6@per_block(-1:2)/float16 offset=uint6@per_block(-1:4)/float16": 2,
+}
 
 
 @pytest.fixture
@@ -43,14 +50,17 @@ def net(spec: str) -> Any:
 @pytest.mark.parametrize("spec", SPECS)
 def test_wide_convolutions_gain_in_parts(spec: str) -> None:
     model, batches = net(spec), [torch.randn(4, 16, 9, 9) for _ in range(8)]
-    count = 2 if "64" in spec else 4  # that divides the groups of a channel
+    count = SPECS[spec]
     assert Parts.of(model[0].products()[0]).count == count
     assert Parts.of(model[2].products()[0]).count == 1
     found = fq.ptq.improve(model, batches, "fast")
     assert found.left < 0.9
-    assert [row.layer for row in found.layers if row.remarks and f"{count} parts" in row.remarks[-1]] == ["0"]
-    weight = model[0].weight
-    assert torch.equal(model[0].weight_quantizer(weight), weight)
+    in_parts = [row.layer for row in found.layers if row.remarks and f"{count} parts" in row.remarks[-1]]
+    assert in_parts == ["0"] * (count > 1)
+    weight, quantizer = model[0].weight, model[0].weight_quantizer
+    assert torch.equal(quantizer(weight), weight)
+    stored = quantizer.spec.scale
+    assert not stored.is_exact or torch.equal(stored.join(stored.split(quantizer.scale)), quantizer.scale)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fakequant.nn.products.product import MatrixProduct
+from fakequant.numerics.granularity import Granularity, Shape
 from fakequant.numerics.qparams import QParams
 
 _WIDEST = 4608
@@ -43,16 +44,17 @@ class Parts:
     @classmethod
     def of(cls, product: MatrixProduct) -> Parts:
         """The parts of a product; one where all its columns fit, or its blocks cannot be parted."""
-        weight, granularity = product.tensor, product.quantizer.spec.granularity
-        groups, shares = granularity.group_shape(weight.shape), True
-        if product.takes_parts and product.groups == 1:
-            columns, channels, shares = weight[0].numel(), weight.shape[1], groups[1:] == (1,) * (weight.dim() - 1)
-            if columns > _WIDEST and (granularity.block_shape(weight.shape)[0] == 1 or groups[0] == 1):
-                counts = [n for n in range(1, channels + 1) if channels % n == 0 and (shares or groups[1] % n == 0)]
-                fits = shares or channels % groups[1] == 0
-                enough = [n for n in counts if columns * columns // n <= _MOST]
-                return cls((enough or counts[-1:])[0] if fits else 1, shares_scales=shares)
-        return cls(1, shares_scales=shares)
+        shape, spec, columns = product.tensor.shape, product.quantizer.spec, product.columns
+        if not product.takes_parts or product.groups > 1 or columns <= _WIDEST:
+            return cls(1, shares_scales=True)
+        groups = spec.granularity.group_shape(shape)
+        shares = groups[1:] == (1,) * (len(shape) - 1)
+        stored = [own.granularity for own in (spec.scale, spec.offset) if own is not None]
+        levels = [(spec.granularity, shape), *((own, groups) for own in stored if own is not None)]
+        cuts = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
+        counts = [n for n in cuts if n == 1 or all(_keeps_groups(n, *level, shares=shares) for level in levels)]
+        enough = [n for n in counts if columns * columns // n <= _MOST]
+        return cls((enough or counts[-1:])[0], shares_scales=shares)
 
     def rows(self, rows: Tensor) -> Tensor:
         """Rows [1, rows, columns] as those of each part [parts, rows, columns / parts]."""
@@ -95,6 +97,13 @@ def memory(products: Iterable[MatrixProduct]) -> int:
         parts = Parts.of(product).count
         widest = max(widest, product.groups * parts * (product.columns // parts) ** 2)
     return _MATRICES * 8 * widest
+
+
+def _keeps_groups(count: int, granularity: Granularity, shape: Shape, *, shares: bool) -> bool:
+    """Whether parts of a tensor [out, in, ...] cut no group but one that holds all, or a row that shares its scale."""
+    groups, rows = granularity.group_shape(shape), granularity.block_shape(shape)[0]
+    whole = shares or (shape[1] % groups[1] == 0 and groups[1] % count == 0)
+    return max(groups) == 1 or (rows == 1 and whole)
 
 
 def _each(params: QParams, change: Any) -> QParams:
