@@ -105,6 +105,21 @@ def test_activations(spec: str, tmp_path: Path) -> None:
     assert "; the nearest preset that it holds is " in text
 
 
+@pytest.mark.parametrize(
+    ("preset", "nearest"),
+    [("NVFP4", "NVFP4_WEIGHT_ONLY"), ("MXFP4", "GGUF_MXFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")],
+)
+def test_the_nearest_preset_has_the_format_of_the_weight(preset: str, nearest: str, tmp_path: Path) -> None:
+    assert refused(getattr(fq.presets, preset), tmp_path).endswith(f"; the nearest preset that it holds is {nearest}")
+
+
+def test_a_layer_is_counted_once(tmp_path: Path) -> None:
+    model = fq.prepare(net(), "INT8_WEIGHT_ONLY")
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    expected = "cannot hold 2 parts of the model as they are quantized:\n  2 parts (0, 2): its range is learned; "
+    assert expected in refusal(model, tmp_path)
+
+
 def refusal(model: nn.Module, folder: Path, format: str = "compressed-tensors") -> str:
     with pytest.raises(ExportError) as raised:
         fq.deliver(model, folder / "new", format)
@@ -119,8 +134,8 @@ def test_ranges_that_no_data_has_set(preset: str, format: str, tmp_path: Path) -
     rule = fq.Rule("*", weight=preset, output="int8" if is_output else None) if is_output else None
     text = refusal(fq.prepare(net(), fq.Config("own", [rule]) if rule else preset), tmp_path, format)
     name = "output" if is_output else "input"
-    for layer in "02":
-        assert f"\n  {layer}: its {name} has no range yet; call fakequant.calibrate(model, batches) before" in text
+    expected = f"\n  2 parts (0, 2): its {name} has no range yet; call fakequant.calibrate(model, batches) before"
+    assert text.endswith(expected)
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
@@ -129,7 +144,9 @@ def test_models_in_float64(preset: str, format: str, tmp_path: Path) -> None:
     model = fq.prepare(net().double(), preset)
     fq.calibrate(model, [X.double()], progress=False)
     text = refusal(model, tmp_path, format)
-    assert "\n  0: it is in float64, whose scales files round to float32; convert it by model.float()" in text
+    assert (
+        "\n  2 parts (0, 2): it is in float64, whose scales files round to float32; convert it by model.float()" in text
+    )
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])

@@ -132,7 +132,9 @@ class LayerTensors:
 
 
 class LayeredFormat(DeliveryFormat):
-    """A format that `config.json` names as the method of quantization."""
+    """A format that `config.json` names as the method of quantization; one is only read unless it says otherwise."""
+
+    writes = False
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:

@@ -22,6 +22,7 @@ from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 
+from fakequant.text import listed
 _IN_FLOAT = 32
 """Bits of a tensor that is not quantized, for distances."""
 _KIND = 8
@@ -90,11 +91,19 @@ def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], stat
             found[part.name] = f"{reason}{_nearest(format, part)}"
     if not found:
         found |= format.conflicts(model, parts)
-    weights = {state.shared.get(part.weight, part.weight) for part in parts if "weight" in part.operands}
-    found |= {name: reason for name, reason in state.in_float.items() if name in weights}
+    weights = {state.shared.get(part.weight, part.weight): part.name for part in parts if "weight" in part.operands}
+    for weight in weights.keys() & state.in_float.keys():
+        found.setdefault(weights[weight], state.in_float[weight])
     if found:
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in found.items())
+        alike: dict[str, list[str]] = {}
+        for name, reason in found.items():
+            alike.setdefault(reason, []).append(name)
+        lines = "".join(f"\n  {_named(names)}: {reason}" for reason, names in alike.items())
         raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})"
+
+
 
 
 def _own_reason(part: Part, state: QuantizedState) -> str | None:
@@ -132,7 +141,7 @@ def _nearest(format: DeliveryFormat, part: Part) -> str:
     """The preset nearest to how a layer is quantized that a format can hold, as the end of a message."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
-    held: dict[str, float] = {}
+    held: dict[str, tuple[float, float]] = {}
     for name, preset in presets().items():
         rules = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
         placed = {key: _placed(rule, own) for rule in rules[:1] for key, own in part.places.items()}
@@ -150,9 +159,10 @@ def _placed(rule: Rule, place: Operand) -> TensorConfig | None:
     return config.for_each() if place.is_stack and config is not None else config
 
 
-def _distance(part: Part, other: Mapping[str, TensorConfig]) -> float:
-    """How many bits two ways to quantize a layer are apart."""
-    total = 0.0
+def _distance(part: Part, other: Mapping[str, TensorConfig]) -> tuple[float, float]:
+    """How far two ways to quantize a layer are apart: the formats of the weight, which come first, and bits of all."""
+    ours, theirs, total = part.operands.get("weight"), other["weight"].spec.format, 0.0
+    codes = _IN_FLOAT if ours is None else abs(theirs.bits - ours.spec.format.bits) + (theirs != ours.spec.format)
     for name in ("weight", "input"):
         one, two = part.operands.get(name), other.get(name)
         bits = [_bits(tensor, part.shape if name == "weight" else ()) for tensor in (one, two)]
@@ -160,7 +170,7 @@ def _distance(part: Part, other: Mapping[str, TensorConfig]) -> float:
         if one is not None and two is not None:
             total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
             total += _AXES * (one.spec.granularity != two.spec.granularity)
-    return total
+    return codes, total
 
 
 def _bits(tensor: TensorConfig | None, shape: tuple[int, ...]) -> float:

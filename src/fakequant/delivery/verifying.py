@@ -181,7 +181,15 @@ def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: Quanti
 
 
 def _alone(name: str) -> Row:
-    return Row(name, "", "in one of file and model alone", intact=False)
+class _Alone(Row):
+    """What one of file and model has alone."""
+
+    @property
+    def note(self) -> str:
+        return "in one of file and model alone"
+
+
+    return _Alone(name, "", "", intact=False)
 
 
 def _activations(state: QuantizedState, weights: set[str]) -> dict[str, TensorConfig]:

@@ -93,16 +93,10 @@ def verification(title: str, report: VerifyReport) -> Verification:
         title: the name of the model.
         report: the result of `verify_onnx`.
     """
-    nodes = [
-        NodeCheck(
-            row.quantizer, row.spec, row.elements, row.differing, "" if row.intact else "changed since the export"
-        )
-        for row in report.rows
-    ]
+    nodes = [NodeCheck(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in report.rows]
     nodes += [NodeCheck(name, "", 0, 0, "belongs to no quantizer of the file") for name in report.uncovered]
-    batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
     source = "of calibration" if report.inputs == "given" else f"of {report.inputs}"
-    notes = [f"Compared in {report.runtime} on {batches} {source}.", *report.not_run]
+    notes = [f"Compared in {report.runtime} on {report.counted} {source}.", *report.not_run]
     notes += [f"Against torch: {_output(row)}" for row in report.outputs]
     notes += [f"By ONNX Runtime's default optimisations: {_output(row)}" for row in report.optimised]
     if report.optimised_error is not None:

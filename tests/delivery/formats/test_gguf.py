@@ -18,6 +18,7 @@ from tests.support.language_models import language_model
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 IDS = torch.arange(64).reshape(2, 32) * 5 % 320
 
 
@@ -249,8 +250,11 @@ def test_a_model_that_is_no_language_model_is_refused_before_a_folder_is_made(pr
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"weight": "int4 per_block(-1:32)"}, r"q_proj: no type of GGUF is int4 per_block\(-1:32\); "),
-        ({"weight": "int8 per_block(-1:32) scale=float16", "input": "int8"}, "q_proj: it quantizes weights, and noth"),
+        ({"weight": "int4 per_block(-1:32)"}, r"q_proj\): no type of GGUF is int4 per_block\(-1:32\); "),
+        (
+            {"weight": "int8 per_block(-1:32) scale=float16", "input": "int8"},
+            r"q_proj\): it quantizes weights, and noth",
+        ),
     ],
 )
 def test_layers_that_no_type_holds_are_named(rule, message, tmp_path):
@@ -280,6 +284,14 @@ def delivered(tmp_path_factory):
         (b"", b"", {"num_hidden_layers": 1}, "tensors for which the model has no place: blk.1.attn_k.weight,"),
         (b"", b"", {"num_hidden_layers": 3}, "lacks blk.2.attn_q.weight, which is model.layers.2.self_attn.q_proj"),
         (b"", b"", {"tie_word_embeddings": True}, "the model has no place: output.weight"),
+        (
+            b"",
+            b"",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "llama.rope.freq_base is 10000.0, but",
+        ),
+        (b"", b"", {"rope_parameters": LINEAR}, "llama.rope.scaling.factor is None, but the model has 2.0"),
+        (b"", b"", {"rms_norm_eps": 1e-3}, "llama.attention.layer_norm_rms_epsilon is .*, but the model has 0.001"),
         (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", {}, "lacks blk.1.attn_k.weight"),
         (
             b"\x05\0\0\0\0\0\0\0llama",

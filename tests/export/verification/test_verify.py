@@ -236,7 +236,7 @@ def test_report_goes_to_json(path: Path) -> None:
     lines = str(report).splitlines()
     assert lines[0].split() == ["quantizer", "specification", "kind", "elements", "differing"]
     assert lines[2].split() == [INPUT, "uint8", "per_tensor", "activation", "24", "0"]
-    assert lines[6].startswith(f"{path}: exact in ONNX Runtime {onnxruntime.__version__}; 1 batches: given")
+    assert lines[6].startswith(f"{path}: exact in ONNX Runtime {onnxruntime.__version__}; 1 batch: given")
 
 
 def test_how_far_the_output_is_in_decibels(path: Path) -> None:

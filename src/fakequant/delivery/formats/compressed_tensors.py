@@ -58,6 +58,7 @@ class CompressedTensors(LayeredFormat):
 
     name = "compressed-tensors"
     packages = ("compressed_tensors",)
+    writes = True
 
     def why_not(self, part: Part) -> str | None:
         if part.call:

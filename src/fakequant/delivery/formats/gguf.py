@@ -177,6 +177,7 @@ class _NamedTensors:
         if left := sorted({*self.file.tensors} - {*map(self.names.of, self.stored), *MADE}):
             raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
         self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
+        check_settings(self.file, architecture, model.config)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         place = self.names.of(name)

@@ -49,6 +49,7 @@ class TorchAo(LayeredFormat):
 
     name = "torchao"
     packages = ("torchao",)
+    writes = True
 
     def why_not(self, part: Part) -> str | None:
         if part.call or not isinstance(part.module, (nn.Linear, nn.Embedding)):

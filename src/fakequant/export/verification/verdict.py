@@ -61,6 +61,11 @@ class Row:
         """Whether nothing differs."""
         return self.intact and self.differing == 0
 
+    @property
+    def note(self) -> str:
+        """Why it is not intact; "" if it is."""
+        return "" if self.intact else "changed since the export"
+
 
 @dataclass
 class OutputRow:
@@ -216,6 +221,11 @@ class VerifyReport:
         """The number of differing elements of all quantizers."""
         return sum(row.differing for row in self.rows)
 
+    @property
+    def counted(self) -> str:
+        """The number of batches, in words."""
+        return "1 batch" if self.batches == 1 else f"{self.batches} batches"
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
         values = asdict(self)
@@ -236,7 +246,7 @@ class VerifyReport:
     def _lines(self) -> list[str]:
         """What is said below the table."""
         verdict = "exact" if self.exact else f"NOT exact: {self.differing:,} elements differ"
-        lines = [f"{self.path}: {verdict} in {self.runtime}; {self.batches} batches: {self.inputs}"]
+        lines = [f"{self.path}: {verdict} in {self.runtime}; {self.counted}: {self.inputs}"]
         lines += self.faults
         lines += self.not_run
         lines += [f"against torch, {row}" for row in self.outputs]
@@ -281,7 +291,7 @@ def add_rows(
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    notes = [] if row.intact else ["changed since the export"]
+    notes = [row.note] if row.note else []
     if row.nan_inputs:
         notes.append(f"{row.nan_inputs:,} NaN in")
     name = row.quantizer or "(model)"
