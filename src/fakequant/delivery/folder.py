@@ -177,7 +177,20 @@ def build(path: Path) -> nn.Module:
     return model.eval()
 
 
-class Names:
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, which says by itself how it is stored."""
+    return hasattr(model, "config_class")
+
+
+def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """The model as transformers loads it from a folder, in eval mode."""
+    import transformers
+
+    architecture = getattr(transformers, Folder(path).config["architectures"][0])
+    return architecture.from_pretrained(path, dtype=dtype, **options).eval()
+
+
+class FileNames:
     """How files of an architecture hold the tensors of a model: of stacked experts one for each.
 
     Args:
@@ -185,7 +198,7 @@ class Names:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model if hasattr(model, "config_class") else None
+        self._model: Any = model if is_of_transformers(model) else None
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor of a model as files hold it; codes and scales in the axes of a weight go the same way."""

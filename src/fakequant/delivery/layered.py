@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, Folder, Names, build
+from fakequant.delivery.folder import CONFIG, FileNames, Folder, build
 from fakequant.delivery.format import DeliveryFormat, Part
 from fakequant.delivery.places import Place, float_names, places_of
 from fakequant.delivery.writing import written_in_float
@@ -193,7 +193,7 @@ class _LayeredReader:
 
     def __init__(self, format: LayeredFormat, folder: Folder, model: nn.Module) -> None:
         self.format, self.folder, self.model = format, folder, model
-        self.names, self.tensors, self.used = Names(model), folder.tensors(), set[str]()
+        self.names, self.tensors, self.used = FileNames(model), folder.tensors(), set[str]()
         self.own, self.found = model.state_dict(), dict[str, Callable[[], Tensor]]()
         self.layers: dict[str, LayerEntry] = {}
         self.weights: dict[str, Callable[[], WeightCodes]] = {}

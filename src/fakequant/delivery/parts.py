@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fakequant.delivery.format import DeliveryFormat, Part
+from fakequant.delivery.places import paired
 from fakequant.errors import ExportError
 from fakequant.model.config import Rule
 from fakequant.model.presets import presets
@@ -21,8 +22,8 @@ from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
-
 from fakequant.text import listed
+
 _IN_FLOAT = 32
 """Bits of a tensor that is not quantized, for distances."""
 _KIND = 8
@@ -54,19 +55,16 @@ def _is_on(entry: QuantizerEntry | None) -> bool:
 def _of_layer(path: str, layer: QuantizedLayer, entry: LayerEntry) -> Iterator[Part]:
     held = {name: one.tensor for name, one in entry.quantizers.items() if _is_on(one)}
     operands = layer.operands(layer)
-    weights = [name for name, own in operands.items() if own.role is Role.WEIGHT]
-    inputs = [name for name, own in operands.items() if own.role is Role.INPUT]
-    paired = len(inputs) == len(weights)
-    for number, attribute in enumerate(weights):
-        own = {_shown(name): name for name in inputs}
-        if paired:
-            own = {"input": inputs[number]}
+    pairs = paired(operands)
+    for attribute, source in pairs.items():
+        inputs = [source] if source else [name for name, one in operands.items() if one.role is Role.INPUT]
+        own = {"input" if source else _shown(name): name for name in inputs}
         own |= {"weight": attribute, "output": "_output_quantizer"}
         tensors = {name: held[key] for name, key in own.items() if key in held}
         if tensors:
             places = {name: operands[key] for name, key in own.items() if key in operands}
             yield Part(path, entry.type, layer, tensors, {name: join(path, own[name]) for name in tensors}, places)
-    if not weights and held:
+    if not pairs and held:
         tensors = {_shown(name): one for name, one in held.items()}
         yield Part(path, entry.type, layer, tensors, {_shown(name): join(path, name) for name in held})
 
@@ -100,10 +98,10 @@ def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], stat
             alike.setdefault(reason, []).append(name)
         lines = "".join(f"\n  {_named(names)}: {reason}" for reason, names in alike.items())
         raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
+
+
 def _named(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})"
-
-
 
 
 def _own_reason(part: Part, state: QuantizedState) -> str | None:

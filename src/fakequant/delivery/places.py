@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -11,6 +12,8 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
+
+_ROLES = Role.WEIGHT, Role.INPUT
 
 
 class Place(NamedTuple):
@@ -42,17 +45,25 @@ def places_of(model: nn.Module) -> dict[str, Place]:
             continue
         own = getattr(module, "float_class", None) or own_class(module)
         operands = form.operands(module)
-        weights = [name for name, one in operands.items() if one.role is Role.WEIGHT]
-        inputs = [name for name, one in operands.items() if one.role is Role.INPUT]
         classes = tuple(cls.__name__ for cls in own.__mro__)
-        for number, name in enumerate(weights):
-            source = inputs[number] if len(inputs) == len(weights) else ""
+        for name, source in paired(operands).items():
             place = Place(path, own.__name__, classes, name, source, operands[name])
             found[join(path, operands[name].weight)] = place
     return found
 
 
+def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
+    """The quantizers of weights, each with that of the input that it multiplies; "" where none belongs to it alone."""
+    weights, inputs = ([name for name, one in operands.items() if one.role is role] for role in _ROLES)
+    return dict(zip(weights, inputs if len(inputs) == len(weights) else [""] * len(weights), strict=True))
+
+
 def float_names(model: nn.Module) -> list[str]:
     """The names in the state dict without those of quantizers: the state dict of the float model."""
-    own = tuple(f"{path}." for path in quantizers(model))
-    return [name for name in model.state_dict() if not name.startswith(own)]
+    return without_quantizers(model.state_dict(), quantizers(model))
+
+
+def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[str]:
+    """The names of tensors that belong to none of the quantizers at these paths."""
+    own = tuple(f"{path}." for path in quantizers)
+    return [name for name in names if not name.startswith(own)]

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch
 from fakequant.delivery.format import DeliveryFormat, Engine, format_of
+from fakequant.delivery.places import without_quantizers
 from fakequant.delivery.reading import decoded
 from fakequant.errors import VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
@@ -168,10 +169,10 @@ def _compare_ranges(report: DeliveryReport, live: QuantizedState, stored: Quanti
 
 def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
     floats = Row("float tensors", "", "in float")
-    own = tuple(f"{path}." for state in (live, stored) for path, _, _ in state.quantizers())
+    own = (path for state in (live, stored) for path, _, _ in state.quantizers())
     coded = {*live.weights, *stored.weights}
-    for name in dict.fromkeys([*live.tensors, *stored.tensors]):
-        if name in coded or name.startswith(own):
+    for name in without_quantizers(dict.fromkeys([*live.tensors, *stored.tensors]), own):
+        if name in coded:
             continue
         if name in live.tensors and (held := stored.shared.get(name, name)) in stored.tensors:
             _count(floats, [live.tensors[name]], [stored.tensors[held]])
@@ -180,7 +181,6 @@ def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: Quanti
     report.rows += [floats] if floats.elements else []
 
 
-def _alone(name: str) -> Row:
 class _Alone(Row):
     """What one of file and model has alone."""
 
@@ -189,6 +189,7 @@ class _Alone(Row):
         return "in one of file and model alone"
 
 
+def _alone(name: str) -> Row:
     return _Alone(name, "", "", intact=False)
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import Names, later
+from fakequant.delivery.folder import FileNames, later
 from fakequant.delivery.format import Part
+from fakequant.delivery.places import without_quantizers
 from fakequant.model.state.codecs import TensorFile
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
 from fakequant.nn.paths import module_at
@@ -60,15 +61,15 @@ class LayeredWriter:
         parts: Sequence[Part],
         stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
     ) -> None:
-        self.state, self._model, self._names, self._stored = state, model, Names(model), stored
+        self.state, self._model, self._names, self._stored = state, model, FileNames(model), stored
         self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
         self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}
         # The pieces of a stack are made from the whole: the last one is kept.
         self.field = lru_cache(maxsize=1)(self._field)
-        own = tuple(f"{path}." for path, _, _ in state.quantizers())
-        for name in (name for name in [*state.tensors, *state.shared] if not name.startswith(own)):
+        own = (path for path, _, _ in state.quantizers())
+        for name in without_quantizers([*state.tensors, *state.shared], own):
             tensor = later(state.tensors, state.shared.get(name, name))
             pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             for key, piece in pieces.items():

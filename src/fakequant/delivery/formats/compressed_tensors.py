@@ -19,8 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.calls import attention_sites
-from fakequant.delivery.compressed_tensors import (
+from fakequant.delivery.attention import attention_sites
+from fakequant.delivery.decompressing import decompressed, engine_of, needs_dequantize
+from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
+from fakequant.delivery.format import Engine, Part
+from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.places import places_of
+from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
     PACKED,
@@ -35,11 +40,6 @@ from fakequant.delivery.compressed_tensors import (
     shift_of,
     stored,
 )
-from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, Names, config_file
-from fakequant.delivery.format import Engine, Part
-from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
-from fakequant.delivery.loading import by_transformers, decompressed, needs_dequantize
-from fakequant.delivery.places import places_of
 from fakequant.delivery.writing import LayeredWriter, Stored
 from fakequant.errors import warn_user
 from fakequant.model.sites.planned import site_path
@@ -150,7 +150,7 @@ class CompressedTensors(LayeredFormat):
         }
 
     def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
-        folder, names = Folder(path), Names(model)
+        folder, names = Folder(path), FileNames(model)
         tensors, found = folder.tensors(), {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, place in places_of(model).items():
@@ -164,8 +164,8 @@ class CompressedTensors(LayeredFormat):
                 channels = place.operand.channels
                 found[name] = lambda own=own, name=name, like=like, c=channels: names.joined(name, own(), like.shape, c)
         yield Engine(f"{self.name} {version(self.name)}", Made(found))
-        if hasattr(model, "config_class"):
-            yield by_transformers(path, model, groups_of(folder))
+        if is_of_transformers(model):
+            yield engine_of(path, next(model.parameters()).dtype, groups_of(folder))
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:

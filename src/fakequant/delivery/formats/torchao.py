@@ -7,9 +7,9 @@ Integers are signed. Source: torchao 0.18, `prototype/safetensors`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, config_file, later
+from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, by_transformers, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.packing import pack
-from fakequant.delivery.torchao import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
-from fakequant.delivery.writing import written_in_float
+from fakequant.delivery.tensor_classes import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
+from fakequant.delivery.writing import LayeredWriter, Stored
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
-from fakequant.model.state.codecs import Files, TensorFile
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState
+from fakequant.model.state.codecs import Files
+from fakequant.model.state.snapshots import QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.scales import ScaleRounding
@@ -65,7 +65,18 @@ class TorchAo(LayeredFormat):
         return {**found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
-        return _TorchAoWriter(state, model, parts).files()
+        writer = LayeredWriter(state, model, parts, _stored)
+        said = {name: _described(part) for name, part in writer.coded.items()}
+        texts = {f"{base}.weight": said[name] for name, bases in writer.pieces.items() for base in bases}
+        for key in writer.tensors:
+            base, is_field, _ = key.rpartition("._weight_")
+            if not (is_field and f"{base}.weight" in texts):
+                texts[key] = {"_type": "Tensor"}
+        writer.tensors.metadata |= {key: json.dumps(text) for key, text in texts.items()}
+        writer.tensors.metadata["tensor_names"] = json.dumps([*texts])
+        if writer.in_float:
+            warn_user(f"torchao: {listed(writer.in_float)} in float, with the values of the codes")
+        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, _quantization(model, said))}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         text = getattr(module.tensors, "metadata", {}).get(f"{module.base}.weight")
@@ -96,12 +107,9 @@ class TorchAo(LayeredFormat):
         # Kernels for 8 bits multiply sums by scales: they round elsewhere than torch does with the values.
         tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
         yield Engine(f"torchao {version('torchao')}", values, copied, tolerance)
-        if hasattr(model, "config_class"):
-            import transformers
-
-            architecture = getattr(transformers, Folder(path).config["architectures"][0])
-            loaded = architecture.from_pretrained(path, dtype=dtype)
-            yield Engine(f"transformers {transformers.__version__}", model=loaded.eval(), tolerance=tolerance)
+        if is_of_transformers(model):
+            name = f"transformers {version('transformers')}"
+            yield Engine(name, model=by_transformers(path, dtype), tolerance=tolerance)
 
 
 def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
@@ -132,99 +140,54 @@ def _dtype(dtype: torch.dtype | str) -> dict[str, str]:
     return {"_type": "torch.dtype", "_data": str(dtype).removeprefix("torch.")}
 
 
-class _TorchAoWriter:
-    """The tensors of a model, and the JSON texts that describe them."""
-
-    def __init__(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> None:
-        self.state, self.model = state, model
-        self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
-        self.coded = {part.weight: part for part in parts if part.weight not in self.in_float}
-        self.tensors, self.classes = TensorFile({}, {"format": "pt"}), list[str]()
-        self.codes = lru_cache(maxsize=1)(lambda name: state.weights[name])
-
-    def files(self) -> Files:
-        own = tuple(f"{path}." for path, _, _ in self.state.quantizers())
-        names = [name for name in self.state.tensors if not name.startswith(own)]
-        for name in names:
-            if name in self.coded:
-                self._add(self.coded[name])
-                continue
-            tensor = later(self.state.tensors, name)
-            if name in self.in_float:
-                tensor = LazyTensor(tuple(tensor.shape), tensor.dtype, partial(self._values, name))
-            self.tensors[name], self.tensors.metadata[name] = tensor, json.dumps({"_type": "Tensor"})
-        self.tensors.metadata["tensor_names"] = json.dumps(names)
-        if self.in_float:
-            warn_user(f"torchao: {listed(self.in_float)} in float, with the values of the codes")
-        return {WEIGHTS: self.tensors, CONFIG: config_file(self.model, self._quantization())}
-
-    def _values(self, name: str) -> Tensor:
-        return self.codes(name).values()
-
-    def _quantization(self) -> dict[str, Any]:
-        kind = max(self.classes, key=self.classes.count, default=INT8)
-        name, number, data = _CONFIGS[kind]
-        coded = {name.removesuffix(".weight") for name in self.coded}
-        linear = [path for path, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        default = {"_type": name, "_version": number, "_data": data}
-        left = [path for path in linear if path not in coded]
-        return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}
-
-    def _add(self, part: Part) -> None:
-        config, shape, path = part.operands["weight"], part.shape, part.paths["weight"]
-        spec, dtype = config.spec, part.module.get_parameter("weight").dtype
-        kind, groups = _class_of(spec, shape), spec.granularity.group_shape(shape)
-        block = [size // count for size, count in zip(shape, groups, strict=True)]
-        shift = 0 if spec.format.signed else 1 << spec.format.bits - 1
-        self.classes.append(kind)
-
-        def held(field: str) -> Tensor:
-            found = self.state.tensors.get(f"{path}.{field}")
-            return (getattr(self.codes(part.weight), field) if found is None else found).reshape(groups)
-
-        def codes() -> Tensor:
-            return self.codes(part.weight).codes
-
-        def points() -> Tensor:
-            return (torch.zeros(groups) if spec.symmetric else held("zero_point") - shift).to(torch.int8)
-
-        data: dict[str, Any] = {"block_size": block, "dtype": _dtype(dtype)}
-        found = {"qdata": LazyTensor(shape, torch.int8, lambda: (codes().to(torch.int32) - shift).to(torch.int8))}
-        found["scale"] = LazyTensor(groups, torch.float32, lambda: held("scale").float())
-        if kind == INTX:
-            target = {"target_dtype": _dtype(f"int{spec.format.bits}")}
-            data = {**target, **data, "activation_quantization": None}
-            found["zero_point"] = LazyTensor(groups, torch.int8, points)
-        elif kind == INT8:
-            data = {"act_quant_kwargs": None, "reduce_range": False, **data}
-        elif kind == FP8:
-            preference = {"_type": "KernelPreference", "_data": "AUTO"}
-            data = {"mm_config": None, "act_quant_kwargs": None, "kernel_preference": preference, **data}
-            found["qdata"] = LazyTensor(shape, torch.float8_e4m3fn, codes)
-        else:
-            given = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
-            data = {**given, "block_size": block[1], "orig_dtype": _dtype(dtype)}
-            found = self._nvfp4(spec, shape, groups, held, codes)
-        base = part.path
-        said = {"_type": kind, "_data": data, "_tensor_data_names": [*found]}
-        self.tensors.metadata[part.weight] = json.dumps(said)
-        self.tensors |= {f"{base}._weight_{end}": tensor for end, tensor in found.items()}
-
-    def _nvfp4(
-        self,
-        spec: QuantSpec,
-        shape: Sequence[int],
-        groups: tuple[int, ...],
-        held: Callable[[str], Tensor],
-        codes: Callable[[], Tensor],
-    ) -> dict[str, LazyTensor]:
-        def shared() -> Tensor:
-            found = spec.scale.split(held("scale")).shared
-            assert found is not None
-            return found.reshape(())
-
+def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
+    """The tensors of a weight [out, in], in the order in which its class has them."""
+    spec = part.operands["weight"].spec
+    kind, groups = _class_of(spec, shape), spec.granularity.group_shape(tuple(shape))
+    if kind == NVFP4:
+        packed = Stored("codes", (shape[0], shape[1] // 2), torch.uint8, partial(pack, bits=4))
         return {
-            "per_tensor_scale": LazyTensor((), torch.float32, shared),
-            "qdata": LazyTensor((shape[0], shape[1] // 2), torch.uint8, lambda: pack(codes(), 4)),
-            "scale": LazyTensor(groups, torch.float8_e4m3fn, lambda: spec.scale.split(held("scale")).codes),
+            "_weight_per_tensor_scale": Stored("shared", (), torch.float32, lambda x: x.flatten()[0]),
+            "_weight_qdata": packed,
+            "_weight_scale": Stored("scale_codes", groups, torch.float8_e4m3fn),
         }
+    shift = 0 if spec.format.signed else 1 << spec.format.bits - 1
+    codes = Stored("codes", shape, torch.int8, lambda x: (x.to(torch.int32) - shift).to(torch.int8))
+    if kind == FP8:
+        codes = Stored("codes", shape, torch.float8_e4m3fn)
+    found = {"_weight_qdata": codes, "_weight_scale": Stored("scale", groups, torch.float32, Tensor.float)}
+    if kind == INTX:
+        middle = 0 if spec.symmetric else shift
+        found["_weight_zero_point"] = Stored("zero_point", groups, torch.int8, lambda x: (x - middle).to(torch.int8))
+    return found
+
+
+def _described(part: Part) -> dict[str, Any]:
+    """What the header of a file says of a weight."""
+    spec, dtype = part.operands["weight"].spec, _dtype(part.module.get_parameter("weight").dtype)
+    kind, groups = _class_of(spec, part.shape), spec.granularity.group_shape(part.shape)
+    block = [size // count for size, count in zip(part.shape, groups, strict=True)]
+    data: dict[str, Any] = {"block_size": block, "dtype": dtype}
+    if kind == INTX:
+        target = {"target_dtype": _dtype(f"int{spec.format.bits}")}
+        data = {**target, **data, "activation_quantization": None}
+    elif kind == INT8:
+        data = {"act_quant_kwargs": None, "reduce_range": False, **data}
+    elif kind == FP8:
+        preference = {"_type": "KernelPreference", "_data": "AUTO"}
+        data = {"mm_config": None, "act_quant_kwargs": None, "kernel_preference": preference, **data}
+    else:
+        given = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
+        data = {**given, "block_size": block[1], "orig_dtype": dtype}
+    names = [end.removeprefix("_weight_") for end in _stored(part, part.shape, torch.float32)]
+    return {"_type": kind, "_data": data, "_tensor_data_names": names}
+
+
+def _quantization(model: nn.Module, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The quantization in `config.json`, with the class that most weights have."""
+    kinds = [one["_type"] for one in said.values()]
+    name, number, data = _CONFIGS[max(kinds, key=kinds.count, default=INT8)]
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left = [path for path in linear if f"{path}.weight" not in said]
+    default = {"_type": name, "_version": number, "_data": data}
+    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fakequant.delivery.compressed_tensors import PACKED, ROLES
-from fakequant.delivery.folder import Folder
+from fakequant.delivery.folder import Folder, by_transformers
 from fakequant.delivery.format import Engine
+from fakequant.delivery.schemes import PACKED, ROLES
 from fakequant.model.state.snapshots import LazyTensor
 
 Scheme = Mapping[str, Any]
@@ -42,13 +42,13 @@ def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[
     return found
 
 
-def by_transformers(path: Path, model: nn.Module, groups: Sequence[Scheme]) -> Engine:
+def engine_of(path: Path, dtype: torch.dtype, groups: Sequence[Scheme]) -> Engine:
     """The model as transformers loads it."""
     import transformers
 
     coded = [one for one in groups if "weights" in one]
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
-    if needs_dequantize(coded, Folder(path).tensors(), next(model.parameters()).dtype):
+    if needs_dequantize(coded, Folder(path).tensors(), dtype):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
         if len(coded) > 1:
             note = "dequantizes all layers by one scheme, and the file has several"
@@ -58,7 +58,6 @@ def by_transformers(path: Path, model: nn.Module, groups: Sequence[Scheme]) -> E
             note = "decompresses NVFP4 in bfloat16"
     if note:
         return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}."])
-    architecture = getattr(transformers, Folder(path).config["architectures"][0])
-    loaded = architecture.from_pretrained(path, dtype=model.dtype, **options)
+    loaded = by_transformers(path, dtype, **options)
     # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
-    return Engine(name, model=(loaded.to(model.dtype) if model.dtype is torch.float32 else loaded).eval())
+    return Engine(name, model=loaded.to(dtype) if dtype is torch.float32 else loaded)
