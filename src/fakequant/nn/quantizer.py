@@ -167,7 +167,7 @@ class Quantizer(FixedCodes):
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """`codes`, without a look at whether the parameters still fit."""
-        if (fixed := self.codes_of_weight(x)) is not None:
+        if self._buffers["fixed_codes"] is not None and (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
         scale = None if self.dynamic else self._buffers["scale"]
         params = self.qparams(x) if scale is None else QParams(scale, self._buffers["zero_point"])

@@ -29,9 +29,7 @@ class _Cached(Protocol):
     @property
     def learned(self) -> object | None: ...
 
-    def qparams(self, x: Tensor) -> QParams: ...
-
-    def values_of_codes(self, x: Tensor) -> Tensor | None: ...
+    def quantized(self, x: Tensor) -> Tensor: ...
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None: ...
 
@@ -66,9 +64,7 @@ class WeightCache:
         """
 
         def made() -> tuple[Tensor, int]:
-            quantizer = self._quantizer
-            if (values := quantizer.values_of_codes(x)) is None:
-                values = library.fake_quantize(x, quantizer.qparams(x), quantizer.spec)
+            values = self._quantizer.quantized(x)
             return values, values._version
 
         values, version = self._once("values", x, made)

@@ -37,6 +37,11 @@ def as_integers(codes: Tensor) -> Tensor:
     return codes.view(_INTEGERS[codes.element_size()]) if codes.dtype.is_floating_point else codes
 
 
+def of_integers(codes: Tensor, format: Format) -> Tensor:
+    """The codes of `as_integers` in the storage of their format."""
+    return codes.view(format.storage) if format.storage.is_floating_point else codes
+
+
 def integers_of(format: Format) -> torch.dtype:
     """The dtype of `as_integers` of a format's codes."""
     return _INTEGERS[format.storage.itemsize] if format.storage.is_floating_point else format.storage

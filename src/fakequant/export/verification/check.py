@@ -216,7 +216,7 @@ class SiteCheck:
                 f"the constant {self.record.x} of the file is not a parameter or buffer of the model, and the "
                 f"quantizer {self.record.quantizer} was not called; pass the model that was exported"
             )
-        results = [_as_quantized(quantizer, x).detach() for x in fitting]
+        results = [quantizer.quantized(x).detach() for x in fitting]
         return results[0] if len(results) == 1 else min(results, key=lambda y: _distance(actual, y))
 
     def _file_weight(self, dtype: torch.dtype) -> Tensor:
@@ -281,11 +281,6 @@ def _quantizer(source: Source, path: str) -> Quantizer | None:
         )
     module = source.modules[path]
     return module if isinstance(module, Quantizer) else None
-
-
-def _as_quantized(quantizer: Quantizer, weight: Tensor) -> Tensor:
-    values = quantizer.values_of_codes(weight)
-    return library.fake_quantize(weight, quantizer.qparams(weight), quantizer.spec) if values is None else values
 
 
 def _distance(actual: Tensor, expected: Tensor) -> int:

@@ -17,7 +17,7 @@ from fakequant.model.state.manifest import Manifest, PackedEntry
 from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.numerics.codes import count_of, lowest_of, patterns_of
+from fakequant.numerics.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec
@@ -223,7 +223,5 @@ def _from_bytes(stored: Tensor | None, format: Format, shape: list[int]) -> Tens
         here[:] = (part.reshape(-1, bits).astype(np.int32) << places).sum(1)
     if elements and int(patterns.max()) >= count_of(format):
         raise _BadCodes(f"hold {int(patterns.max())}, but {format} has {count_of(format)} codes")
-    codes = torch.from_numpy(patterns + lowest_of(format))
-    if format.storage.is_floating_point:
-        codes = codes.to(torch.uint8 if format.storage.itemsize == 1 else torch.int16)
-    return (codes.view(format.storage) if format.storage.is_floating_point else codes.to(format.storage)).reshape(shape)
+    codes = torch.from_numpy(patterns + lowest_of(format)).to(integers_of(format))
+    return of_integers(codes, format).reshape(shape)

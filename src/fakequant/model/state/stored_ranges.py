@@ -19,7 +19,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.ranges.learned import LearnedRange
 from fakequant.numerics.arguments import check_scale
-from fakequant.numerics.codes import check_codes, integers_of
+from fakequant.numerics.codes import check_codes, integers_of, of_integers
 from fakequant.numerics.spec import QuantSpec
 
 
@@ -120,12 +120,12 @@ def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: 
 
 
 def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:
-    expected, storage = integers_of(spec.format), spec.format.storage
+    expected = integers_of(spec.format)
     if codes.dtype is not expected:
         raise QParamsError(f"{KEY} are {codes.dtype}, but codes of {spec.format} are stored as {expected}")
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else tuple(codes.shape)
     try:
-        check_codes(codes.view(storage) if storage.is_floating_point else codes, shape, spec.format)
+        check_codes(of_integers(codes, spec.format), shape, spec.format)
     except (QParamsError, ShapeError) as error:
         raise type(error)(f"{KEY} {error}") from error
 

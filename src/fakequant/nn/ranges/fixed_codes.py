@@ -7,7 +7,7 @@ compares the weight with the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from fakequant.nn.ranges.fitted import magnitudes, mark
 from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.numerics import reference
 from fakequant.numerics.arguments import check_scale
-from fakequant.numerics.codes import as_integers, check_codes, integers_of
+from fakequant.numerics.codes import as_integers, check_codes, integers_of, of_integers
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import library
@@ -104,7 +104,7 @@ class FixedCodes(QuantizerPart):
         self._check(codes, codes if weight is None else weight)
         check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=self.spec.scale.is_exact, traced=False)
         with torch.no_grad():
-            values = self._values(codes, torch.float32 if weight is None else weight.dtype)
+            values = self._values(torch.float32 if weight is None else weight.dtype, codes)
             if not bool(values.isfinite().all()):
                 raise QParamsError(f"the codes of {self.name or self} stand for values that are not finite")
             self.release_codes()
@@ -161,6 +161,11 @@ class FixedCodes(QuantizerPart):
             y.detach().copy_(values)
         return y
 
+    def quantized(self, x: Tensor) -> Tensor:
+        """What the next call gives for x, without a look at whether the parameters still fit."""
+        values = self.values_of_codes(x)
+        return library.fake_quantize(x, self.qparams(x), self.spec) if values is None else values
+
     def _needed_values(self, x: Tensor) -> Tensor | None:
         """The values of the codes if x `needs_codes`, else None."""
         if self._buffers[KEY] is None:
@@ -172,13 +177,14 @@ class FixedCodes(QuantizerPart):
             return None
         values = self._values_in(x)
         trains = self.training and torch.is_grad_enabled() and x.requires_grad
-        if values is None and trains and type(x) is nn.Parameter:
-            self.release_codes()
-            return None
-        if values is not None and (key is None or self._judged != (key, True)):
+        if values is None:
+            if trains and type(x) is nn.Parameter:
+                self.release_codes()
+                return None
+            if not (trains or self._is_trained) and self._fits(x):
+                self._warn_of_change(x)
+        elif key is None or self._judged != (key, True):
             self._others = self._gives_others(x)
-        if values is None and not (trains or self._is_trained) and self._fits(x):
-            self._warn_of_change(x)
         self._is_trained |= trains
         needed = values is not None and self._others is True
         self._judged = None if key is None else (key, needed)
@@ -189,11 +195,14 @@ class FixedCodes(QuantizerPart):
         if not self._fits(x):
             return None
         with torch.no_grad():
-            values = self._values(self._stored(), x.dtype)
-            if _equal(values, x):
-                return values
-            exact = self._values(self._stored(), torch.float32)
-            return values if any(_equal(exact.to(own).to(x.dtype), x) for own in _CONVERTED) else None
+            values = self._values(x.dtype)
+            stands = _equal(values, x) or any(_equal(own, x) for own in self._converted(x.dtype))
+            return values if stands else None
+
+    def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The values of the codes after a conversion to other dtypes, and then to this one."""
+        exact = self._values(torch.float32)
+        return (exact.to(own).to(dtype) for own in _CONVERTED)
 
     @torch.no_grad()
     def _gives_others(self, x: Tensor) -> bool:
@@ -206,7 +215,7 @@ class FixedCodes(QuantizerPart):
     def _warn_of_change(self, x: Tensor) -> None:
         """Warn that codes of unchanged values may change, too."""
         if self._others is None:
-            self._others = self._gives_others(self._values(self._stored(), x.dtype))
+            self._others = self._gives_others(self._values(x.dtype))
         if self._others:
             warn_user(  # without the name of the layer: it is one line for all layers of a model
                 "weights changed since their codes were fixed: all codes of such a weight are made from it again, "
@@ -221,7 +230,7 @@ class FixedCodes(QuantizerPart):
         if codes is None:
             return None
         if self._others is None and not (torch.compiler.is_compiling() or library.needs_tracing(whole(codes))):
-            self._others = self._gives_others(self._values(self._stored(), x.dtype))
+            self._others = self._gives_others(self._values(x.dtype))
         if self._others is False:
             return None
         if self._awaits_weight:
@@ -235,12 +244,12 @@ class FixedCodes(QuantizerPart):
                 "processes, may give others; call release_codes() on the quantizer, or shard no weight of this layer. "
                 "In a model that is compiled, call it once before, so that what quantizing gives is known"
             )
-        if codes.is_meta or codes.shape != x.shape:
+        if not self._fits(x):
             return None
-        values, exact = (self._values(self._stored(), dtype) for dtype in (x.dtype, torch.float32))
+        values = self._values(x.dtype)
         stands = (values == x).all()
-        for own in _CONVERTED:
-            stands = stands | (exact.to(own).to(x.dtype) == x).all()
+        for own in self._converted(x.dtype):
+            stands = stands | (own == x).all()
         fixed = torch.where(values == x, x, values + (x - x.detach()))  # with the gradient of x, to the bit
         return torch.where(stands, fixed, library.fake_quantize(x, self.qparams(x), self.trained_spec))
 
@@ -275,7 +284,7 @@ class FixedCodes(QuantizerPart):
                 "the quantizer"
             )
         self._check(self._stored(), x)
-        self._give(x, self._values(self._stored(), x.dtype))
+        self._give(x, self._values(x.dtype))
 
     def _give(self, weight: Tensor, values: Tensor) -> None:
         with torch.inference_mode(weight.is_inference()), torch.no_grad():
@@ -284,12 +293,11 @@ class FixedCodes(QuantizerPart):
         self.needs_codes(weight)
 
     def _stored(self) -> Tensor:
-        codes, storage = self.fixed_codes, self.spec.format.storage
-        assert codes is not None, "called where codes are fixed"
-        codes = whole(codes)  # tensor parallelism makes DTensors of buffers, too
-        return codes.view(storage) if storage.is_floating_point else codes
+        assert self.fixed_codes is not None, "called where codes are fixed"
+        return of_integers(whole(self.fixed_codes), self.spec.format)  # tensor parallelism shards buffers, too
 
-    def _values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def _values(self, dtype: torch.dtype, codes: Tensor | None = None) -> Tensor:
+        codes = self._stored() if codes is None else codes
         return library.dequantize(codes, self._params(codes), self.spec, dtype)
 
     def _params(self, x: Tensor) -> QParams:
