@@ -237,14 +237,18 @@ class Quantizer(FixedCodes):
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
-            self.fitted_to = self.seen = self.follows = None
             self.release_codes()
-            if self.learned is not None:
-                self.learned.start(params)
-                return
-            with torch.inference_mode(mode=False):  # else they could neither be trained nor loaded into
-                own = (params.scale, params.zero_point)
-                self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
+            self._set(params)
+
+    def _set(self, params: QParams) -> None:
+        """`set_qparams`, with codes that stand if the weight has their values."""
+        self.fitted_to = self.seen = self.follows = self._judged = self._others = None
+        if self.learned is not None:
+            self.learned.start(params)
+            return
+        with torch.inference_mode(mode=False):  # else they could neither be trained nor loaded into
+            own = (params.scale, params.zero_point)
+            self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
@@ -307,11 +311,9 @@ class Quantizer(FixedCodes):
             return
         with torch.no_grad():
             scale, zero_point = self._current()[:2]
-        codes = self.fixed_codes
         with restore_on_error(state_of([self])):
             self._take_away_learned()
-            self.set_qparams(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
-            self.fixed_codes = codes  # which stand if the weight still has their values
+            self._set(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)

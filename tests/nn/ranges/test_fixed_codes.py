@@ -123,6 +123,19 @@ def test_training_of_every_kind_of_scales_starts_at_the_codes(scales: fq.qat.Sca
     assert all(own.grad is not None for own in quantizer.parameters())
 
 
+def test_training_by_learned_scales_ends_without_a_warning() -> None:
+    model = model_of().train()
+    _, quantizer, weight = fixed(model)
+    quantizer.learn("lsq")
+    quantizer(weight).sum().backward()
+    torch.optim.SGD([weight], lr=1.0).step()
+    quantizer.stop_learning()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # whoever trains knows that codes change
+        found = quantizer.eval()(weight).detach()
+    assert_same_bits(found, fq.fake_quantize(weight.detach(), quantizer.spec, scale=quantizer.scale))
+
+
 def in_place(weight: nn.Parameter) -> None:
     with torch.no_grad():
         weight[0, 0] += 1

@@ -175,7 +175,7 @@ def test_functional_weights(tmp_path: Path) -> None:
 
 
 def test_codes_without_their_weight_set_that_of_the_next_call() -> None:
-    for read in (lambda model: model(inputs(model)), fq.snapshot, copy.deepcopy, by_state_dict):
+    for read in (lambda model: model(inputs(model)), fq.snapshot, copy.deepcopy, by_state_dict, learned_and_back):
         model = model_of()
         quantizer: Quantizer = model[0].weight_quantizer
         codes, params = drawn(model[0].weight, quantizer.spec)
