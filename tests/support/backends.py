@@ -11,7 +11,7 @@ from torch import Tensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import dispatch
-from fakequant.ops.backend import CODES, RELU, VALUES, Backend, Extras, KernelPlan, Kind, ParameterKind
+from fakequant.ops.backend import CODES, RELU, VALUES, Backend, CallKind, Extras, KernelPlan, ParameterKind
 from fakequant.ops.gradients import laid, unpack_mask
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Calls:
             None if p is None else ParameterKind(p.dtype, p.device, p.shape, p.is_contiguous())
             for p in (scale, zero_point)
         )
-        kind = Kind(spec, variant, dtype or x.dtype, x.device, x.shape, x.stride(), *given)
+        kind = CallKind(spec, variant, dtype or x.dtype, x.device, x.shape, x.stride(), *given)
         plan = self.backend.plan(kind)
         assert plan is not None, f"{self.name} has no plan for {variant}"
         extras = Extras() if params is None else Extras(params.range, params.seed)

@@ -9,14 +9,13 @@ lowers the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fakequant.numerics.blocks import block_axes, blocked, unblocked
-from fakequant.numerics.granularity import Shape
+from fakequant.numerics.blocks import block_axes, blocked, over_blocks
 from fakequant.numerics.qparams import QParams, compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
@@ -28,7 +27,7 @@ _ELEMENTS = 1 << 18
 _STARTS = 13
 _REACH = 1.6
 """Starts lie up to this many codes beyond or within the end of the format."""
-_SHARED = tuple((1.0 + step / 100.0) for step in (0, -1, 1, -2, 2, -4, 4, 6))
+_SHARED = tuple(1.0 + step / 100.0 for step in (0, -1, 1, -2, 2, -4, 4, 6))
 """Multiples of the shared scale that gives the farthest scale the farthest code."""
 _ROUNDS = 2
 
@@ -81,8 +80,8 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
     False
     """
     groups = spec.granularity.group_shape(x.shape)
-    shared = [own.granularity for own in (spec.scale, spec.offset) if own is not None and own.granularity is not None]
-    return spec.granularity.block_shape(x.shape)[:1] == (1,) and all(g.block_shape(groups)[0] == 1 for g in shared)
+    apart = all(granularity.block_shape(groups)[0] == 1 for granularity in spec.shared_granularities)
+    return spec.granularity.block_shape(x.shape)[:1] == (1,) and apart
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
@@ -112,13 +111,13 @@ class _Store:
 
     def over(self, values: Tensor) -> Tensor:
         """The sums of groups that share a scale, for each of them."""
-        return _reduced(values, self.blocks, lambda view, axes: view.sum(axes, True))
+        return values if self.blocks is None else _sums(values, self.blocks)
 
     def starts(self, values: Tensor) -> list[Tensor]:
         """The shared scales to try for wanted values, for each group."""
         if self.blocks is None or self.spec.format is None:
             return [torch.ones_like(values)]
-        fmt, far = self.spec.format, _reduced(values, self.blocks, farthest)
+        fmt, far = self.spec.format, over_blocks(values, self.blocks, farthest)
         ends = [fmt.farthest, *([fmt.quant_max if fmt.farthest < 0 else fmt.quant_min] if fmt.signed else [])]
         return [self.shared(far * (factor / end)) for end in ends for factor in _SHARED]
 
@@ -132,12 +131,8 @@ class _Store:
         return rounded(values / torch.where(shared == 0, torch.inf, shared), self.spec.format)
 
 
-def _reduced(values: Tensor, blocks: Shape | None, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """What blocks of groups reduce to, for each of the groups."""
-    if blocks is None:
-        return values
-    view, axes = blocked(values, blocks), block_axes(values.shape, blocks)
-    return unblocked(reduce(view, axes).expand(view.shape), values.shape, blocks) if axes else values
+def _sums(values: Tensor, blocks: tuple[int, ...]) -> Tensor:
+    return over_blocks(values, blocks, lambda view, axes: view.sum(axes, True))
 
 
 class _CodeSums(NamedTuple):
@@ -146,6 +141,14 @@ class _CodeSums(NamedTuple):
     qq: Tensor
     q1: Tensor
     qx: Tensor
+
+
+class _Fit(NamedTuple):
+    """Scales and offsets of every group in float, and the error that they leave."""
+
+    s: Tensor
+    m: Tensor
+    error: Tensor
 
 
 class _Point(NamedTuple):
@@ -195,14 +198,9 @@ class _Search:
     def _inside(self, moments: Tensor) -> Tensor | None:
         """The moments of the columns of every group [groups, elements, elements], where groups are runs of columns."""
         size = self.x.shape[-1]
-        numbers = self._by_group(
-            torch.arange(len(moments), device=moments.device)
-            .reshape(1, *self._given.shape[1:])
-            .expand(self._given.shape)
-        )
-        if len(moments) % size or not torch.equal(
-            numbers[0].flatten(), torch.arange(len(moments), device=moments.device)
-        ):
+        columns = torch.arange(len(moments), device=moments.device)
+        numbers = self._by_group(columns.reshape(1, *self._given.shape[1:]).expand(self._given.shape))
+        if len(moments) % size or not torch.equal(numbers[0].flatten(), columns):
             return None
         parts = moments.unflatten(0, (-1, size)).unflatten(2, (-1, size))
         return parts.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
@@ -239,9 +237,9 @@ class _Search:
         # In float64, where squares of float32 neither overflow nor vanish.
         error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()
         found = (error * self._times(error)).sum(-1)
-        shared = [own.blocks for own in (self.scale, self.offset) if own is not None and own.blocks is not None]
-        tied = [min(math.lcm(*sizes), n) for *sizes, n in zip(*shared, self._groups, strict=True)] if shared else None
-        found = _reduced(found, tied, lambda view, axes: view.sum(axes, True))
+        if shared := [granularity.block_shape(self._groups) for granularity in spec.shared_granularities]:
+            tied = (min(math.lcm(*sizes), n) for *sizes, n in zip(*shared, self._groups, strict=True))
+            found = _sums(found, tuple(tied))
         return torch.where(found.isnan(), torch.inf, found)
 
     def found(self, plain: QParams) -> QParams:
@@ -262,7 +260,7 @@ class _Search:
             ends = [fmt.quant_min, fmt.quant_max] if fmt.signed else [fmt.quant_max]
             if self._spec.scale.rounding is not ScaleRounding.SIGNED:
                 extent, ends = extent.abs(), [fmt.bound]
-        best = _Best(torch.zeros_like(start), start, (self.x * self._x).sum(-1))
+        best = _Fit(torch.zeros_like(start), start, (self.x * self._x).sum(-1))
         step = fmt.bound / 2 ** (fmt.bits - int(fmt.signed))
         for end in ends:
             for beyond in torch.linspace(-_REACH, _REACH, _STARTS).tolist():
@@ -271,11 +269,11 @@ class _Search:
             best = self._fitted(best, best.s, best.m)
         return best.s, best.m
 
-    def _fitted(self, best: _Best, s: Tensor, m: Tensor) -> _Best:
+    def _fitted(self, best: _Fit, s: Tensor, m: Tensor) -> _Fit:
         """The better of the best and of what fits the codes that parameters give."""
         codes = self._codes(s, m)
         s, m = self._solved(self._sums(codes))
-        return best.or_if_less(s, m, self._error(codes, s, m))
+        return _less(best, _Fit(s, m, self._error(codes, s, m)))
 
     def _solved(self, sums: _CodeSums) -> tuple[Tensor, Tensor]:
         """Scale and offset with the least error for given codes."""
@@ -349,20 +347,13 @@ class _Search:
         return best
 
 
-class _Best(NamedTuple):
-    s: Tensor
-    m: Tensor
-    error: Tensor
-
-    def or_if_less(self, s: Tensor, m: Tensor, error: Tensor) -> _Best:
-        less = error < self.error
-        return _Best(torch.where(less, s, self.s), torch.where(less, m, self.m), torch.where(less, error, self.error))
+_Candidate = TypeVar("_Candidate", _Fit, _Point)
 
 
-def _less(best: _Point | None, new: _Point, store: _Store | None = None) -> _Point:
+def _less(best: _Candidate | None, new: _Candidate, store: _Store | None = None) -> _Candidate:
     """The better of two, group by group, or by all groups that share a scale."""
     if best is None:
         return new
     errors = [own.error if store is None else store.over(own.error) for own in (new, best)]
     less = errors[0] < errors[1]
-    return _Point(*(torch.where(less, one, other) for one, other in zip(new, best, strict=True)))
+    return type(new)(*(torch.where(less, one, other) for one, other in zip(new, best, strict=True)))

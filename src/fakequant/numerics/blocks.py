@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,6 +58,24 @@ def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
             axes.append(position)
         position += 1
     return tuple(axes)
+
+
+def over_blocks(values: Tensor, blocks: Shape, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """Reduce every block, and repeat the result at each of its values.
+
+    Args:
+        values: any shape.
+        blocks: the block size along every axis.
+        reduce: takes `blocked(values)` and the axes of a block, and keeps these with size 1.
+
+    >>> over_blocks(torch.tensor([1, 2, 3, 4]), (2,), lambda view, axes: view.sum(axes, True))
+    tensor([3, 3, 7, 7])
+    """
+    axes = block_axes(values.shape, blocks)
+    if not axes or not values.numel():
+        return values
+    view = blocked(values, blocks)
+    return unblocked(reduce(view, axes).expand(view.shape), values.shape, blocks)
 
 
 def _padded(shape: Shape, blocks: Shape) -> list[int]:

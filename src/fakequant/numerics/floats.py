@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -168,7 +167,6 @@ class ExponentFormat(Format):
 
     label: str
     exponent_bits: int = 8
-    for_scales_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         largest = 2.0**self.exponent_bias

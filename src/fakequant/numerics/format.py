@@ -51,8 +51,6 @@ class Format(ABC):
 
     has_zero_point: ClassVar[bool] = False
     """Whether codes can be shifted, so that 0.0 has a code other than 0."""
-    for_scales_only: ClassVar[bool] = False
-    """Whether all codes are positive."""
 
     grid: Grid
     """Bounds and spacing, for the kernels; made once, with the format."""
@@ -128,7 +126,7 @@ class Format(ABC):
     @property
     def has_zero(self) -> bool:
         """Whether 0.0 has a code."""
-        return not self.for_scales_only and (self.grid.table is None or 0.0 in self.grid.table.values)
+        return self.quant_min <= 0 if self.grid.table is None else 0.0 in self.grid.table.values
 
     @property
     def signed(self) -> bool:

@@ -10,7 +10,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
-from .blocks import block_axes, blocked, unblocked
+from .blocks import block_axes, blocked, over_blocks
 from .division import divide
 from .granularity import Granularity
 from .spec import Arithmetic, QuantSpec
@@ -175,10 +175,13 @@ def lend(range: Range, spec: QuantSpec) -> Range:
     >>> lend(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
     """
-    if not range.lo.numel() or not (spec.has_zero or not spec.scale.is_exact):
+    has_zero = spec.format.has_zero and spec.offset is None
+    if not range.lo.numel() or (spec.scale.is_exact and not has_zero):
         return range
     if spec.scale.granularity is not None:
-        range = _lend(range, *_within(range, spec.scale.granularity))
+        blocks = spec.scale.granularity.block_shape(range.lo.shape)
+        lo = over_blocks(range.lo, blocks, lambda view, axes: view.amin(axes, True))
+        range = _lend(range, lo, over_blocks(range.hi, blocks, lambda view, axes: view.amax(axes, True)))
     lo, hi = range.lo.amin(), range.hi.amax()
     nothing = (lo == hi).to(lo.dtype)
     return _lend(range, lo - nothing, hi + nothing)
@@ -187,16 +190,6 @@ def lend(range: Range, spec: QuantSpec) -> Range:
 def _lend(range: Range, lo: Tensor, hi: Tensor) -> Range:
     empty = range.amax == 0
     return Range(torch.where(empty, lo, range.lo), torch.where(empty, hi, range.hi))
-
-
-def _within(range: Range, granularity: Granularity) -> Range:
-    """For every group the range of those that share a scale of scales with it."""
-    shape = range.lo.shape
-    blocks = granularity.block_shape(shape)
-    lo, hi = (blocked(end, blocks) for end in range)
-    if axes := block_axes(shape, blocks):
-        lo, hi = lo.amin(axes, True).expand(lo.shape), hi.amax(axes, True).expand(hi.shape)
-    return Range(unblocked(lo, shape, blocks), unblocked(hi, shape, blocks))
 
 
 def choose_qparams(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import QParamsError, SpecError
-from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
+from fakequant.numerics.blocks import over_blocks
 from fakequant.numerics.division import divide
 from fakequant.numerics.floats import ExponentFormat, FloatFormat, power_of_two
 from fakequant.numerics.format import Format
@@ -223,31 +223,27 @@ class ScaleSpec:
             whole = 2.0 ** (math.frexp(self.format.quant_max)[1] - 1) * element.bound
         return self._under_a_scale(extent, bound, whole).clamp(max=limit)
 
+    def _shared(self, extent: Tensor, divisor: float) -> Tensor:
+        """The farthest of the extents that share a scale, divided, at each of them."""
+        assert self.granularity is not None, "only scales with one share"
+        whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
+        return divide(whole, torch.full_like(whole, divisor))
+
     def _under_a_scale(self, amax: Tensor, bound: float, whole_bound: float) -> Tensor:
         """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
 
         A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision,
         but not all.
         """
-        fmt, granularity = self.format, self.granularity
-        assert fmt is not None, "float32 scales are not rounded"
-        assert granularity is not None, "scales without one are exact"
-        if amax.numel() == 0:
-            return amax
+        assert self.format is not None, "float32 scales are not rounded"
         finfo = torch.finfo(amax.dtype)
-        if whole_bound > finfo.max:
+        if amax.numel() and whole_bound > finfo.max:
             raise SpecError(
-                f"scales in {fmt} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one"
+                f"scales in {self.format} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one"
             )
-        blocks = granularity.block_shape(amax.shape)
-        axes = block_axes(amax.shape, blocks)
-        view = blocked(amax, blocks)
-        whole = (view.amax(axes) if axes else view).reshape(granularity.group_shape(amax.shape))
-        shared = divide(whole, torch.full_like(whole, whole_bound)).clamp(min=finfo.tiny)
-        shared = blocked_groups(shared, amax.shape, blocks)
-        code = rounded(divide(view, bound * shared), fmt)
-        scale = torch.where(code > 0, code, fmt.smallest) * shared
-        return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)
+        shared = self._shared(amax, whole_bound).clamp(min=finfo.tiny)
+        code = rounded(divide(amax, bound * shared), self.format)
+        return (torch.where(code > 0, code, self.format.smallest) * shared).clamp(min=finfo.tiny)
 
     def _exact(self, extent: Tensor, bound: float, limit: float, *, keeps_small: bool = True) -> Tensor:
         """code * d, both exactly numbers of their formats: 0 where the extent is 0.
@@ -256,20 +252,14 @@ class ScaleSpec:
         the smallest one with the sign of its extent; no product is beyond the limit.
         """
         assert self.format is not None, "float32 scales are not rounded"
-        if extent.numel() == 0:
-            return extent
         if self.granularity is None:
             return _stored(divide(extent, torch.full_like(extent, bound)), self.format, limit, keeps_small)
         assert self.shared is not None, "else they are not exact"
-        blocks = self.granularity.block_shape(extent.shape)
-        axes, view = block_axes(extent.shape, blocks), blocked(extent, blocks)
-        whole = farthest(view, axes)
-        shared = divide(whole, torch.full_like(whole, self.format.farthest * bound))
+        shared = self._shared(extent, self.format.farthest * bound)
         shared = _stored(shared, self.shared, limit / self.format.smallest, True)
         some = torch.where(shared == 0, 1.0, shared)
         most = divide(torch.full_like(some, limit), some.abs())
-        code = _stored(divide(view, bound * some), self.format, most, keeps_small)
-        return unblocked(code * shared, extent.shape, blocks)
+        return _stored(divide(extent, bound * some), self.format, most, keeps_small) * shared
 
     def split(self, values: Tensor) -> StoredScales:
         """Split float32 scales into codes and shared scales, as a file stores them.

@@ -138,7 +138,7 @@ class QuantSpec:
             raise SpecError(f"symmetric must be True, False or None, got {self.symmetric!r}")
         if not isinstance(self.scale, ScaleSpec):
             raise SpecError(f"scale must be a ScaleSpec such as ScaleSpec('float8_e8m0fnu'), got {self.scale!r}")
-        if self.format.for_scales_only:
+        if self.format.quant_min > 0:
             raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
         self._check_scale()
         if self.offset is not None:
@@ -179,9 +179,9 @@ class QuantSpec:
         return self.offset is None and self.scale == ScaleSpec()
 
     @property
-    def has_zero(self) -> bool:
-        """Whether 0.0 is a value of every group; offsets and tables without 0.0 have only nearest ones."""
-        return self.offset is None and self.format.has_zero
+    def shared_granularities(self) -> list[Granularity]:
+        """The granularities by which scales, and offsets, share a scale; empty if they have none."""
+        return [own.granularity for own in (self.scale, self.offset) if own is not None and own.granularity is not None]
 
     def __hash__(self) -> int:
         # Kept, because every call looks things up by its specification and the hash visits a dozen objects.

@@ -3,7 +3,7 @@
 Another package adds a backend by `register_backend`.
 """
 
-from .backend import Backend, KernelPlan, Kernels, Kind
+from .backend import Backend, CallKind, KernelPlan, Kernels
 from .dispatch import backends, register_backend
 
-__all__ = ["Backend", "KernelPlan", "Kernels", "Kind", "backends", "register_backend"]
+__all__ = ["Backend", "CallKind", "KernelPlan", "Kernels", "backends", "register_backend"]

@@ -29,7 +29,7 @@ class ParameterKind(NamedTuple):
     contiguous: bool
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """The kind of a call: all that a plan depends on, and nothing else.
 
     Attributes:
@@ -109,7 +109,7 @@ class Kernels(ABC):
     A backend implements the abstract methods, and overrides the others where it is faster with the same bits.
     """
 
-    def __init__(self, kind: Kind, backend: str) -> None:
+    def __init__(self, kind: CallKind, backend: str) -> None:
         self.kind, self.spec, self.backend = kind, kind.spec, backend
         self.layout = layout_of(kind.spec.granularity, kind.shape, kind.stride)
         self.masks = kind.spec.gradient is not Gradient.IDENTITY or kind.variant == RELU
@@ -248,7 +248,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def plan(self, kind: Kind) -> KernelPlan | None:
+    def plan(self, kind: CallKind) -> KernelPlan | None:
         """How calls of a kind are computed; None for RELU where the backend has no kernel for both in one pass."""
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:

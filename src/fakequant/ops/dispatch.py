@@ -22,7 +22,7 @@ from fakequant.numerics import compilers, reference
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec
 
-from .backend import CODES, RELU, VALUES, Backend, KernelPlan, Kernels, Kind, ParameterKind
+from .backend import CODES, RELU, VALUES, Backend, CallKind, KernelPlan, Kernels, ParameterKind
 from .cpu.lattices import LatticeBackend
 from .triton.backend import TritonBackend
 
@@ -61,7 +61,7 @@ class ReferenceBackend(Backend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         return None
 
-    def plan(self, kind: Kind) -> KernelPlan | None:
+    def plan(self, kind: CallKind) -> KernelPlan | None:
         return None if kind.variant == RELU else ReferenceKernels(kind, self.name).plan()
 
 
@@ -155,7 +155,7 @@ def find_plan(
         spec: how it is quantized.
         scale: in one of the shapes that the granularity accepts; None for the range of x.
         zero_point: likewise, or None.
-        variant: see `Kind`.
+        variant: see `CallKind`.
         dtype: of the values that codes stand for.
     """
     if not is_plain_eager():
@@ -196,7 +196,7 @@ def plan_of(
         return _made_plan(key, x)
 
 
-def plan_by(backend: Backend, kind: Kind) -> KernelPlan:
+def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
     """The plan of one backend for a kind that it serves, to unpack the masks that it packed."""
     key = backend, kind
     plan = _known.get(key) or _remember(key, backend.plan(kind))
@@ -210,7 +210,7 @@ def have_tangents(*tensors: object) -> bool:
 
 
 def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
-    kind = Kind(*key[-1])
+    kind = CallKind(*key[-1])
     kind = kind._replace(
         scale=kind.scale and ParameterKind(*kind.scale), zero_point=kind.zero_point and ParameterKind(*kind.zero_point)
     )
@@ -220,7 +220,7 @@ def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
     return _remember(key, plan)
 
 
-def _parameters_fit(kind: Kind) -> bool:
+def _parameters_fit(kind: CallKind) -> bool:
     """Whether the values can be quantized, by parameters of the right device and shape."""
     if kind.dtype not in FLOATING or kind.device.type == "meta":
         return False

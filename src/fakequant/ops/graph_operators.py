@@ -21,7 +21,7 @@ from fakequant.numerics.compilers import is_exporting
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
 
-from .backend import VALUES, Extras, KernelPlan, Kind
+from .backend import VALUES, CallKind, Extras, KernelPlan
 from .dispatch import backends, choose_for, plan_by, plan_of
 from .gradients import grad_params, laid, masked_gradient
 from .tracing import refuse_onnx
@@ -100,7 +100,7 @@ def _(
 def _grad_input(dy: Tensor, mask: Tensor, packed_by: Tensor, spec: str, declared: list[int]) -> Tensor:
     number, *stride = packed_by.tolist()
     (backend,) = (backend for backend in backends() if _number_of(backend.name) == number)
-    kind = Kind(QuantSpec.parse(spec), VALUES, dy.dtype, mask.device, dy.shape, tuple(stride), None, None)
+    kind = CallKind(QuantSpec.parse(spec), VALUES, dy.dtype, mask.device, dy.shape, tuple(stride), None, None)
     return laid(masked_gradient(dy, mask, plan_by(backend, kind)), tuple(declared))
 
 

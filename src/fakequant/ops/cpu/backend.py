@@ -15,7 +15,7 @@ from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
+from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
 from fakequant.ops.kernel_params import (
     cannot_choose,
     cannot_draw,
@@ -73,7 +73,7 @@ class CpuBackend(Backend):
             return reason
         return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 
-    def plan(self, kind: Kind) -> KernelPlan | None:
+    def plan(self, kind: CallKind) -> KernelPlan | None:
         if kind.variant == RELU:
             like_x = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
             drawn = kind.spec.rounding is Rounding.STOCHASTIC
@@ -105,7 +105,7 @@ class CpuKernels(Kernels):
     Python function in between would cost as much as quantizing thousands of elements.
     """
 
-    def __init__(self, kind: Kind, backend: str) -> None:
+    def __init__(self, kind: CallKind, backend: str) -> None:
         super().__init__(kind, backend)
         self.dtype, rectified = compute_dtype(kind.dtype), kind.variant == RELU
         self.is_packed = kind.stride == self.layout.packed_stride

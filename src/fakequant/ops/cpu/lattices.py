@@ -12,7 +12,7 @@ from fakequant.numerics import reference
 from fakequant.numerics.blocks import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import FLOATING, QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Extras, KernelPlan, Kind
+from fakequant.ops.backend import RELU, CallKind, Extras, KernelPlan
 from fakequant.ops.cpu.backend import CpuBackend, CpuKernels
 from fakequant.ops.kernel_params import cannot_hold
 
@@ -25,18 +25,17 @@ class LatticeBackend(CpuBackend):
             return super().unsupported(x, spec, codes=codes)
         # Of the rest of the specification, the kernels must know the format.
         plain = QuantSpec(spec.format, spec.granularity, rounding=spec.rounding, symmetric=True)
-        return cannot_shift(spec, x.dtype) or super().unsupported(x, plain, codes=codes)
+        return _cannot_shift(spec, x.dtype) or super().unsupported(x, plain, codes=codes)
 
-    def plan(self, kind: Kind) -> KernelPlan | None:
+    def plan(self, kind: CallKind) -> KernelPlan | None:
         if cannot_hold(kind.spec) is None:
             return super().plan(kind)
         return None if kind.variant == RELU else LatticeKernels(kind, self.name).plan()
 
 
-def cannot_shift(spec: QuantSpec, dtype: torch.dtype) -> str | None:
+def _cannot_shift(spec: QuantSpec, dtype: torch.dtype) -> str | None:
     """The reason why no kernel quantizes a dtype with negative scales or offsets, or None."""
-    by_ends = spec.gradient in (Gradient.CLIP, Gradient.INPUT_RANGE)
-    if by_ends and not spec.is_plain:
+    if spec.gradient in (Gradient.CLIP, Gradient.INPUT_RANGE):
         return f"the ends of its range turn round with the sign of a scale, where {spec.gradient.value} looks at them"
     if spec.offset is None:
         return None

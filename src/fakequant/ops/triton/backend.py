@@ -21,7 +21,7 @@ from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
+from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
 from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, table_fields
 from fakequant.ops.layout import Layout, layout_of
 
@@ -117,7 +117,7 @@ class TritonBackend(Backend):
                 return f"{what}: {reason}"
         return None
 
-    def plan(self, kind: Kind) -> KernelPlan | None:
+    def plan(self, kind: CallKind) -> KernelPlan | None:
         return None if kind.variant == RELU else TritonKernels(kind, self.name, self._block_of(kind.dtype)).plan()
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
@@ -146,7 +146,7 @@ class TritonBackend(Backend):
 class TritonKernels(Kernels):
     """The kernels for one kind of call: what they know at compile time is found once."""
 
-    def __init__(self, kind: Kind, backend: str, block: int) -> None:
+    def __init__(self, kind: CallKind, backend: str, block: int) -> None:
         super().__init__(kind, backend)
         spec, self.block = kind.spec, block
         self.place = TilePlace.of(self.layout.tiles, block)

@@ -49,8 +49,7 @@ class Parts:
             return cls(1, shares_scales=True)
         groups = spec.granularity.group_shape(shape)
         shares = groups[1:] == (1,) * (len(shape) - 1)
-        stored = [own.granularity for own in (spec.scale, spec.offset) if own is not None]
-        levels = [(spec.granularity, shape), *((own, groups) for own in stored if own is not None)]
+        levels = [(spec.granularity, shape), *((own, groups) for own in spec.shared_granularities)]
         cuts = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
         counts = [n for n in cuts if n == 1 or all(_keeps_groups(n, *level, shares=shares) for level in levels)]
         enough = [n for n in counts if columns * columns // n <= _MOST]
