@@ -232,7 +232,7 @@ class _Search:
         return _CodeSums((codes * weighed).sum(-1), (codes * self._one).sum(-1), (codes * self._x).sum(-1))
 
     def true_error(self, params: QParams) -> Tensor:
-        """Of what the operator gives, for all groups together that share scales or offsets, even by way of others."""
+        """The squared error of what the operator gives, summed over groups that share scales, even by way of others."""
         spec = self._spec.replace(rounding=Rounding.NEAREST_EVEN)
         # In float64, where squares of float32 neither overflow nor vanish.
         error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()

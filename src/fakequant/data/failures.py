@@ -87,7 +87,7 @@ def described(batch: Any) -> str:
 def locate(model: nn.Module, error: BaseException) -> str | None:
     """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
 
-    Of quantized layers the type is that of the float layer.
+    The type of a quantized layer is that of the float layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found, shapes, trace = None, "", error.__traceback__

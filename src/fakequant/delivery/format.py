@@ -88,7 +88,7 @@ class DeliveryFormat(ABC):
 
     name: ClassVar[str]
     suffix: ClassVar[str] = ""
-    """Of its file; "" where it is a folder."""
+    """The suffix of its file; "" where it is a folder."""
     writes: ClassVar[bool] = True
     """Whether it is written, or only read."""
     packages: ClassVar[tuple[str, ...]] = ()

@@ -34,7 +34,7 @@ NF4 = TableFormat(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 )
-# Of llama.cpp's IQ4_NL and IQ4_XS, without 0.
+# The table of llama.cpp's IQ4_NL and IQ4_XS, without 0.
 IQ4_NL = TableFormat("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 BINARY = TableFormat("binary", (-1.0, 1.0))
 

@@ -129,7 +129,7 @@ def choose_from(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
 
 
 def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
-    """Of the finite values of every group [groups, axes kept]."""
+    """The mean magnitude of the finite values of every group [groups, axes kept]."""
     values = x.detach().to(compute_dtype(x.dtype)).double().abs()
     values = torch.where(values.isfinite(), values, 0.0)
     return (_sums(values, granularity) / _sums(torch.ones_like(values), granularity).clamp(min=1.0)).to(
@@ -138,7 +138,7 @@ def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _squared_error(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """Of the finite values of every group, float64 [groups, axes kept]."""
+    """The squared error of the finite values of every group, summed, float64 [groups, axes kept]."""
     x = x.detach().to(compute_dtype(x.dtype))
     error = (fake_quantize(x, params, spec.replace(rounding=Rounding.NEAREST_EVEN)) - x).double()
     return _sums(torch.where(error.isfinite(), error, 0.0).square(), spec.granularity)

@@ -339,7 +339,7 @@ def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, large
             exponent = exponent + (mantissa >= 1 - 2.0 ** -(element.fraction_bits + 2)).to(exponent.dtype)
     # At most the largest power of two that is not beyond the limit.
     exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
-    # Of 0, to which a quotient may underflow, frexp says 0 instead of an exponent below all.
+    # frexp gives 0, to which a quotient may underflow, the exponent 0 instead of one below all.
     exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
     # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
     return power_of_two(exponent).to(amax.dtype)

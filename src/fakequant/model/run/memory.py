@@ -58,7 +58,7 @@ class Tensors:
             return []
         marks = torch.zeros(written.untyped_storage().nbytes() // written.element_size(), dtype=torch.bool)
         _elements(marks, written).fill_(True)
-        # Of another dtype, elements are others; all of them count.
+        # A view of another dtype has other elements; all of them count.
         shares = [
             _elements(marks, other).float().mean().item() if other.dtype is written.dtype else 1.0 for other in others
         ]

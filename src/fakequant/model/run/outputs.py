@@ -22,7 +22,7 @@ Place = tuple[Any, ...]
 def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
     """All float tensors in a model's output by their place: in tuples, lists, mappings and dataclasses, however nested.
 
-    Of a complex tensor, both parts along a last axis.
+    A complex tensor gives both parts along a last axis.
 
     >>> named_tensors({"logits": torch.ones(1), "ids": torch.arange(2)})
     {('logits',): tensor([1.])}

@@ -13,7 +13,7 @@ from fakequant.nn.sites.functions import SITE_FUNCTIONS, called_as
 from fakequant.nn.sites.sites import arguments_of
 from fakequant.nn.sites.traits import NO_TRAITS, Trait, read_traits
 
-# Of functions that cannot be sites; of others see `nn/sites/functions.py`.
+# Functions that cannot be sites; `nn/sites/functions.py` has the others.
 _TRAITS = read_traits("""
 contiguous dropout | moves scales channels identity
 flatten permute reshape to transpose view | moves scales channels

@@ -23,7 +23,7 @@ class LatticeBackend(CpuBackend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if cannot_hold(spec) is None or self.unfit(x):
             return super().unsupported(x, spec, codes=codes)
-        # Of the rest of the specification, the kernels must know the format.
+        # The kernels need the format alone; scales and offsets are torch's here.
         plain = QuantSpec(spec.format, spec.granularity, rounding=spec.rounding, symmetric=True)
         return _cannot_shift(spec, x.dtype) or super().unsupported(x, plain, codes=codes)
 

@@ -94,7 +94,7 @@ def arriving_errors(
 ) -> dict[tuple[str, str], Tensor]:
     """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
 
-    Of several outputs it is the mean of their shares.
+    Several outputs give the mean of their shares.
 
     Raises:
         CalibrationError: an output holds NaN, or a gradient does (numbers the batch).

@@ -33,7 +33,7 @@ class WeightGrid:
     """
 
     def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size) -> None:
-        # Of the formats of scales only this is left: whether a scale may be 0, whose quotient would be NaN.
+        # One thing about the formats of scales is left: whether a scale may be 0, whose quotient would be NaN.
         scale = ScaleSpec("float16") if spec.scale.is_exact else ScaleSpec()
         offset = None if spec.offset is None else OffsetSpec()
         self._spec = spec.replace(
