@@ -4,30 +4,26 @@ python examples/language_model.py language-model    # the folder that gets the f
 
 A Llama whose tokens are bytes is trained on a module of Python's standard library. Once its codes are chosen by
 `fq.ptq.improve` and delivered as compressed-tensors; once it is trained on with the lattice of a K-quant, and
-delivered as GGUF. It needs `pip install 'fakequant[delivery]'`. llama.cpp runs, too, where LLAMA_CPP_LIB_PATH is the
-folder of its shared libraries and LLAMA_CPP_BINDINGS the source distribution of llama-cpp-python.
+delivered as GGUF. It needs `pip install 'fakequant[delivery]'`. llama.cpp runs, too, where docs/delivery.md says.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fakequant as fq
+from fakequant.delivery.gguf import llama_cpp
 
 TEXT = Path(argparse.__file__).read_bytes()  # 100 KB
 PROMPT = b"    def add_argument(self"
 WINDOW, BATCH, RATE = 128, 8, 2e-3
-LLAMA_CPP = [os.environ.get(name) for name in ("LLAMA_CPP_LIB_PATH", "LLAMA_CPP_BINDINGS")]
 
 
 def batches(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -67,25 +63,11 @@ def text(model: Any, count: int = 60) -> str:
 
 
 def text_by_llama_cpp(file: Path, count: int = 60) -> str:
-    """The same by llama.cpp, one token after the other."""
-    package = ModuleType("llama_cpp")  # its own __init__ imports more than the bindings need
-    package.__path__ = [f"{LLAMA_CPP[1]}/llama_cpp"]
-    sys.modules.setdefault("llama_cpp", package)
-    import llama_cpp.llama_cpp as lib  # pyright: ignore[reportMissingImports]
-
-    lib.quiet = lib.llama_log_callback(lambda *said: None)  # kept, because llama.cpp goes on calling it
-    lib.llama_log_set(lib.quiet, None)
-    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
-    options = lib.llama_context_default_params()
-    options.n_ctx, options.type_k, options.type_v, options.flash_attn_type = 256, 0, 0, 0  # a cache of float32
-    context = lib.llama_init_from_model(model, options)
-    new, ids = list(PROMPT), list(PROMPT)
+    """The same by llama.cpp."""
+    net, ids = llama_cpp.LlamaCpp(file), torch.tensor([list(PROMPT)])
     for _ in range(count):
-        tokens = (lib.llama_token * len(new))(*new)
-        assert lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(new))) == 0
-        new = [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (256,)).argmax())]
-        ids += new
-    return bytes(ids).decode(errors="replace")
+        ids = torch.cat([ids, net(ids)["logits"][:, -1:].argmax(-1)], 1)
+    return bytes(ids[0].tolist()).decode(errors="replace")
 
 
 def compare(name: str, model: Any, path: Path, loaded: Any) -> None:
@@ -110,7 +92,7 @@ def main(out: Path, steps: int = 150) -> None:
     fq.qat.finetune(model, batches(steps // 5, seed=3), None, schedule, fq.qat.Options(optimizer=torch.optim.AdamW))
     file = fq.deliver(model, out / "q4_k.gguf", "gguf")
     compare("QAT, GGUF_Q4_K", model, file, AutoModelForCausalLM.from_pretrained(out, gguf_file=file.name))
-    if all(LLAMA_CPP):
+    if llama_cpp.is_there():
         with fq.delivery.llama_cpp_inputs(model):
             assert text_by_llama_cpp(file) == text(model)
         print(f"llama.cpp: the same text as the model with the inputs of llama.cpp\n{text_by_llama_cpp(file)}")

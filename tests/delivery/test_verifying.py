@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,32 @@ def test_an_interruption_is_none_of_the_program(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(KeyboardInterrupt):
         report_of(tmp_path, monkeypatch, Changed(lambda state: state, stopped))
+
+
+class Shifted(nn.Module):
+    """The model on other inputs, with two of its 128 outputs shifted."""
+
+    def __init__(self, model: nn.Module, shift: float) -> None:
+        super().__init__()
+        self.model, self.shift = model, shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x + 1) + self.shift * torch.eye(2, 64).roll(3, 1)
+
+
+@contextmanager
+def with_inputs_plus_one(model: nn.Module) -> Iterator[None]:
+    hook = model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(("shift", "on_average", "passed"), [(0, False, True), (1, False, False), (1, True, True)])
+def test_outputs_are_compared_as_a_program_computes_them(
+    shift: float, on_average: bool, passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Shifted(prepared(), shift)
+    engine = Engine("one", model=made, as_it=with_inputs_plus_one, tolerance=0.1, on_average=on_average)
+    found = report_of(tmp_path, monkeypatch, Changed(lambda state: state, lambda: iter([engine])), [X])
+    assert found.passed is passed, str(found)
+    assert found.outputs[0].max_abs == pytest.approx(shift)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,8 @@ class Engine:
         model: what is called as the model is, and gives its outputs; None where nothing runs.
         tolerance: how far an output may be from the model's, relative to its largest magnitude.
         notes: what was not compared, and why, one sentence each.
+        as_it: a context in which the model computes as the program does.
+        on_average: whether the tolerance is that of the root mean square, where sums in another order change codes.
     """
 
     name: str
@@ -81,6 +84,8 @@ class Engine:
     model: Any = None
     tolerance: float = 0.0
     notes: Sequence[str] = ()
+    as_it: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    on_average: bool = False
 
 
 class DeliveryFormat(ABC):

@@ -11,6 +11,7 @@ from fakequant.delivery import deliver, read, verify_delivery
 from fakequant.delivery.gguf.blocks import LAYOUTS
 from fakequant.delivery.gguf.file import GgufFile
 from fakequant.delivery.gguf.lattices import spec_of
+from fakequant.delivery.gguf.llama_cpp import ABSENT, LlamaCpp, is_there
 from fakequant.errors import CheckpointError, ExportError
 from tests.support import llama_cpp
 from tests.support.language_models import language_model
@@ -46,6 +47,8 @@ def check(kind, weight, tmp_path, **values):
     assert report.passed, str(report)
     assert "transformers" in report.runtime
     assert "gguf" in report.runtime
+    assert report.runtime.endswith("llama.cpp") is is_there()
+    assert (ABSENT in report.not_run) is not is_there()
     again = read(path, language_model(kind, **values))
     assert torch.equal(logits(again), logits(model))
     assert same_tensors(deliver(again, tmp_path / "two.gguf", "gguf"), path)
@@ -123,8 +126,26 @@ def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
     for quantizer in fq.nn.quantizers(model).values():
         quantizer.mode = fq.nn.Mode.OFF  # all in float: what is left is the architecture
     path = deliver(model, tmp_path / "one.gguf", "gguf")
-    ours, theirs = logits(model)[0].numpy(), llama_cpp.logits(path, IDS[0].tolist())
-    assert np.abs(ours - theirs).max() <= close * np.abs(ours).max()
+    ours, theirs = logits(model), LlamaCpp(path)(IDS)["logits"]
+    assert (ours - theirs).abs().max() <= close * ours.abs().max()
+    assert not [one for one in verify_delivery(path, model, [IDS]).far if "llama.cpp" in one]
+
+
+def test_outputs_of_llama_cpp_are_compared_under_its_rules(tmp_path):
+    llama_cpp.bindings()
+    model = prepared("llama", str(spec_of("Q8_0")))
+    path = deliver(model, tmp_path, "gguf")
+    row = verify_delivery(path, model, [IDS]).outputs[-1]
+    assert row.name == "output 0 in llama.cpp"
+    assert row.argmax_agreement >= 0.98
+    weights_only = (logits(model) - LlamaCpp(path)(IDS)["logits"]).square().mean().sqrt()
+    assert (row.noise / row.elements) ** 0.5 < 0.5 * weights_only
+    model.model.rotary_emb.inv_freq *= 2
+    assert "output 0 in llama.cpp" in verify_delivery(path, model, [IDS]).far
+    padded = {"input_ids": IDS, "attention_mask": (IDS != 5).long()}
+    assert "without padding" in str(verify_delivery(path, model, [padded]))
+    note = "it computes in float32; convert the model from torch.bfloat16"
+    assert note in str(verify_delivery(deliver(model.bfloat16(), tmp_path / "half", "gguf"), model, [IDS]))
 
 
 def test_a_model_is_built_by_the_file_alone(tmp_path):

@@ -10,6 +10,7 @@ from fakequant.delivery import deliver
 from fakequant.delivery.gguf.activations import as_llama_cpp_has, llama_cpp_inputs
 from fakequant.delivery.gguf.blocks import LAYOUTS
 from fakequant.delivery.gguf.lattices import spec_of
+from fakequant.delivery.gguf.llama_cpp import LlamaCpp
 from fakequant.errors import ExportError
 from tests.support import llama_cpp
 from tests.support.language_models import language_model
@@ -71,7 +72,7 @@ def test_llama_cpp_computes_these_logits(kind, tmp_path):
     llama_cpp.bindings()
     rules = [fq.Rule("*", weight=fq.TensorConfig(spec_of(kind)))]
     model = fq.prepare(language_model("llama", num_hidden_layers=1), fq.Config("own rules", rules), skip=[])
-    theirs = llama_cpp.logits(deliver(model, tmp_path, "gguf"), IDS[0].tolist())
+    theirs = LlamaCpp(deliver(model, tmp_path, "gguf"))(IDS)["logits"][0].numpy()
     with torch.no_grad(), llama_cpp_inputs(model):
         ours = model(IDS).logits[0].numpy()
     with torch.no_grad():
