@@ -116,6 +116,44 @@ def test_a_weight_counts_once_however_many_batches_show_it(method):
     assert_same_bits(one[2]._weight_quantizer.scale, three[2]._weight_quantizer.scale)
 
 
+LATTICES = ("gguf_q4_k", "gguf_q2_k", "gguf_q6_k", "gguf_iq4_nl", "gguf_q4_0", "gguf_tq2_0")
+
+
+@pytest.mark.parametrize("preset", LATTICES)
+def test_scales_on_a_lattice_are_searched_by_calibrate_and_before_training(preset):
+    def prepared():
+        torch.manual_seed(0)
+        return fq.prepare(nn.Sequential(nn.Linear(512, 8), nn.Conv2d(256, 4, 1)), preset)
+
+    models = {name: prepared() for name in ("follows", "default", "mse", "max", "trained")}
+    for name, method in (("default", None), ("mse", "hist"), ("max", "max")):
+        fq.calibrate(models[name], weight_method=method)
+    fq.qat.set_scales(models["trained"], fq.qat.Scales.FIXED)
+    for layer in range(2):
+        held = {name: model[layer].weight_quantizer for name, model in models.items()}
+        weight = models["follows"][layer].weight.detach()
+        errors = {name: float((q(weight) - weight).square().sum()) for name, q in held.items()}
+        assert errors["follows"] == errors["max"]
+        assert errors["default"] < 0.9 * errors["max"]
+        for name in ("mse", "trained"):
+            assert_same_bits(held[name].scale, held["default"].scale)
+    assert [fq.summary(one).unsearched for one in models.values()] == [2, 0, 0, 0, 0]
+    assert "2 weights have the scales of the largest values; fakequant.calibrate" in str(fq.summary(models["follows"]))
+
+
+@pytest.mark.parametrize("preset", LATTICES)
+def test_groups_of_zeros_get_searched_scales_of_others(preset):
+    model = fq.prepare(nn.Sequential(nn.Linear(512, 4)), preset)
+    with torch.no_grad():
+        model[0].weight[1] = 0.0
+        model[0].weight[2, 256:288] = 0.0
+    quantizer = model[0].weight_quantizer
+    fq.calibrate(model)
+    assert quantizer.spec.scale.join(quantizer.spec.scale.split(quantizer.scale)).equal(quantizer.scale)
+    assert bool((quantizer.scale != 0).all()) == quantizer.spec.has_zero
+    assert not quantizer(model[0].weight)[model[0].weight == 0].any()
+
+
 def calibrated(preset: str = "int8") -> nn.Sequential:
     model = fq.prepare(net(), preset)
     fq.calibrate(model, [X])

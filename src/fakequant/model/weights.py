@@ -12,7 +12,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fakequant.distributed import is_sharded
+from fakequant.calibration.calibrator import find_method
+from fakequant.calibration.lattice import search_params, searches
+from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
 from fakequant.model.modes import in_eval_mode
 from fakequant.nn.paths import join, layer_of
@@ -21,7 +23,8 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.ranges.fitted import is_stale, magnitudes, mark
 from fakequant.nn.sites.products import site_products
-from fakequant.numerics.qparams import Range
+from fakequant.numerics.qparams import QParams, Range, lend
+from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -153,21 +156,45 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     return found
 
 
-def give_range(weight: Product, range: Range) -> None:
+def give_range(weight: Product, range: Range, method: str | None = None) -> None:
     """Set the range of a weight's quantizer. A weight that is zero as a whole gets none: its scale follows it.
 
     By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
     `lend`: the row of a table for padding, pruned channels, a part that starts at zero.
+
+    Args:
+        weight: with a quantizer.
+        range: of the groups.
+        method: by which the range was found, see `is_searched`.
     """
     quantizer = weight.quantizer
     if quantizer.learned is None and range.amax.numel() and not bool(range.amax.any()):
         quantizer.reset()
         quantizer.follows = True
+    elif is_searched(quantizer.spec, method):
+        quantizer.set_qparams(nearest_params(whole(weight.tensor), quantizer.spec))
     elif quantizer.spec.scale.needs_values:
         quantizer.reset()
         quantizer.freeze(weight.tensor)
     else:
         quantizer.set_range(range)
+
+
+def is_searched(spec: QuantSpec, method: str | None) -> bool:
+    """Whether a weight calibrated by a method, None for the default, gets `nearest_params` in place of a range's."""
+    return searches(spec) and (method is None or find_method(method) == "mse")
+
+
+def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
+    """The parameters by `search_params`; groups whose scale is 0 have that of others, see `lend`.
+
+    >>> spec = QuantSpec.parse("int8 per_block(-1:2) scale=float16")
+    >>> nearest_params(torch.tensor([[127.0, 1.0, 0.0, 0.0]]), spec).scale
+    tensor([[1., 1.]])
+    """
+    scale, offset = search_params(weight, spec)[:2]
+    lo, hi = lend(Range(scale.clamp(max=0.0), scale.clamp(min=0.0)), spec)
+    return QParams(torch.where(-lo > hi, lo, hi), offset)
 
 
 def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:

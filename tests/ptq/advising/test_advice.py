@@ -18,6 +18,7 @@ from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.advising.advice import Known, advise
 from fakequant.ptq.advising.made_by import made_by
+from fakequant.ptq.advising.method import weight_methods_of
 from fakequant.ptq.advising.trial import Advice, Aim, Change, Halves, Trial
 from tests.support.kept import kept
 
@@ -353,6 +354,14 @@ def test_the_method_of_a_model_is_not_advised_and_its_code_keeps_it(method: str,
     same = {"mse", "max", "percentile", "entropy"} - named
     said = ["" if one == "mse" else f', method="{one}"' for one in same]
     assert tried[-1].code.endswith(tuple(f'fq.calibrate(model, batches{one}, weight_method="mse")' for one in said))
+
+
+@pytest.mark.parametrize("preset", ["gguf_q4_k", "gguf_q8_0", "gguf_iq4_xs"])
+@pytest.mark.parametrize("method", [None, "max", "mse"])
+def test_the_method_of_weights_on_a_lattice_is_known(preset: str, method: str | None) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(256, 4)), preset)
+    fq.calibrate(model, weight_method=method)
+    assert weight_methods_of(model) == ["max" if method == "max" else None]
 
 
 def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() -> None:

@@ -16,7 +16,7 @@ from fakequant.model.analysis.operations import left_of, record_example
 from fakequant.model.run.queries import modules_called, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
-from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.weights import is_searched, quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -60,6 +60,8 @@ class Summary:
     """With quantized weights as codes and scales."""
     bits_per_weight: float = 0.0
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
+    unsearched: int = 0
+    """The weights whose scales are those of their largest values, where `calibrate` would search nearer ones."""
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -97,6 +99,10 @@ class Summary:
             for layer in self.layers
             if layer.why_never_called is not None
         ]
+        if self.unsearched:
+            weights = "1 weight has" if self.unsearched == 1 else f"{self.unsearched} weights have"
+            cure = "fakequant.calibrate(model) searches nearer ones"
+            lines.append(f"{weights} the scales of the largest values; {cure}")
         lines.append(self.size)
         if self.left is not None:
             products = [operation for operation in self.left if operation.is_product]
@@ -128,7 +134,9 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     idle = {} if recording is None else _never_called(model, recording)
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
     rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
-    return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
+    follow = [w.quantizer for w in quantized_weights(model).values() if w.quantizer.follows_input]
+    unsearched = sum(is_searched(one.spec, None) and not one.dynamic for one in follow)
+    return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle), unsearched)
 
 
 _UNREAD = "no function of this run reads its weight either"

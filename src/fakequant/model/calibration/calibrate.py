@@ -22,6 +22,7 @@ from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.weights import (
     give_range,
+    is_searched,
     note_weight,
     quantized_weights,
     scaled_weights,
@@ -42,7 +43,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     batches: Iterable[Any] = (),
     method: str = DEFAULT_METHOD,
     *,
-    weight_method: str = "max",
+    weight_method: str | None = None,
     weight_options: dict[str, Any] | None = None,
     pattern: str = "*",
     inputs: Inputs | None = None,
@@ -59,8 +60,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
     calibrated on what they get from earlier ones. A weight that its quantizer leaves as it is, as after
     `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes. A weight
-    that is zero gets none, nor does one with channels or groups of zeros unless `weight_method` searches: its scale
-    follows it at each call, so that training can move it.
+    that is zero gets none: its scale follows it at each call, so that training can move it.
 
     Args:
         model: a prepared model.
@@ -71,7 +71,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
             every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
             these (the default, unless another leaves 10 % less), and says which. All batches make the ranges.
-        weight_method: the same, for weights.
+        weight_method: the same, for weights; by default "max". For scales in formats of their own, as those of GGUF,
+            the default is "mse", which searches scales and offsets by the squared error of the weight.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
             "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.
@@ -125,7 +126,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     def make(name: str) -> Calibrator:
         if found[name].kind is Kind.INPUT:
             return make_calibrator(method, found[name].spec, **options)
-        return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
+        ranged = weight_method is None or is_searched(found[name].spec, weight_method)
+        return make_calibrator("max" if ranged else weight_method, found[name].spec, **(weight_options or {}))
 
     job = Observation(model, found, pattern, data, make)
     group = processes_of(model, group)
@@ -147,7 +149,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
-    _set_ranges(model, ranges, calibrators, left, idle)
+    _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used
@@ -259,8 +261,8 @@ def _set_ranges(
     model: nn.Module,
     ranges: Mapping[str, Range],
     used: Mapping[str, Calibrator],
-    left: Iterable[str],
-    idle: Iterable[str],
+    unused: tuple[Iterable[str], Iterable[str]],
+    weight_method: str | None,
 ) -> None:
     """Give quantizers their ranges; nothing is changed if that fails.
 
@@ -268,9 +270,10 @@ def _set_ranges(
         model: a prepared model.
         ranges: by the path of the quantizer.
         used: the calibrators that found them, and those of inputs that were zero, which are off until they get a range.
-        left: the paths of layers that stay in float.
-        idle: the paths of optional quantizers that their layers did without.
+        unused: the paths of layers that stay in float, and of optional quantizers that their layers did without.
+        weight_method: as for `calibrate`.
     """
+    left, idle = unused
     found = quantizers(model)
     modules = [model.get_submodule(name) for name in left]
     owners = {name: model.get_submodule(layer_of(name)) for name in idle}
@@ -286,7 +289,7 @@ def _set_ranges(
             if name not in weights:
                 quantizer.set_range(range)
             elif not weights[name].has_fixed_codes:
-                give_range(weights[name], range)
+                give_range(weights[name], range, weight_method)
             quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
         for name, calibrator in used.items():
             if found[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:

@@ -27,7 +27,7 @@ from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
-from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_method_of
+from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_methods_of
 from fakequant.ptq.advising.trial import CLEARLY, Advice, Aim, Change, Halves, Trial, Tried
 from fakequant.ptq.improving.improve import improve
 from fakequant.restore import restore_after
@@ -155,8 +155,8 @@ class _Changes:
         self._inputs = {} if learned else static_inputs(self.model)
         self._methods = methods_of(self._inputs.values()) if self._inputs else []
         self.method = next(iter(self._methods), None)
-        weights = None if learned or chosen else weight_method_of(self.model)
-        self.fresh, self._weights = weights is not None, weights or "max"
+        weights = [] if learned or chosen else weight_methods_of(self.model)
+        self.fresh, self._weights = bool(weights), next(iter(weights), None)
         self._seen = dict[int, dict[str, Calibrator]]()  # by the list of batches
 
     def take_ranges(self, batches: list[Any], method: str | None = None) -> None:
@@ -284,7 +284,7 @@ class _Changes:
         return f"# {said}\n{code}\n{self._calibrated(method)}{own}"
 
     def _calibrated(self, method: str) -> str:
-        weights = "" if self._weights == "max" else f', weight_method="{self._weights}"'
+        weights = "" if self._weights is None else f', weight_method="{self._weights}"'
         return f"used = fq.calibrate(model, batches{self.known.arguments}{method}{weights})"
 
     def _calibrate(self, batches: list[Any], method: str | None = None) -> dict[str, Calibrator]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.choice import METHODS
-from fakequant.model.weights import fresh_weight, quantized_weights
+from fakequant.model.weights import fresh_weight, is_searched, nearest_params, quantized_weights
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import lend
+from fakequant.numerics.spec import QuantSpec
 
 _MOST = 0.5
 """The share of the scales of weights that a method must give: some are raised afterwards, so that biases fit."""
@@ -42,23 +43,29 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
     return [method for method in names if all(_gives(one, method) for one in held)]
 
 
-def weight_method_of(model: nn.Module) -> str | None:
-    """The method that gives the ranges of the weights as they are; None where none does, as after training."""
+def weight_methods_of(model: nn.Module) -> list[str | None]:
+    """The first method that gives the weights the scales that they have, None for the default; empty after training."""
     held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
     try:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
     except CalibrationError:  # the weight of a function that no call has shown
-        return None
-    for method in dict.fromkeys(["max", *METHODS]):
+        return []
+    for method in dict.fromkeys([None, "max", *METHODS]):
         same = total = 0
         for path, one in held.items():
-            calibrator = make_calibrator(method, one.quantizer.spec)
-            calibrator.observe(tensors[path])
-            found = _scale(calibrator)
+            found = _scale_of(tensors[path], one.quantizer.spec, method)
             same, total = same + int((found == one.quantizer.scale).sum()), total + found.numel()
         if same >= _MOST * total:
-            return method
-    return None
+            return [method]
+    return []
+
+
+def _scale_of(weight: Tensor, spec: QuantSpec, method: str | None) -> Tensor:
+    if is_searched(spec, method):
+        return nearest_params(weight, spec).scale
+    calibrator = make_calibrator(method or "max", spec)
+    calibrator.observe(weight)
+    return _scale(calibrator)
 
 
 def keeps_enough(quantizer: Quantizer, method: str) -> bool:
