@@ -93,8 +93,7 @@ def main(out: Path, steps: int = 150) -> None:
     file = fq.deliver(model, out / "q4_k.gguf", "gguf")
     compare("QAT, GGUF_Q4_K", model, file, AutoModelForCausalLM.from_pretrained(out, gguf_file=file.name))
     if llama_cpp.is_there():
-        with fq.delivery.llama_cpp_inputs(model):
-            assert text_by_llama_cpp(file) == text(model)
+        assert text_by_llama_cpp(file) == text(fq.delivery.llama_cpp_inputs(model))
         print(f"llama.cpp: the same text as the model with the inputs of llama.cpp\n{text_by_llama_cpp(file)}")
 
 

@@ -85,7 +85,7 @@ def test_equals_definition(data, name, symmetric):
     assert (found.lo / width, found.hi / width) == (max(lo, -kept), min(hi, kept))
 
 
-@pytest.mark.parametrize("arithmetic", Arithmetic, ids=str)
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DIVIDE, Arithmetic.RECIPROCAL, Arithmetic.MULTIPLIER], ids=str)
 @pytest.mark.parametrize("name", ["int4", "int3", "float8_e4m3fn", "int[-100,37]"])
 def test_near_the_best_threshold_for_the_data(name, arithmetic):
     spec = QuantSpec(name, arithmetic=arithmetic)

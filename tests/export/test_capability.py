@@ -80,6 +80,11 @@ def test_every_format_has_an_encoding(name: str) -> None:
     assert found.opset(constant=False) == (18 if found.portable else found.element.opset)
 
 
+def test_two_scales_are_refused() -> None:
+    with pytest.raises(ExportError, match=r"int8 per_tensor q8_k: it encodes and decodes by different scales"):
+        check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.Q8_K))
+
+
 def test_multiplier_is_refused_and_reciprocal_is_not() -> None:
     with pytest.raises(ExportError, match=r"int8 per_tensor multiplier: .* prepare the model with Arithmetic\.DIVIDE"):
         check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.MULTIPLIER))

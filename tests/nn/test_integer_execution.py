@@ -21,6 +21,7 @@ REASONS = {
     "float_weight": (nn.Linear(4, 4), "int8", None, "weight is in float"),
     "int16": (nn.Linear(4, 4), "int16", "int8", "do not fit 8 bits"),
     "multiplier": (nn.Linear(4, 4), "int8 per_tensor multiplier", "int8", "MULTIPLIER"),
+    "two scales": (nn.Linear(4, 4), "int8 per_tensor q8_0", "int8", "Q8_0 does not multiply codes by their scale"),
     "stochastic": (nn.Linear(4, 4), "int8 per_tensor stochastic", "int8", "stochastic"),
     "blocks": (nn.Linear(4, 4), "int8 per_block(-1:2)", "int8", "one scale"),
     "weight_blocks": (nn.Linear(4, 4), "int8", "int8 per_block(-1:2)", "one scale"),

@@ -50,7 +50,7 @@ def test_backends_and_codes_agree_with_the_reference(name: str, text: str) -> No
     fmt = fq.parse_format(name)
     granularity: Granularity = parse_granularity(text)
     x = hostile(fmt)
-    for arithmetic in fq.Arithmetic:
+    for arithmetic in (one for one in fq.Arithmetic if fmt.has_zero_point or not one.has_two_scales):
         for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE):
             spec = fq.QuantSpec(fmt, granularity, arithmetic=arithmetic, gradient=gradient)
             params = fq.choose_qparams(x, spec)

@@ -28,7 +28,7 @@ SPECS = [
         fq.Gradient,
         fq.Rounding,
     )
-    if symmetric or arithmetic is not fq.Arithmetic.MULTIPLIER
+    if arithmetic.is_linear or (symmetric and not (arithmetic.has_two_scales and "float" in fmt))
 ]
 
 
@@ -63,6 +63,7 @@ def test_text_names_only_what_differs_from_the_defaults():
         ("int8", fq.Arithmetic.DIVIDE, True),
         ("uint8", fq.Arithmetic.DIVIDE, False),
         ("uint8", fq.Arithmetic.MULTIPLIER, True),
+        ("uint8", fq.Arithmetic.Q8_K, True),
         ("float8_e4m3fn", fq.Arithmetic.DIVIDE, True),
     ],
 )
@@ -96,6 +97,12 @@ def test_is_a_value():
             lambda: fq.QuantSpec("uint8", symmetric=False, arithmetic=fq.Arithmetic.MULTIPLIER),
             r"MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False",
         ),
+        (
+            lambda: fq.QuantSpec("uint8", symmetric=False, arithmetic=fq.Arithmetic.Q8_0),
+            r"Q8_0 has no zero point; use DIVIDE or RECIPROCAL with symmetric=False",
+        ),
+        (lambda: fq.QuantSpec.parse("nf4 q8_k"), r"Q8_K is for integer formats such as int8_narrow, and nf4 is none"),
+        (lambda: fq.QuantSpec.parse("int8 q8_k scale=float16"), r"scales in float16 are for symmetric .* DIVIDE"),
         (lambda: fq.QuantSpec.parse("int8 per_tensor divid"), r"cannot read 'divid' .*did you mean divide"),
         (lambda: fq.QuantSpec.parse("int8 divid"), r"divid"),
         (lambda: fq.QuantSpec.parse("int8 per_tensor stochastik"), r"did you mean stochastic"),

@@ -153,7 +153,7 @@ def test_results_around_the_smallest_normal_number(backend, name):
             scale = torch.tensor([mantissa * 2.0**exponent], dtype=torch.float64).float()
             x = torch.cat([patterns, (torch.arange(-160, 161) * 0.5 * scale).to(torch.bfloat16)])
             for arithmetic in fq.Arithmetic:
-                if affine and arithmetic is fq.Arithmetic.MULTIPLIER:
+                if arithmetic.has_two_scales or (affine and not arithmetic.is_linear):
                     continue
                 params = fq.QParams(scale, torch.tensor([5], dtype=torch.int32) if affine else None)
                 spec = fq.QuantSpec(fmt, symmetric=not affine, arithmetic=arithmetic)

@@ -38,9 +38,9 @@ RUNS = {
 
 def specs(name: str, granularity: fq.Granularity) -> Iterator[fq.QuantSpec]:
     """Every specification of a format: symmetric and not, all arithmetics, all scale formats."""
-    for arithmetic in fq.Arithmetic:
+    for arithmetic in (fq.Arithmetic.DIVIDE, fq.Arithmetic.RECIPROCAL, fq.Arithmetic.MULTIPLIER):
         yield fq.QuantSpec(name, granularity, symmetric=True, arithmetic=arithmetic)
-        if fq.formats().get(name, fq.parse_format(name)).has_zero_point and arithmetic is not fq.Arithmetic.MULTIPLIER:
+        if fq.formats().get(name, fq.parse_format(name)).has_zero_point and arithmetic.is_linear:
             yield fq.QuantSpec(name, granularity, symmetric=False, arithmetic=arithmetic)
     for scale in list(SCALES.values())[1:]:
         yield fq.QuantSpec(name, granularity, scale=scale, symmetric=True)

@@ -91,8 +91,8 @@ def shift_of(format: Format) -> int:
 def _element(spec: QuantSpec) -> Args | str:
     """The arguments for the format of a specification, or the reason why no file holds it for any axes."""
     format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
-    if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return "files multiply codes by scales, and these scales divide them"
+    if not spec.arithmetic.is_linear:
+        return f"files multiply codes by scales, and {spec.arithmetic} does not"
     if spec.scale.rounding is ScaleRounding.SIGNED:
         return "programs take scales for positive, and these are signed"
     if getattr(spec, "offset", None) is not None:

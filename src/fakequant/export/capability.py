@@ -281,6 +281,11 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
     Raises:
         ExportError: ONNX cannot express the specification exactly.
     """
+    if spec.arithmetic.has_two_scales:
+        raise ExportError(
+            f"{spec}: it encodes and decodes by different scales, which QuantizeLinear and DequantizeLinear do not; "
+            "prepare the model with Arithmetic.DIVIDE (or RECIPROCAL), or deliver it as GGUF"
+        )
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         raise ExportError(
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "

@@ -15,10 +15,14 @@ compressed-tensors (W8A8_DYNAMIC); BitNet b1.58, arXiv 2402.17764.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.names import ALIASES as ALIASES
 from fakequant.model.names import NAMED
 from fakequant.model.names import find_preset as find_preset
+from fakequant.numerics.granularity import PerBlock
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
 _TABLES_AT_8_BITS = Rule(
@@ -175,8 +179,15 @@ GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m
 """4.25 bits: FP4 in blocks of 32 under powers of two."""
 
 
+LLAMA_CPP_INPUTS = {
+    32: TensorConfig("int8_narrow per_block(-1:32,pad) q8_0", dynamic=True),
+    256: TensorConfig("int8_narrow per_block(-1:256,pad) q8_k", dynamic=True),
+}
+"""How llama.cpp quantizes the inputs of products, by the size of the blocks of the weight's type."""
+
+
 def presets() -> dict[str, Config]:
-    """All presets by name.
+    """All presets by name; those of GGUF, with `_A8` behind the name, also have llama.cpp's inputs of products.
 
     >>> sorted(presets())[:3]
     ['BITNET', 'FP8', 'FP8_BLOCK']
@@ -184,4 +195,18 @@ def presets() -> dict[str, Config]:
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 
 
+def _with_inputs(rule: Rule) -> Rule:
+    """A rule for a type of GGUF with llama.cpp's inputs, in blocks as those of the weight under one stored scale."""
+    if rule.weight is None:
+        return rule
+    spec = rule.weight.spec
+    sizes = [dict(one.sizes)[-1] for one in (spec.granularity, spec.scale.granularity) if isinstance(one, PerBlock)]
+    return replace(rule, input=LLAMA_CPP_INPUTS[prod(sizes)])
+
+
 NAMED.update(presets())
+NAMED.update(
+    (name := f"{preset.name}_A8", Config(name, tuple(map(_with_inputs, preset.rules))))
+    for preset in presets().values()
+    if preset.name.startswith("GGUF_")
+)

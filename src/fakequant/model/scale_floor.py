@@ -14,7 +14,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.numerics.blocks import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.spec import Arithmetic, Rounding
+from fakequant.numerics.spec import Rounding
 from fakequant.offload import fetched
 from fakequant.ops import library
 
@@ -38,7 +38,7 @@ def raise_scales(model: nn.Module) -> list[str]:
     raised = []
     for path, weight in quantized_weights(model).items():
         quantizer, inputs = weight.quantizer, _input_scales(weight)
-        plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic is not Arithmetic.MULTIPLIER
+        plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic.is_linear
         plain = plain and not quantizer.spec.scale.is_exact
         if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:
             continue

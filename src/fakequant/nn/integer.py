@@ -18,7 +18,7 @@ from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library, products
 from fakequant.ops.convolutions import PackedWeight
 
@@ -184,8 +184,8 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
         return f"codes of {fmt} are no integers"
     if fmt.storage not in products.CODES:
         return f"codes of {fmt} do not fit 8 bits"
-    if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return "Arithmetic.MULTIPLIER divides codes, and a product multiplies them"
+    if not spec.arithmetic.is_linear:
+        return f"{spec.arithmetic} does not multiply codes by their scale, and a product does"
     if spec.rounding is Rounding.STOCHASTIC:
         return "stochastic rounding is simulated"
     if spec.offset is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -253,9 +254,18 @@ def choose_qparams(
 
 def _symmetric_scale(range: Range, spec: QuantSpec, limit: float, bound: float | None) -> Tensor:
     """The scale that maps the range to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
-    if spec.arithmetic is not Arithmetic.MULTIPLIER:
+    if spec.arithmetic.is_linear:
         return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound)
     amax = range.amax
     tiny = torch.finfo(amax.dtype).tiny
+    if spec.arithmetic is not Arithmetic.MULTIPLIER:
+        most = min(limit, torch.finfo(torch.float16).max) if spec.arithmetic is Arithmetic.Q8_0 else limit
+        power = above(spec.format.bound)
+        return (amax / power).clamp(tiny, most * spec.format.bound / power)
     multiplier = divide(torch.full_like(amax, spec.format.bound), amax)
     return multiplier.clamp(1.0 / limit, 1.0 / tiny)
+
+
+def above(bound: float) -> float:
+    """The power of two next above a bound; a quotient by it is exact."""
+    return 2.0 ** math.frexp(bound)[1]

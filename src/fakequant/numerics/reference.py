@@ -14,9 +14,10 @@ from torch import Tensor
 from fakequant.errors import QParamsError
 
 from .blocks import block_axes, blocked, blocked_groups, unblocked
+from .division import divide, reciprocal
 from .granularity import Granularity, Shape
 from .philox import random_words
-from .qparams import QParams, Range, choose_qparams, compute_dtype, measure
+from .qparams import QParams, Range, above, choose_qparams, compute_dtype, measure
 from .scales import ScaleRounding
 from .spec import Arithmetic, Gradient, QuantSpec, Rounding
 from .sums import order_free_sum
@@ -89,7 +90,7 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
     elif spec.arithmetic is Arithmetic.MULTIPLIER:
         scaled = x * scale
     else:
-        raise AssertionError(f"an arithmetic without a definition: {spec.arithmetic}")
+        scaled = x * _multiplier_and_step(scale, spec)[0]
     unclamped = spec.format.round(scaled) if b.words is None else spec.format.round_stochastically(scaled, b.words)
     if zero_point is not None:
         unclamped = unclamped + zero_point
@@ -106,7 +107,18 @@ def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: Quant
     elif spec.format.has_zero_point:
         # Integers have no negative zero: -0.0 + 0.0 is +0.0, every other value stays.
         codes = codes + 0.0
-    return codes * scale
+    return codes * (scale if spec.arithmetic.is_linear else _multiplier_and_step(scale, spec)[1])
+
+
+def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The number of codes per unit of x by which Q8_0 and Q8_K encode, and the units per code by which they decode."""
+    bound = torch.full_like(scale, spec.format.bound)
+    amax = scale * above(spec.format.bound)
+    multiplier = divide(bound, amax)
+    if spec.arithmetic is Arithmetic.Q8_0:
+        return multiplier, divide(amax, bound).half().to(scale.dtype)
+    assert spec.arithmetic is Arithmetic.Q8_K, f"an arithmetic without a definition: {spec.arithmetic}"
+    return multiplier, reciprocal(multiplier)
 
 
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
@@ -178,7 +190,7 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
         return params.range
     fmt = spec.format
     if spec.symmetric:
-        bound = torch.full_like(params.scale, fmt.bound)
+        bound = torch.full_like(params.scale, above(fmt.bound) if spec.arithmetic.has_two_scales else fmt.bound)
         amax = bound / params.scale if spec.arithmetic is Arithmetic.MULTIPLIER else (bound * params.scale).abs()
         return Range(-amax, amax)
     zero_point = 0.0 if params.zero_point is None else params.zero_point.to(params.scale.dtype)
@@ -264,6 +276,8 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
         # in float32, and at most the largest number, because m < 1e-18 reaches beyond it: 0 / 0 and 0 * inf are NaN.
         largest = torch.finfo(scale.dtype).max
         scale = (-scale / b.scale / b.scale).clamp(-largest, largest)
+    elif spec.arithmetic.has_two_scales:
+        scale = scale * (above(fmt.bound) / fmt.bound)
     unit = b.scale if spec.offset is None else torch.ones_like(b.scale)
     return _Slopes(scale, torch.where(inside, 0.0, -unit))
 

@@ -25,6 +25,26 @@ class Arithmetic(Enum):
     """clamp(rint(x * (1 / s)) + zp), (q - zp) * s: ATen fake_quantize_*."""
     MULTIPLIER = "multiplier"
     """clamp(rint(x * m)), q / m with m = bound / amax given as the scale: NVIDIA pytorch-quantization."""
+    Q8_0 = "q8_0"
+    """clamp(rint(x * (127 / a))), q * float16(a / 127): llama.cpp's inputs in blocks of 32, `quantize_row_q8_0`.
+
+    Given as the scale is a / 128, which is exact. 127 stands for the bound of the format, 128 for the power of two next
+    above it.
+    """
+    Q8_K = "q8_k"
+    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a: its inputs in blocks of 256, `quantize_row_q8_K`; the scale is
+    that of Q8_0.
+    """
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a code q has the value (q - zp) * s."""
+        return self in (Arithmetic.DIVIDE, Arithmetic.RECIPROCAL)
+
+    @property
+    def has_two_scales(self) -> bool:
+        """Whether codes are made by another scale than the one that gives their values."""
+        return self in (Arithmetic.Q8_0, Arithmetic.Q8_K)
 
 
 class Gradient(Enum):
@@ -77,7 +97,8 @@ class QuantSpec:
             clamp(rint((x + m) / s)), values q * s - m. None, the default: there are none.
 
     Raises:
-        SpecError: an unknown format, an asymmetric float format, a zero point under MULTIPLIER, or an offset for a
+        SpecError: an unknown format, an asymmetric float format, a zero point under another arithmetic than
+            DIVIDE and RECIPROCAL, or an offset for a
             format with negative codes.
 
     >>> spec = QuantSpec("uint8", PerChannel(0), arithmetic=Arithmetic.RECIPROCAL)
@@ -141,19 +162,21 @@ class QuantSpec:
         if self.format.quant_min > 0:
             raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
         self._check_scale()
+        if self.arithmetic.has_two_scales and not self.format.has_zero_point:
+            raise SpecError(f"{self.arithmetic} is for integer formats such as int8_narrow, and {self.format} is none")
         if self.offset is not None:
             self._check_offset(self.offset)
         if self.symmetric:
             return
         if not self.format.has_zero_point:
             raise SpecError(f"{self.format} has no zero point: symmetric=False is for integer formats only")
-        if self.arithmetic is Arithmetic.MULTIPLIER:
-            raise SpecError("Arithmetic.MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
+        if not self.arithmetic.is_linear:
+            raise SpecError(f"{self.arithmetic} has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
 
     def _check_scale(self) -> None:
         scale, plain = self.scale, self.scale.rounding is ScaleRounding.NEAREST and self.scale.is_exact
         if scale != ScaleSpec() and (
-            self.arithmetic is Arithmetic.MULTIPLIER or not (self.symmetric or plain or scale.format is None)
+            not self.arithmetic.is_linear or not (self.symmetric or plain or scale.format is None)
         ):
             raise SpecError(
                 f"scales in {scale.format or scale} are for symmetric specifications with DIVIDE or RECIPROCAL; "
@@ -317,7 +340,7 @@ class QuantSpec:
 
 
 def _symmetric_by_default(fmt: Format, arithmetic: Arithmetic) -> bool:
-    return fmt.signed or not fmt.has_zero_point or arithmetic is Arithmetic.MULTIPLIER
+    return fmt.signed or not fmt.has_zero_point or not arithmetic.is_linear
 
 
 _WORDS: dict[str, dict[str, Any]] = {

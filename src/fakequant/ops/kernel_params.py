@@ -58,6 +58,8 @@ def cannot_round(fmt: Format, dtype: torch.dtype) -> str | None:
 
 def cannot_hold(spec: QuantSpec) -> str | None:
     """Why the kernels do not compute with the parameters of a specification, or None."""
+    if spec.arithmetic.has_two_scales:
+        return f"the kernels encode and decode by one scale, and {spec} by two"
     if spec.offset is not None:
         return f"the kernels shift codes by zero points, and {spec} shifts x by offsets"
     if spec.scale.is_exact:

@@ -1,4 +1,6 @@
-"""Inputs of products as llama.cpp quantizes them: its rules by numpy, and its logits."""
+"""Inputs of products as llama.cpp quantizes them, and its logits."""
+
+import copy
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.delivery import deliver
-from fakequant.delivery.gguf.activations import as_llama_cpp_has, llama_cpp_inputs
+from fakequant.delivery.gguf.activations import computed_by_llama_cpp, llama_cpp_inputs
 from fakequant.delivery.gguf.blocks import LAYOUTS
 from fakequant.delivery.gguf.lattices import spec_of
 from fakequant.delivery.gguf.llama_cpp import LlamaCpp
@@ -18,41 +20,51 @@ from tests.support.language_models import language_model
 IDS = torch.arange(8).reshape(1, 8) * 29 % 320
 
 
-def by_numpy(x, block):
-    """`quantize_row_q8_0` for AVX and `quantize_row_q8_K_ref`, as their sources have them."""
-    values = x.numpy().reshape(-1, block)
-    found = np.zeros_like(values)
-    for row, out in zip(values, found, strict=True):
-        place = np.abs(row).argmax()
-        if row[place] == 0:
-            continue
-        if block == 32:
-            amax = np.abs(row[place])
-            out[:] = np.rint(row * (np.float32(127) / amax)) * np.float32(np.float16(amax / np.float32(127)))
-        else:
-            scale = np.float32(-127) / row[place]
-            out[:] = np.minimum(127, np.rint(row * scale)) * (np.float32(1) / scale)
-    return torch.from_numpy(found).reshape(x.shape)
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_presets_and_prepared_models_have_the_inputs_of_each_type(kind):
+    net = nn.Sequential(nn.Embedding(4, 512), nn.Linear(512, 8))
+    model = fq.prepare(copy.deepcopy(net), f"gguf_{kind}_a8", skip=[])
+    block = LAYOUTS[kind].weights
+    own = "int8_narrow per_block(-1:32,pad) q8_0" if block == 32 else "int8_narrow per_block(-1:256,pad) q8_k"
+    assert (str(model[1].input_quantizer.spec), model[1].input_quantizer.dynamic) == (own, True)
+    plain = fq.prepare(net, f"gguf_{kind}", skip=[])
+    ids = torch.arange(4)
+    before = plain(ids)
+    with computed_by_llama_cpp(plain):
+        assert torch.equal(plain(ids), model(ids))
+        assert str(plain[1].input_quantizer.spec) in str(fq.summary(plain))
+    assert torch.equal(plain(ids), before)
+    assert plain[1].input_quantizer is None
+    assert torch.equal(llama_cpp_inputs(plain)(ids), model(ids))
+    assert torch.equal(llama_cpp_inputs(plain)(ids), model(ids))
 
 
-@pytest.mark.parametrize("block", [32, 256])
-def test_the_rules_are_those_of_the_sources(block):
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 4, 64)[:, None]
-    x[3], x[4, :256], x[5] = 0, 0, 1.5  # all zero, half of a row, all of one size
-    x[6] = torch.randint(-4, 5, (512,)) / 8.0  # ties
-    assert torch.equal(as_llama_cpp_has(x, block), by_numpy(x, block))
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_steps_see_the_inputs_and_the_file_is_the_same(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    model = fq.prepare(language_model("llama", num_hidden_layers=1), "gguf_q4_k_a8", skip=[])
+    plain = fq.prepare(language_model("llama", num_hidden_layers=1), "gguf_q4_k", skip=[])
+    path = deliver(model, tmp_path / "one.gguf", "gguf")
+    assert path.read_bytes() == deliver(plain, tmp_path / "two.gguf", "gguf").read_bytes()
+    report = fq.verify_delivery(path, model, [IDS])
+    assert report.exact, str(report)
+    assert not [one for one in report.far if "llama.cpp" in one]
+    values = [{one.layer: one.value for one in fq.sensitivity(each, [IDS])} for each in (model, plain)]
+    assert all(values[0][layer] != values[1][layer] for layer in values[0] if "proj" in layer)
+    model.train()
+    model(IDS, labels=IDS).loss.backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
 
 
-def test_gradients_pass_and_the_model_is_as_before_after_the_context():
-    model = fq.prepare(nn.Sequential(nn.Linear(32, 8)), "gguf_q8_0", skip=[])
-    x = torch.randn(4, 32, requires_grad=True)
-    before = model(x)
-    with llama_cpp_inputs(model):
-        within = model(x)
-    assert not torch.equal(within, before)
-    assert torch.equal(within, model(as_llama_cpp_has(x, 32)))
-    assert torch.equal(torch.autograd.grad(within.sum(), x)[0], torch.autograd.grad(before.sum(), x)[0])
-    assert torch.equal(model(x), before)
+def test_other_inputs_are_refused(tmp_path):
+    net = language_model("llama", num_hidden_layers=1)
+    rules = [fq.Rule("*", weight=spec_of("Q4_K"), input=fq.TensorConfig("int8 per_token", dynamic=True))]
+    model = fq.prepare(net, fq.Config("own rules", rules), skip=[])
+    message = r"its input is int8 per_token dynamic, and llama.cpp computes int8_narrow .* q8_k dynamic, as a preset"
+    with pytest.raises(ExportError, match=message):
+        deliver(model, tmp_path, "gguf")
 
 
 def test_a_weight_that_llama_cpp_cannot_have_is_named_and_no_layer_is_changed():
@@ -60,8 +72,8 @@ def test_a_weight_that_llama_cpp_cannot_have_is_named_and_no_layer_is_changed():
     fq.calibrate(model, [torch.randn(4, 32)], progress=False)
     before = model(torch.ones(1, 32))
     message = r"llama.cpp cannot have 1\.weight: no type of GGUF is int8 per_channel"
-    with pytest.raises(ExportError, match=message), llama_cpp_inputs(model):
-        pass
+    with pytest.raises(ExportError, match=message):
+        llama_cpp_inputs(model)
     assert torch.equal(model(torch.ones(1, 32)), before)
 
 
@@ -73,7 +85,7 @@ def test_llama_cpp_computes_these_logits(kind, tmp_path):
     rules = [fq.Rule("*", weight=fq.TensorConfig(spec_of(kind)))]
     model = fq.prepare(language_model("llama", num_hidden_layers=1), fq.Config("own rules", rules), skip=[])
     theirs = LlamaCpp(deliver(model, tmp_path, "gguf"))(IDS)["logits"][0].numpy()
-    with torch.no_grad(), llama_cpp_inputs(model):
+    with torch.no_grad(), computed_by_llama_cpp(model):
         ours = model(IDS).logits[0].numpy()
     with torch.no_grad():
         weights_only = model(IDS).logits[0].numpy()

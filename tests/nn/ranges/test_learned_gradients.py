@@ -113,7 +113,7 @@ def test_tqt_is_equation_7(spec: str, granularity: Any) -> None:
     torch.testing.assert_close(gradients(quantizer, X, DY)["log2_threshold"], wanted, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("arithmetic", Arithmetic, ids=lambda a: a.value)
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DIVIDE, Arithmetic.RECIPROCAL, Arithmetic.MULTIPLIER])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradient_is_that_of_a_smooth_surrogate_by_finite_differences(method: str, arithmetic: Arithmetic) -> None:
     """The surrogate holds rounding errors, and which values saturate, as they are; it shares no code with the rest."""

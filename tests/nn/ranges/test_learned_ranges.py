@@ -85,7 +85,7 @@ def test_gradient_factor_counts_what_shares_a_scale_in_one_example(kind: Kind, g
     torch.testing.assert_close(gradients(quantizer, X, DY)["step"], plain * factor, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("arithmetic", Arithmetic, ids=lambda a: a.value)
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DIVIDE, Arithmetic.RECIPROCAL, Arithmetic.MULTIPLIER])
 @pytest.mark.parametrize("method", ["lsq", "pact"])
 def test_a_parameter_below_zero_quantizes_to_zero_and_comes_back(method: str, arithmetic: Arithmetic) -> None:
     x = data(64, dtype=torch.float32)

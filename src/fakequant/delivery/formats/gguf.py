@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fakequant.delivery.folder import later
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
 from fakequant.delivery.gguf import llama_cpp
-from fakequant.delivery.gguf.activations import llama_cpp_inputs
+from fakequant.delivery.gguf.activations import computed_by_llama_cpp, inputs_for
 from fakequant.delivery.gguf.architecture import MADE, GgufNames, architecture_of, check_settings, describe
 from fakequant.delivery.gguf.blocks import LAYOUTS, Array
 from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf, require_gguf
@@ -35,6 +35,8 @@ from fakequant.model.state.snapshots import QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.paths import join
+from fakequant.nn.quantizer import Quantizer
+from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -69,12 +71,14 @@ class Gguf(DeliveryFormat):
             return "it quantizes no functions of a forward"
         if part.is_stack or not isinstance(part.module, (nn.Linear, nn.Embedding)):
             return f"it quantizes linear layers and embeddings, and this is a {part.kind}"
-        if [*part.operands] != ["weight"]:
-            return "it quantizes weights, and nothing else"
+        if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
+            return "it quantizes weights, and inputs of products with them"
         try:
-            kind_of(part.operands["weight"].spec, part.shape)
+            own = inputs_for(part.operands["weight"].spec, part.shape)
         except ShapeError as error:
             return str(error)
+        if (given := part.operands.get("input", own)) != own:
+            return f"its input is {given}, and llama.cpp computes {own}, as a preset GGUF_..._A8 does"
         return None
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
@@ -138,7 +142,7 @@ def _by_llama_cpp(path: Path, dtype: torch.dtype) -> Engine:
         note = f"Outputs are not compared in llama.cpp: it computes in float32; convert the model from {dtype}."
         return Engine("llama.cpp", notes=[note])
     model = llama_cpp.LlamaCpp(path)
-    return Engine("llama.cpp", model=model, as_it=llama_cpp_inputs, tolerance=_LLAMA_CPP, on_average=True)
+    return Engine("llama.cpp", model=model, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
 
 
 def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> GgufTensor:
@@ -179,7 +183,7 @@ class _NamedTensors:
     """The tensors of a file by their names in a model."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
-        self.file, architecture = GgufFile(path), architecture_of(model)
+        self.file, self.model, architecture = GgufFile(path), model, architecture_of(model)
         self.names, self.shared, self.places = (
             GgufNames(architecture, model.config),
             shared_names(model),
@@ -212,7 +216,8 @@ class _NamedTensors:
         for name in self.coded:
             entry = QuantizerEntry(TensorConfig(spec_of(self.stored[name].kind)))
             for place in self._readers(name):
-                layers[place.path] = LayerEntry(place.kind, quantizers={place.attribute: entry})
+                held = {place.attribute: entry, **self._inputs(place, entry.tensor.spec, self.stored[name].shape)}
+                layers[place.path] = LayerEntry(place.kind, quantizers=held)
         weights = Made({name: partial(self._weight, name) for name in self.coded})
         tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
         return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights)
@@ -221,6 +226,13 @@ class _NamedTensors:
         """The modules of a model that hold a weight."""
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
         return [self.places[one] for one in names if one in self.places]
+
+    def _inputs(self, place: Any, weight: QuantSpec, shape: tuple[int, ...]) -> dict[str, QuantizerEntry]:
+        """The quantizer of a model's inputs where it is llama.cpp's: the type of the weight in the file implies it."""
+        own = getattr(self.model.get_submodule(place.path), place.input, None) if place.input else None
+        config = inputs_for(weight, shape)
+        same = isinstance(own, Quantizer) and own.quantizes and TensorConfig(own.spec, own.dynamic) == config
+        return {place.input: QuantizerEntry(config)} if same else {}
 
     def _rows(self, name: str) -> Array:
         """The content of a tensor, in the order of the model's rows."""

@@ -31,7 +31,7 @@ from fakequant.model.state.snapshots import QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.scales import ScaleRounding
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 _HOLDS = f"files have integers of 2 to 8 bits, {E4M3}, and {NVFP4_SPEC}"
@@ -121,7 +121,7 @@ def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
     whole = block[0] >= shape[0]
     if spec.scale.rounding is ScaleRounding.SIGNED:
         return "programs take scales for positive, and these are signed"
-    if spec.arithmetic is Arithmetic.MULTIPLIER or spec.offset is not None:
+    if not spec.arithmetic.is_linear or spec.offset is not None:
         return "files multiply codes by scales, without offsets in units of x"
     if len(shape) != 2 or any(size % by for size, by in zip(shape, block, strict=True)):
         return f"groups divide weights, and {list(shape)} are no multiples of {list(block)}"

@@ -12,7 +12,7 @@ from fakequant.delivery.gguf.blocks import LAYOUTS, Array, pack, unpack
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.numerics.scales import StoredScales
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import QuantSpec
 
 _SPECS = {
     "TQ1_0": "int2_narrow per_block(-1:256) scale=float16",
@@ -64,7 +64,7 @@ def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
 
 def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
     """Whether a type's specification `own` has all codes and scales of `spec`, with the same values."""
-    if spec.arithmetic is Arithmetic.MULTIPLIER or _form(spec) != _form(own):
+    if not spec.arithmetic.is_linear or _form(spec) != _form(own):
         return False
     format, all_of_own = spec.format, own.format
     if not (format.has_zero_point and all_of_own.has_zero_point):

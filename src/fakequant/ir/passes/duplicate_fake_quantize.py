@@ -62,11 +62,11 @@ def _same_quantizer(a: IROp, b: IROp) -> bool:
 
 def _is_idempotent(graph: Graph, op: IROp) -> bool:
     params = [graph.constants.get(id) for id in op.input_ids[1:]]
-    if any(constant is None for constant in params):
-        return False
+    spec = QuantSpec.parse(op.attributes["spec"])
+    if any(constant is None for constant in params) or spec.arithmetic.has_two_scales:
+        return False  # of those that encode and decode by different scales no code need keep its value
     given = [c.tensor.detach().reshape(-1, 1) for c in params if isinstance(c, Constant)]
     scale, zero_point = given[0], given[1] if len(given) > 1 else None
-    spec = QuantSpec.parse(op.attributes["spec"])
     codes = values_of(spec.format).to(scale)
     if codes.numel() * scale.numel() > _LIMIT:
         return False

@@ -74,6 +74,11 @@ class LearnedRange(QuantizerPart, ABC):
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__()
+        if spec.arithmetic.has_two_scales:
+            raise ConfigError(
+                f"{spec} makes codes by another scale than it decodes them, so that no one scale can be learned; leave "
+                "it as calibrated or dynamic, or use the arithmetic divide"
+            )
         if not spec.is_plain:
             raise ConfigError(
                 f"{spec} has scales in {spec.scale.format or spec.scale}, which cannot be learned: they follow from "

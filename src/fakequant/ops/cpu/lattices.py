@@ -35,6 +35,8 @@ class LatticeBackend(CpuBackend):
 
 def _cannot_shift(spec: QuantSpec, dtype: torch.dtype) -> str | None:
     """The reason why no kernel quantizes a dtype with negative scales or offsets, or None."""
+    if spec.arithmetic.has_two_scales:
+        return cannot_hold(spec)
     if spec.gradient in (Gradient.CLIP, Gradient.INPUT_RANGE):
         return f"the ends of its range turn round with the sign of a scale, where {spec.gradient.value} looks at them"
     if spec.offset is None:
