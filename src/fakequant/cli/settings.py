@@ -13,11 +13,11 @@ from torch import nn
 from fakequant.cli.recipe import Recipe
 from fakequant.cli.results import CHECKPOINT
 from fakequant.data.batches import Batches
+from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
-from fakequant.ptq.improving.digest import NoDigestError, digest
 from fakequant.ptq.improving.finished import run_of
 
 

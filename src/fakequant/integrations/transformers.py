@@ -1,4 +1,4 @@
-"""`save_pretrained` and `from_pretrained` of Hugging Face's transformers for quantized models.
+"""`save_pretrained`, `from_pretrained` and the Trainer of Hugging Face's transformers for quantized models.
 
 Importing this module registers the quantization method "fakequant" with transformers. A program that does not import
 it gets a warning from transformers that the method is unknown, and the float model.
@@ -7,6 +7,7 @@ it gets a warning from transformers that the method is unknown, and the float mo
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -207,3 +208,10 @@ def _make_room(model: nn.Module, path: str, described: Any) -> None:
             f"the quantization_config is damaged: {path} is not a tensor of a quantizer; save the model again"
         )
     setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "QATCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # At first use: transformers' callbacks import peft and torchvision where these are installed.
+    return import_module("fakequant.integrations.transformers_trainer").QATCallback

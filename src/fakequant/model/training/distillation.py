@@ -108,6 +108,22 @@ class Distillation:
             ConfigError: the model and its teacher give other shapes, or `mask` fits nothing that is compared.
         """
         outputs, own = self._run(model, forward)
+        return outputs, self.distance(model, own, forward, masks)
+
+    def distance(
+        self, model: nn.Module, own: Sequence[Tensor], forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The distance of a trained model from its teacher, by what it gave for a batch already.
+
+        Args:
+            model: the one that is trained.
+            own: what `compared` found in its outputs.
+            forward: calls a model with the batch.
+            masks: of the batch, see `masks`.
+
+        Raises:
+            ConfigError: as `student`.
+        """
         teacher = self._teacher_of(model)
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
@@ -129,20 +145,28 @@ class Distillation:
         elif not any(masks[-1] is mask for found in fitting for mask in found):
             shapes = ", ".join(str(list(x.shape)) for x in each)
             raise ConfigError(f"the mask {list(masks[-1].shape)} has the leading axes of nothing compared: {shapes}")
-        return outputs, torch.stack([_mean(x, found) for x, found in zip(each, fitting, strict=True)]).sum()
+        return torch.stack([_mean(x, found) for x, found in zip(each, fitting, strict=True)]).sum()
 
     def _teacher_of(self, model: nn.Module) -> nn.Module:
         return self.teacher if isinstance(self.teacher, nn.Module) else model
 
-    def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:
-        """The outputs of a model, and the tensors that are compared."""
-        with _seen(model, self.features) as seen:
-            outputs = forward(model)
+    def watched(self, model: nn.Module) -> Any:
+        """A context that gives what the modules of `features` return in their last call, by name."""
+        return _seen(model, self.features)
+
+    def compared(self, outputs: Any, seen: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors that are compared, of the outputs of a model and of what `watched` saw in that call."""
         if not self.features:
-            return outputs, [(self.logits or _logits)(outputs)]
+            return [(self.logits or _logits)(outputs)]
         if missing := [name for name in self.features if name not in seen]:
             raise ConfigError(f"features: no tensor came out of {missing[0]} in this batch")
-        return outputs, [seen[name] for name in self.features]
+        return [seen[name] for name in self.features]
+
+    def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:
+        """The outputs of a model, and the tensors that are compared."""
+        with self.watched(model) as seen:
+            outputs = forward(model)
+        return outputs, self.compared(outputs, seen)
 
     def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
         student = F.log_softmax(own.float() / self.temperature, self.axis)

@@ -19,6 +19,7 @@ from torch import nn
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.data.arguments import Metric, check_float_model, check_metric
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.digest import digest
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.files import check_path, output_errors, writable_file, write_whole
@@ -34,7 +35,6 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.formats.comparison import Compared, Comparison, best_first, read_rows
-from fakequant.ptq.improving.digest import digest
 from fakequant.ptq.improving.finished import run_of
 from fakequant.ptq.improving.improve import checked_steps, improve
 

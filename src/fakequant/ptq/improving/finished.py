@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.batches import KeptBatches
+from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
@@ -23,7 +24,6 @@ from fakequant.model.state.json_values import value_of
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.improving.digest import NoDigestError, digest
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import Choice
 from fakequant.version import __version__

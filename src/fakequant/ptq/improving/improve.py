@@ -12,6 +12,7 @@ from torch import nn
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.digest import digest
 from fakequant.data.progress import track
 from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
@@ -22,7 +23,6 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import Collector
-from fakequant.ptq.improving.digest import digest
 from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.improving.finished import Finished, run_of
 from fakequant.ptq.inputs.beside import Beside

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakequant.ptq.improving.digest import NoDigestError, digest
+from fakequant.data.digest import NoDigestError, digest
 
 Pair = namedtuple("Pair", "x y")
 

@@ -1,0 +1,98 @@
+"""Scales and batch statistics while a model trains with quantizers: when they move, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from fakequant.distributed import is_data_parallel, refuse_sharded, whole
+from fakequant.errors import ConfigError
+from fakequant.model.ties import share_learned
+from fakequant.model.weights import fresh_weight, give_range, note_weight, quantized_weights, warn_of_zeros
+from fakequant.nn.quantizer import Kind, quantizers
+from fakequant.ops import library
+from fakequant.restore import attributes_of, restore_on_error, state_of
+
+
+class Scales(Enum):
+    """When scales may move during fine-tuning."""
+
+    FIXED = "fixed"
+    """Never: those found by calibration stay, as NVIDIA advises; what was learned is fixed."""
+    EPOCH = "epoch"
+    """Those of weights are taken from the weights anew at the start of every epoch. The first one starts with the codes
+    that `fakequant.ptq` chose."""
+    LEARNED = "learned"
+    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`."""
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
+    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    with restore_on_error(attributes_of(found, "training")):
+        for module in found:
+            module.eval()
+
+
+def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
+    """Bring the quantizers of a model to a policy for their scales; static weight ranges are fixed from the weights.
+
+    Args:
+        scales: when scales may move.
+        method: how, with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
+        options: of the method.
+
+    Raises:
+        ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
+            then nothing is changed. LEARNED for a model that is wrapped in DistributedDataParallel or sharded by
+            fully_shard already.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> set_scales(model, Scales.LEARNED, "lsq")
+    >>> model[0]._weight_quantizer.learned.method
+    'lsq'
+    """
+    with restore_on_error(state_of(quantizers(model).values())):
+        _set_scales(model, scales, method, options)
+        share_learned(model)
+
+
+def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
+    static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
+    if scales is not Scales.LEARNED:
+        for quantizer in quantizers(model).values():
+            quantizer.stop_learning()
+    elif not all(quantizer.learned for quantizer in static):
+        _refuse_new_parameters(model)
+    _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
+    if scales is Scales.LEARNED:
+        for quantizer in static:
+            if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+                quantizer.learn(method, **options)
+        warn_of_zeros(model, quantizers(model))
+
+
+def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
+    """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
+    for name, weight in quantized_weights(model).items():
+        quantizer = weight.quantizer
+        if quantizer.dynamic or quantizer.follows:
+            continue
+        if anew and not weight.has_fixed_codes:  # codes that were chosen are where training starts
+            quantizer.reset()
+        if not quantizer.calibrated:
+            give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))
+            note_weight(weight)
+
+
+def _refuse_new_parameters(model: nn.Module) -> None:
+    """Raise where gradients of new parameters would not be summed over the processes that train the model."""
+    refuse_sharded(model, "call set_scales(LEARNED) on")
+    if is_data_parallel(model):
+        raise ConfigError(
+            "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "
+            "was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
+        )
