@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,7 +17,7 @@ import fakequant as fq
 from fakequant.delivery import DeliveryFormat, Part, delivery_formats, register_delivery
 from fakequant.delivery.format import _added
 from fakequant.errors import CheckpointError, ExportError, OutputError
-from fakequant.model.state.codecs import TensorFile
+from fakequant.model.state.codecs import TensorFile, write_folder
 
 X = torch.linspace(-3, 3, 3 * 64).reshape(3, 64)
 
@@ -187,3 +188,11 @@ def test_unknown_formats_and_paths_are_named(tmp_path: Path) -> None:
         fq.read(tmp_path, net())
     with pytest.raises(CheckpointError, match=r"does not say which model it is of|names the architecture None"):
         fq.read(fq.deliver(prepared(), tmp_path, "compressed-tensors"))
+
+
+def test_a_file_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    tensors = TensorFile({"a": torch.ones(4)}, {f"key {number}": "text" for number in range(20)})
+    for name in "ab":
+        write_folder(tmp_path, {f"{name}.safetensors": tensors})
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert safe_open(tmp_path / "a.safetensors", "pt").metadata() == tensors.metadata

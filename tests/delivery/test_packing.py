@@ -10,7 +10,7 @@ import torch
 
 from fakequant.delivery.packing import pack, unpack
 
-SHAPES = [(3, 5), (2, 64), (4, 33), (1, 1), (7,), (2, 3, 40), (0, 8), (3, 0)]
+SHAPES = [(3, 5), (2, 64), (4, 33), (1, 1), (7,), (2, 3, 40), (0, 8), (3, 0), (5, 60001), (300, 1001)]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -26,6 +26,15 @@ def test_bits(bits: int, shape: tuple[int, ...]) -> None:
     assert np.array_equal(packed.numpy(), expected)
     assert torch.equal(unpack(packed, bits, shape[-1]), numbers.int())
     assert torch.equal(pack(numbers.long(), bits), packed)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_signed_numbers_are_shifted_while_they_are_packed(bits: int) -> None:
+    half = 1 << bits - 1
+    numbers = torch.arange(-half, half, dtype=torch.int8).repeat(3, 5)
+    expected = pack(numbers.int() + half, bits)
+    assert torch.equal(pack(numbers, bits, half), expected)
+    assert torch.equal(pack(numbers.int(), bits, half - 256), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 5), (8, 1), (2, 0), (0, 8), (3, 1, 16)])

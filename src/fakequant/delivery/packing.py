@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+Array = np.ndarray
 
 _TOGETHER = 8
 """Codes of n bits that end with a byte: they take n bytes."""
@@ -12,39 +17,47 @@ _CHUNK = 1 << 17
 """Numbers that are packed at once: all steps find them in the cache of a core."""
 
 
-def pack(patterns: Tensor, bits: int) -> Tensor:
-    """Numbers below 2**bits [..., n] as uint8 [..., ceil(n * bits / 8)].
+def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
+    """Numbers [..., n] as uint8 [..., ceil(n * bits / 8)]; each and `plus` are below 2**bits in sum, modulo 256.
 
     >>> pack(torch.tensor([1, 2, 3]), 4)
     tensor([33,  3], dtype=torch.uint8)
     """
     count = patterns.shape[-1]
-    if bits == _TOGETHER:
-        return patterns.to(torch.uint8).contiguous()
-    size = -(-count * bits // _TOGETHER)
-    rows = patterns.flatten(0, -2) if patterns.dim() > 1 else patterns[None]
-    packed = torch.empty((len(rows), size), dtype=torch.uint8, device=patterns.device)
-    together = max(1, _CHUNK // max(count, 1))
-    for start in range(0, len(rows), together):
-        packed[start : start + together] = _packed(rows[start : start + together], bits)[:, :size]
-    return packed.reshape(*patterns.shape[:-1], size)
+    bytes_ = patterns.view(torch.uint8) if patterns.dtype is torch.int8 else patterns.to(torch.uint8)
+    rows = bytes_.cpu().numpy().reshape(prod(patterns.shape[:-1]), count)
+    packed = np.empty((len(rows), -(-count * bits // _TOGETHER)), np.uint8)
+    step = max(1, _CHUNK // max(count, 1))
+    wide = np.zeros((min(step, len(rows)), count + -count % _TOGETHER), np.uint8)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        np.add(part, np.uint8(plus % 256), out=wide[: len(part), :count])
+        found = _halved(wide[: len(part)], bits) if _TOGETHER % bits == 0 else _joined(wide[: len(part)], bits)
+        packed[start : start + step] = found[:, : packed.shape[1]]
+    return torch.from_numpy(packed).reshape(*patterns.shape[:-1], packed.shape[1])
 
 
-def _packed(rows: Tensor, bits: int) -> Tensor:
-    # A copy, because it is written, and because a view of eight bytes needs a start that eight divides.
-    wide = rows.to(torch.uint8, copy=True)
-    if left := -rows.shape[-1] % _TOGETHER:
-        wide = pad(wide, (0, left))
-    word = viewed(wide, torch.int64)
+def _halved(wide: Array, bits: int) -> Array:
+    """The numbers of bytes, which are overwritten: pairs become one byte until it is full."""
+    while bits < _TOGETHER:
+        pairs = wide.view("<u2")
+        pairs |= pairs >> np.uint16(_TOGETHER - bits)
+        wide, bits = pairs.astype(np.uint8), 2 * bits
+    return wide
+
+
+def _joined(wide: Array, bits: int) -> Array:
+    """The numbers of bytes, which are overwritten: eight become `bits` bytes."""
+    word = wide.view("<u8")
     for step in range(3):
         # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
         size, apart = bits << step, _TOGETHER << step
-        low = sum(((1 << size) - 1) << place for place in range(0, 64, 2 * apart))
-        second = word >> (apart - size)
-        second &= low << size
+        low = np.uint64(sum(((1 << size) - 1) << place for place in range(0, 64, 2 * apart)))
+        second = word >> np.uint64(apart - size)
+        second &= low << np.uint64(size)
         word &= low
         word |= second
-    return word.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(-2)
+    return wide.reshape(len(wide), -1, _TOGETHER)[..., :bits].reshape(len(wide), -1)
 
 
 def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -292,12 +292,13 @@ class _Weight(NamedTuple):
         return self.args["num_bits"]
 
     def signed(self, x: Tensor) -> Tensor:
-        return (x.to(torch.int32) - self.shift).to(torch.int8)
+        # Bytes wrap around, so that one of each number is enough.
+        return x if x.dtype is torch.int8 else (x.to(torch.uint8) + -self.shift % 256).view(torch.int8)
 
     def words(self, x: Tensor) -> Tensor:
-        # Bytes wrap around, so that one of each number is enough.
-        packed = pack(x.to(torch.uint8) + ((1 << self.bits - 1) - self.shift) % 256, self.bits)
-        return viewed(pad(packed, (0, -packed.shape[-1] % 4)), torch.int32)
+        packed = pack(x, self.bits, (1 << self.bits - 1) - self.shift)
+        left = -packed.shape[-1] % 4
+        return viewed(pad(packed, (0, left)) if left else packed, torch.int32)
 
     def of_words(self, x: Tensor, count: int) -> Tensor:
         return (unpack(viewed(x, torch.uint8), self.bits, count) - (1 << self.bits - 1)).to(torch.int8)

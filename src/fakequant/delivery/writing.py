@@ -14,6 +14,7 @@ from fakequant.delivery.format import Part
 from fakequant.delivery.places import without_quantizers
 from fakequant.model.state.codecs import TensorFile
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
+from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.nn.paths import module_at
 
 
@@ -110,8 +111,10 @@ class LayeredWriter:
         if field == "zero_point" and spec.symmetric:
             return self._names.split(name, torch.zeros(groups, dtype=torch.int32))
         one = "zero_point" if field == "zero_point" else "scale"
-        held = state.tensors.get(f"{path}.{one}")  # of a weight that no call has shown: made with its codes
-        found = (getattr(state.weights[name], one) if held is None else held).reshape(groups)
+        if (found := state.tensors.get(f"{path}.{one}")) is None:  # of a weight that no call has shown
+            weights = state.weights
+            found = getattr(weights.params(name) if isinstance(weights, QuantizedWeights) else weights[name], one)
+        found = found.reshape(groups)
         if field in ("scale_codes", "shared"):
             codes, shared = spec.scale.split(found)
             assert shared is not None

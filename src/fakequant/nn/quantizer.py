@@ -253,8 +253,8 @@ class Quantizer(FixedCodes):
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
         range = library.measure(x, self.spec.granularity)
-        lent = lend(range, self.spec)
-        given = lent is range or bool(range.amax.all())
+        lent = range if bool(range.amax.all()) else lend(range, self.spec)
+        given = lent is range and not self.follows_input
         self.set_qparams(self.qparams(x) if given else library.choose(x, self.spec, lent))
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
+from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.ops import library
 from tests.support.checkpoints import assert_as_before, state_of
 
@@ -309,3 +310,20 @@ def test_one_layer_under_several_names_has_codes(names: tuple[str, ...], tied: b
 def test_a_float_layer_that_shares_a_weight_still_leaves_it_in_float(names: tuple[str, ...]) -> None:
     model = fq.prepare(Alias(names, True), "INT4_WEIGHT_ONLY", skip=["head"])
     assert fq.snapshot(model).in_float == {"a.weight": "a layer without a quantizer reads it, too"}
+
+
+def test_scales_are_found_once_while_the_weight_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    measure = library.measure
+    monkeypatch.setattr(library, "measure", lambda x, granularity: calls.append(1) or measure(x, granularity))
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 32)), "INT4_GROUP32")
+    weights = fq.snapshot(model).weights
+    assert isinstance(weights, QuantizedWeights)
+    scale = weights.params("0.weight").scale
+    assert torch.equal(weights["0.weight"].scale, scale)
+    assert len(calls) == 1
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(weights["0.weight"].scale, scale * 2)
+    assert torch.equal(weights.params("0.weight").scale, scale * 2)
+    assert len(calls) == 2

@@ -49,6 +49,8 @@ def file_content(
     empty = {name: torch.empty(0, dtype=one.dtype) for name, one in tensors.items()}
     outline = require_safetensors().torch.save(empty, None if metadata is None else dict(metadata))
     header: dict[str, Any] = json.loads(outline[8 : 8 + int.from_bytes(outline[:8], "little")])
+    if metadata:  # in the given order: the package's is another one each time
+        header["__metadata__"] = dict(metadata)
     start = 0
     names = [name for name in header if name != "__metadata__"]
     for name in names:

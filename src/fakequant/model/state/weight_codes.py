@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.ranges.fitted import mark
 from fakequant.numerics.codes import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
@@ -74,8 +76,8 @@ class WeightCodes:
 class QuantizedWeights(Mapping[str, WeightCodes]):
     """The codes of a model's weights by the name of the parameter, made at each access and not kept.
 
-    A weight without scales yet gets those of its next call. The first access looks at all weights, one after the other,
-    for those that codes do not give the same bits.
+    A weight without scales yet gets those of its next call, which are kept while it is the same. The first access looks
+    at all weights, one after the other, for those that codes do not give the same bits.
 
     Args:
         model: the prepared model.
@@ -88,6 +90,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
         readers: dict[str, set[tuple[int, str]]] = {}
+        self._fixed: dict[str, tuple[Any, Quantizer]] = {}
         self._held: dict[str, dict[str, Product]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if held := by_parameter.get(id(parameter)):
@@ -129,14 +132,29 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     def __getitem__(self, name: str) -> WeightCodes:
         if name not in self:
             raise KeyError(name)
-        (_, first), *_ = self._held[name].items()
-        weight = first.tensor
-        quantizer = _fixed(first.quantizer, weight)
+        weight, quantizer = self._weight(name)
         found = quantizer.encoded(weight)
         assert found is not None, "a weight with NaN stays in float, see `_reason`"
         codes, params = found
         shape, readers = tuple(weight.shape), tuple(self._held[name])
         return WeightCodes(codes, *params[:2], quantizer.spec, shape, weight.dtype, readers)
+
+    @torch.no_grad()
+    def params(self, name: str) -> QParams:
+        """Scale and zero point of a weight alone, without the time that its codes take."""
+        weight, quantizer = self._weight(name)
+        return quantizer.qparams(weight)
+
+    def _weight(self, name: str) -> tuple[Tensor, Quantizer]:
+        """A weight, and its quantizer with scales."""
+        first, *_ = self._held[name].values()
+        weight, quantizer = first.tensor, first.quantizer
+        if quantizer.calibrated or type(weight) is not nn.Parameter or weight.is_inference():
+            return weight, _fixed(quantizer, weight)
+        seen = mark(weight), quantizer.spec
+        if name not in self._fixed or self._fixed[name][0] != seen:
+            self._fixed[name] = seen, _fixed(quantizer, weight)
+        return weight, self._fixed[name][1]
 
 
 def _reason(held: Mapping[str, Product]) -> str:
@@ -160,10 +178,10 @@ def _reason(held: Mapping[str, Product]) -> str:
             return "it holds NaN or inf"
     if not finite and bool(weight.isnan().any()):
         return "it holds NaN"
-    one, *others = [_fixed(one.quantizer, weight) for one in held.values()]
+    one, *others = [one.quantizer for one in held.values()]
     if one.spec.rounding is Rounding.STOCHASTIC and not one.needs_codes(weight):
         return "it is rounded stochastically, so that each call draws other codes"
-    same = all(_are_alike(one, other, weight) for other in others)
+    same = all(_are_alike(_fixed(one, weight), _fixed(other, weight), weight) for other in others)
     return "" if same else "the layers that share it quantize it in different ways"
 
 
