@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -219,7 +219,11 @@ class Config:
 
     def with_rule(self, *rules: Rule) -> Config:
         """The same configuration with rules added at the end, where they override the others."""
-        return Config(self.name, self.rules + rules)
+        return replace(self, rules=self.rules + rules)
+
+    def for_model(self, model: nn.Module) -> Config:
+        """The configuration with all rules for a float model, see `ModelConfig`."""
+        return self
 
     @property
     def layer_rules(self) -> tuple[Rule, ...]:
@@ -298,6 +302,21 @@ class Config:
         if "name" not in values:
             raise ConfigError(f"a configuration needs a name, got {values}")
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
+
+
+@dataclass(frozen=True, repr=False)
+class ModelConfig(Config):
+    """A configuration whose first rules follow from the model, as those of GGUF's mixtures; `rules` are added.
+
+    Args:
+        make: the configuration of a float model.
+    """
+
+    make: Callable[[nn.Module], Config] = field(kw_only=True)
+
+    def for_model(self, model: nn.Module) -> Config:
+        """The configuration with all rules for a float model."""
+        return Config(self.name, self.make(model).rules + self.rules)
 
 
 def _is_specification(text: str) -> bool:

@@ -108,7 +108,7 @@ def prepare(
     refuse_exported(model)
     by_name = isinstance(config, str) and not rules
     preset: Config = config if isinstance(config, Config) else find_preset(config)
-    config = with_exceptions(preset, skip, rules or {})
+    config = with_exceptions(preset, skip, rules or {}).for_model(model)
     restore = structure_of([model])
     try:
         table = None if target is None else find_target(target)

@@ -15,10 +15,12 @@ compressed-tensors (W8A8_DYNAMIC); BitNet b1.58, arXiv 2402.17764.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from math import prod
 
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig
 from fakequant.model.names import ALIASES as ALIASES
 from fakequant.model.names import NAMED
 from fakequant.model.names import find_preset as find_preset
@@ -187,7 +189,10 @@ LLAMA_CPP_INPUTS = {
 
 
 def presets() -> dict[str, Config]:
-    """All presets by name; those of GGUF, with `_A8` behind the name, also have llama.cpp's inputs of products.
+    """All presets by name that serve every model.
+
+    `GGUF_Q4_K_M` and others are the mixtures of `fakequant.delivery.mixture`. With `_A8` behind their name, all presets
+    of GGUF also have llama.cpp's inputs of products.
 
     >>> sorted(presets())[:3]
     ['BITNET', 'FP8', 'FP8_BLOCK']
@@ -195,8 +200,13 @@ def presets() -> dict[str, Config]:
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 
 
+def with_llama_cpp_inputs(config: Config) -> Config:
+    """A configuration for types of GGUF with llama.cpp's inputs."""
+    return Config(f"{config.name}_A8", tuple(map(_with_inputs, config.rules)))
+
+
 def _with_inputs(rule: Rule) -> Rule:
-    """A rule for a type of GGUF with llama.cpp's inputs, in blocks as those of the weight under one stored scale."""
+    """A rule with inputs in blocks as those of the weight under one stored scale."""
     if rule.weight is None:
         return rule
     spec = rule.weight.spec
@@ -205,8 +215,18 @@ def _with_inputs(rule: Rule) -> Rule:
 
 
 NAMED.update(presets())
-NAMED.update(
-    (name := f"{preset.name}_A8", Config(name, tuple(map(_with_inputs, preset.rules))))
-    for preset in presets().values()
-    if preset.name.startswith("GGUF_")
-)
+
+
+def _mixture(name: str) -> ModelConfig:
+    # By name, because the rules need the names of tensors, which rooms further out know.
+    return ModelConfig(name, make=lambda model: import_module("fakequant.delivery").mixture(model, name))
+
+
+def _of_gguf() -> Iterator[Config]:
+    """The presets of GGUF that `presets` leaves out."""
+    yield from [with_llama_cpp_inputs(one) for one in presets().values() if one.name.startswith("GGUF_")]
+    for name in ("Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"):
+        yield from (_mixture(f"GGUF_{name}"), _mixture(f"GGUF_{name}_A8"))
+
+
+NAMED.update({one.name: one for one in _of_gguf()})

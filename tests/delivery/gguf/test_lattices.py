@@ -122,7 +122,7 @@ def test_other_lattices_are_refused(text):
     [
         ("Q4_K", 160, "Q5_0, the preset GGUF_Q5_0"),
         ("Q6_K", 32, "Q8_0, the preset GGUF_Q8_0"),
-        ("Q2_K", 224, "IQ4_NL, the preset GGUF_IQ4_NL"),
+        ("Q2_K", 224, "Q4_0, the preset GGUF_Q4_0"),
         ("TQ2_0", 320, "Q4_0, the preset GGUF_Q4_0"),
         ("Q8_0", 40, "F16, in float"),
     ],

@@ -1,12 +1,16 @@
 """Mixtures of types: each weight has the type that llama-quantize gives it."""
 
 import pytest
+import torch
 
 import fakequant as fq
 from fakequant.delivery import deliver
+from fakequant.delivery.gguf.architecture import GgufNames, architecture_of
 from fakequant.delivery.gguf.file import GgufFile
-from fakequant.delivery.gguf.mixtures import mixture
-from fakequant.errors import ConfigError
+from fakequant.delivery.gguf.lattices import kind_of
+from fakequant.delivery.gguf.mixtures import _MIXTURES, mixture
+from fakequant.delivery.places import places_of
+from fakequant.errors import CheckpointError, ConfigError
 from tests.support import llama_cpp
 from tests.support.language_models import language_model
 
@@ -19,19 +23,49 @@ def kinds(path):
     return {name: one.kind for name, one in GgufFile(path).tensors.items() if len(one.shape) == 2}
 
 
-@pytest.mark.parametrize("name", ["Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"])
+def rules_of(model, name):
+    """The types of a mixture by the names of tensors in a file."""
+    names = GgufNames(architecture_of(model), model.config)
+    rules = {rule.pattern: rule.weight.spec for rule in mixture(model, name).rules}
+    places = places_of(model).items()
+    return {names.of(weight): kind_of(rules[one.path], model.get_parameter(weight).shape) for weight, one in places}
+
+
 @pytest.mark.parametrize(
-    ("kind", "values"), [("llama", {"num_hidden_layers": 9}), ("qwen2", {"tie_word_embeddings": True}), ("phi3", {})]
+    ("kind", "values"),
+    [
+        ("llama", {"num_hidden_layers": 17}),
+        ("qwen2", {"num_hidden_layers": 9, "tie_word_embeddings": True}),
+        ("phi3", {"num_hidden_layers": 3, "num_key_value_heads": 1}),
+        ("llama", {"num_key_value_heads": 1, "hidden_size": 288, "head_dim": 64}),  # no whole blocks of 256
+        ("qwen3", {"intermediate_size": 480, "hidden_size": 160, "tie_word_embeddings": True}),
+        ("llama", {"num_hidden_layers": 80, "hidden_size": 64, "intermediate_size": 64, "head_dim": 64}),
+    ],
 )
-def test_the_types_are_those_of_llama_quantize(kind, values, name, tmp_path):
+def test_the_types_are_those_of_llama_quantize(kind, values, tmp_path):
     llama_cpp.bindings()
     model = fq.prepare(language_model(kind, **values), fq.Config("head", [fq.Rule("*", weight="int8")]), skip=[])
     for quantizer in fq.nn.quantizers(model).values():
         quantizer.mode = fq.nn.Mode.OFF
-    llama_cpp.quantize(deliver(model, tmp_path / "float.gguf", "gguf"), tmp_path / "theirs.gguf", name)
-    model = language_model(kind, **values)
-    ours = deliver(fq.prepare(model, mixture(model, f"GGUF_{name}"), skip=[]), tmp_path / "ours.gguf", "gguf")
-    assert kinds(ours) == kinds(tmp_path / "theirs.gguf")
+    path, net = deliver(model, tmp_path / "float.gguf", "gguf"), language_model(kind, **values)
+    for name in _MIXTURES:
+        llama_cpp.quantize(path, tmp_path / "theirs.gguf", name)
+        theirs, ours = kinds(tmp_path / "theirs.gguf"), rules_of(net, name)
+        assert {tensor: ours[tensor] for tensor in theirs} == theirs, name
+
+
+def test_a_mixture_is_prepared_by_its_name(tmp_path):
+    model = fq.prepare(language_model("llama"), "gguf-q4_k_m", rules={"*.up_proj": "gguf_q5_k"})
+    found = kinds(deliver(model, tmp_path, "gguf"))
+    assert found["output.weight"] == found["blk.1.attn_v.weight"] == "Q6_K"
+    assert found["blk.1.ffn_up.weight"] == "Q5_K"
+    model = fq.prepare(language_model("llama"), "GGUF_Q3_K_S_A8", skip=["lm_head"])
+    assert "q8_k" in str(model.model.layers[0].mlp.up_proj.input_quantizer)
+    assert not hasattr(model.lm_head, "input_quantizer")
+    with pytest.raises(CheckpointError, match=r"config.model_type is one of"):
+        fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), "GGUF_Q4_K_M")
+    with pytest.raises(ConfigError, match=r"unknown preset 'GGUF_Q4_K_X'; did you mean GGUF_Q4_K"):
+        fq.prepare(language_model("llama"), "GGUF_Q4_K_X")
 
 
 def test_an_unknown_mixture_is_refused():

@@ -32,7 +32,7 @@ _SPECS = {
     "Q8_0": "int8 per_block(-1:32) scale=float16",
 }
 """By size: of several types that hold a weight the smallest is taken."""
-_INSTEAD = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
+_INSTEAD = {"IQ4_XS": "IQ4_NL", **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")}
 _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What llama.cpp stores where rows are no whole blocks of 256."""
 
@@ -41,6 +41,11 @@ _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 def spec_of(kind: str) -> QuantSpec:
     """The specification of a type."""
     return QuantSpec.parse(_SPECS[kind])
+
+
+def for_rows(kind: str, columns: int) -> str:
+    """The type that llama.cpp stores in place of one whose blocks rows of so many weights do not fill."""
+    return kind if columns % LAYOUTS[kind].weights == 0 else _INSTEAD.get(kind, kind)
 
 
 def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
