@@ -1,5 +1,7 @@
 """Names that every documentation example may use, in modules, README.md and docs/."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from _pytest.doctest import DoctestItem
@@ -21,6 +23,8 @@ NAMES = {
 }
 
 collect_ignore = ["docs/site/examples.py"]  # a part of mkdocstrings, which `make site` alone installs
+if not find_spec("lightning"):
+    collect_ignore.append("src/fakequant/integrations/lightning.py")
 
 LIMITED = avoid_broken_amx()  # before torch's first product, and inherited by the processes that tests start
 

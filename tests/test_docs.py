@@ -42,7 +42,12 @@ def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
 
 
 # Blocks without prompts, which doctest does not run, by page: the test that runs them.
-RUN_BY = {"jobs.md": "cli/test_jobs.py", "recipe.md": "cli/test_recipe.py", "execution.md": "model/test_dtensor.py"}
+RUN_BY = {
+    "jobs.md": "cli/test_jobs.py",
+    "recipe.md": "cli/test_recipe.py",
+    "execution.md": "model/test_dtensor.py",
+    "training.md": "integrations/test_training_page.py",
+}
 
 
 def test_every_block_of_a_page_is_run_by_a_test():

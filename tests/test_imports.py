@@ -42,6 +42,7 @@ FORMAT_FAMILIES = {Path("numerics") / f"{name}.py" for name in ("formats", "inte
 OPTIONAL = {
     "compressed_tensors",
     "gguf",
+    "lightning",
     "matplotlib",
     "onnx",
     "onnx_ir",

@@ -118,18 +118,17 @@ class Training:
         }
         return model
 
-    def begin(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def begin(self, *optimizers: torch.optim.Optimizer) -> None:
         """Start to watch the calls of the model; `at` does it, too.
 
         Args:
-            optimizer: to see that it moves the learned scales.
+            optimizers: to see that they move the learned scales.
 
         Raises:
-            ConfigError: it lacks them, or another training watches the model.
+            ConfigError: they do not, or another training watches the model.
         """
         model = self._prepared()
-        if optimizer is not None:
-            _check_optimizer(model, optimizer)
+        _check_optimizers(model, optimizers)
         if self._watch is not None:
             return
         hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
@@ -315,9 +314,10 @@ def _zeros(gradient: Tensor) -> Tensor:
     return torch.zeros_like(gradient)
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where an optimizer has parameters of a model, and not its learned scales."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise where optimizers have parameters of a model, and not its learned scales."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
     known = any(id(parameter) in held for parameter in model.parameters())  # else it has shards of them
     if known and any(id(parameter) not in held for parameter in _learned(model) if parameter.requires_grad):
         raise ConfigError(
