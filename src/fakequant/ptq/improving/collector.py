@@ -22,7 +22,7 @@ from fakequant.ptq.inputs.stream import Stage
 from fakequant.ptq.solvers.layer import Choice, choose
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
-from fakequant.ptq.solvers.sums import MOST_DRIFT, InputSums, drift_share, stacked
+from fakequant.ptq.solvers.sums import MOST_DRIFT, Drift, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import put, rotate, set_params, smooth
 
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
@@ -49,7 +49,7 @@ class Collector:
         self._processes = processes
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
-        self._last: tuple[str, list[LayerCall], tuple[InputSums, InputSums]] | None = None
+        self._last: tuple[str, list[LayerCall], _Sums] | None = None
 
     def choose(self, stage: Stage, wanted: Stage | None, steps: Sequence[str]) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
@@ -140,55 +140,78 @@ class Collector:
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> Iterator[tuple[InputSums, InputSums]]:
         """For each matrix of a weight the sums of its quantized inputs: of batches to fit, and of those held back."""
-        product, seen = self._layers[stage.name], stage.all_calls
-        found = self._of_sibling(stage.name, seen)
-        self._last = None  # what it holds is freed before new sums are made
-        if None in self._processes.all(found and True):
-            inputs = self._rounded(stage, wanted)
-            if product.is_stack:  # one matrix at a time
-                for place in product.reads:
-                    fit, held = self._sums(stage, inputs, (place,), hold_back=hold_back)
-                    yield fit[0], held[0]
-                return
-            reads = self._reads(product, [one.inputs for one in inputs])
-            fit, held = self._sums(stage, inputs, reads, hold_back=hold_back)
-            found = stacked(fit), stacked(held)
-        assert found is not None
-        if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
-            self._last = stage.name, seen, found
-        yield found
-
-    def _rounded(self, stage: Stage, wanted: Stage | None) -> list[_Inputs]:
-        """The inputs of each call, as the product sees them, and those of the float model."""
         product, own = self._layers[stage.name], self.inputs(stage)
+        seen = self._of_sibling(stage)
+        self._last = None  # what it holds is freed before new sums are made
+        seen = None if None in self._processes.all(seen and True) else seen
         others = self._float_inputs(stage, wanted, own)
+        with_drift = any(self._processes.all(bool(others)))
+        calls = self._calls(product, own, others) if with_drift or seen is None else []
+        if product.is_stack:  # one matrix at a time
+            for place in product.reads:
+                one = self._sums(stage, calls, (place,), hold_back=hold_back)
+                yield self._with_drift(stage, calls, one) if with_drift else one.stacked()
+            return
+        if seen is None:
+            seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]), hold_back=hold_back)
+        if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
+            self._last = stage.name, stage.all_calls, seen
+        yield self._with_drift(stage, calls, seen) if with_drift else seen.stacked()
+
+    def _calls(
+        self,
+        product: MatrixProduct,
+        own: Mapping[int, Sequence[tuple[Tensor, ...]]],
+        others: Mapping[int, Sequence[tuple[Tensor, ...]]],
+    ) -> list[_Call]:
         return [
-            _Inputs(place, number, inputs, product.quantized_inputs(inputs), others[number][call] if others else None)
+            _Call(place, number, inputs, product.quantized_inputs(inputs), others[number][call] if others else None)
             for place, (number, calls) in enumerate(own.items())
             for call, inputs in enumerate(calls)
         ]
 
-    def _sums(
-        self, stage: Stage, given: Sequence[_Inputs], reads: Sequence[int], *, hold_back: bool
-    ) -> tuple[list[InputSums], list[InputSums]]:
-        """The sums of the inputs at some places, those to fit and those held back."""
-        product = self._layers[stage.name]
-        parts, name = Parts.of(product), product.row_name(stage.name)
-        fit, held = ({place: InputSums() for place in reads} for _ in range(2))
-        for own in given:
-            sums = held if hold_back and own.place % _HELD_BACK == _HELD_BACK - 1 else fit
-            for read in sums:
-                floats = None if own.floats is None else product.pieces(_transformed(product, own.floats[read]))
-                with input_named(name, own.number):
-                    for piece, x in enumerate(product.pieces(own.rounded[read])):
-                        rows = None if floats is None else parts.rows(product.rows(floats[piece]))
-                        sums[read].add(parts.rows(product.rows(x)), rows)
-        for read in fit:
-            self._merge((fit[read], held[read]), product.tensor.device)
-        if any(drift_share(fit[read], held[read]) > MOST_DRIFT for read in fit):
-            for sums in (*fit.values(), *held.values()):
-                sums.drift = None
-        return [fit[read] for read in reads], [held[read] for read in reads]
+    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...], *, hold_back: bool) -> _Sums:
+        """The sums of the inputs at some places, without a drift."""
+        product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
+        found = _Sums(reads, [InputSums() for _ in reads], [InputSums() for _ in reads], hold_back)
+        parts = Parts.of(product)
+        for call in calls:
+            with input_named(product.row_name(stage.name), call.number):
+                for index in dict.fromkeys(firsts):
+                    for x in product.pieces(call.rounded[reads[index]]):
+                        found.of(call)[index].add(parts.rows(product.rows(x)))
+        group = self._processes.group
+        self._processes.all(None)  # none of them failed
+        for index in dict.fromkeys(firsts):
+            for sums in (found.fit[index], found.held[index]):
+                if group is not None:
+                    sums.merge_processes(group, product.tensor.device)
+        return found._replace(fit=[found.fit[index] for index in firsts], held=[found.held[index] for index in firsts])
+
+    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _Sums) -> tuple[InputSums, InputSums]:
+        """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
+        product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
+        weights = _weights(product, parts, seen.reads)
+        found = seen._replace(
+            fit=[sums.with_drift(Drift.of(own)) for sums, own in zip(seen.fit, weights, strict=True)],
+            held=[sums.with_drift(Drift.of(own)) for sums, own in zip(seen.held, weights, strict=True)],
+        )
+        for call in calls:
+            assert call.floats is not None
+            with input_named(product.row_name(stage.name), call.number):
+                for sums, read, weight in zip(found.of(call), seen.reads, weights, strict=True):
+                    floats = product.pieces(_transformed(product, call.floats[read]))
+                    for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
+                        assert sums.drift is not None
+                        sums.drift.add(parts.rows(product.rows(x)), parts.rows(product.rows(wanted)), weight)
+        self._processes.all(None)
+        pairs = [*zip(found.fit, found.held, strict=True)]
+        for sums in (one for pair in pairs for one in pair):
+            if self._processes.group is not None and sums.drift is not None:
+                sums.drift.merge_processes(self._processes.group)
+        if any(drift_share(*pair) > MOST_DRIFT for pair in pairs):
+            return seen.stacked()
+        return found.stacked()
 
     def _float_inputs(
         self, stage: Stage, wanted: Stage | None, own: Mapping[int, list[tuple[Tensor, ...]]]
@@ -209,26 +232,19 @@ class Collector:
         reads = first_places([*zip(*self._processes.all(own), strict=True)], product.reads)
         return reads[:1] if len({*reads}) == 1 else reads
 
-    def _merge(self, found: tuple[InputSums, InputSums], device: torch.device) -> None:
-        """Add what the other processes saw."""
-        self._processes.all(None)  # none of them failed
-        if self._processes.group is not None:
-            for sums in found:
-                sums.merge_processes(self._processes.group, device)
-
-    def _of_sibling(self, name: str, calls: list[LayerCall]) -> tuple[InputSums, InputSums] | None:
+    def _of_sibling(self, stage: Stage) -> _Sums | None:
         """The sums of the last layer if it got the same inputs and made the same rows of them."""
         if self._last is None:
             return None
-        last, seen, sums = self._last
-        one, other = self._layers[last], self._layers[name]
+        last, calls, sums = self._last
+        one, other, seen = self._layers[last], self._layers[stage.name], stage.all_calls
         same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
         alike = same and one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
         alike = alike and _same_transform(one, other)
-        return sums if alike and _same_quantizer(one, other, calls[0].first) else None
+        return sums if alike and _same_quantizer(one, other, seen[0].first) else None
 
 
-class _Inputs(NamedTuple):
+class _Call(NamedTuple):
     """The inputs of one call."""
 
     place: int
@@ -240,6 +256,33 @@ class _Inputs(NamedTuple):
     """As the product sees them."""
     floats: Sequence[Tensor] | None
     """In the float model."""
+
+
+class _Sums(NamedTuple):
+    """For each place of an input that groups of outputs read, the sums of batches to fit, and of those held back."""
+
+    reads: tuple[int, ...]
+    fit: list[InputSums]
+    held: list[InputSums]
+    holds_back: bool
+
+    def of(self, call: _Call) -> list[InputSums]:
+        """The sums to which a call belongs."""
+        return self.held if self.holds_back and call.place % _HELD_BACK == _HELD_BACK - 1 else self.fit
+
+    def stacked(self) -> tuple[InputSums, InputSums]:
+        """The sums of all groups of outputs."""
+        return stacked(self.fit), stacked(self.held)
+
+
+def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:
+    """The matrices [groups, outputs, columns] that multiply the inputs at some places."""
+    weight = product.tensor.detach()
+    if product.is_stack:
+        found: Sequence[Tensor] = [product.matrix(weight[place]) for place in reads]
+    else:
+        found = parts.split(product.matrix(weight)).chunk(len(reads))
+    return [own.reshape(product.groups * parts.count, -1, product.columns // parts.count) for own in found]
 
 
 def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:

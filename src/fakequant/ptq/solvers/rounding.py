@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fakequant.errors import CalibrationError
 from fakequant.ptq.solvers.grid import WeightGrid
-from fakequant.ptq.solvers.problem import damped_factor
+from fakequant.ptq.solvers.problem import damped_factor, factored
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
 
@@ -31,8 +31,8 @@ def gptq(target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.0
         CalibrationError: the moments are not finite, or not positive semidefinite.
     """
     order = moments.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(moments[order[:, None], order], damping)
-    left = target.double()[:, order].clone()
+    factor = _inverse_factor(moments, damping, order)
+    left = target[:, order].double()
     chosen = torch.empty_like(left)
     columns = order.tolist()
     for start in range(0, len(columns), _BLOCK):
@@ -47,13 +47,13 @@ def gptq(target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.0
     return chosen[:, order.argsort()].to(target.dtype)
 
 
-def _inverse_factor(moments: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of damped moments."""
-    inverse = torch.cholesky_inverse(damped_factor(moments, damping))
-    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-    if failed:
+def _inverse_factor(moments: Tensor, damping: float, order: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of damped moments, in the memory of one matrix."""
+    factor = damped_factor(moments, damping, order)
+    torch.cholesky_inverse(factor, out=factor)
+    if not factored(factor, upper=True):
         raise CalibrationError("the sums of inputs are not positive semidefinite")
-    return upper
+    return factor
 
 
 def descend(target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, passes: int = 2) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from fakequant.errors import CalibrationError
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
+_PANEL = 2**21
+"""Values of a matrix that are added at a time: 16 MB in float64."""
 _NOISE = 1e-6
 """The share of a mean square below which a variance is what the rounding of float32 products leaves."""
 
@@ -20,18 +23,94 @@ MOST_DRIFT = 0.5
 """The largest share that the squares of a drift may have of those of the rows. That of unrelated rows is 2."""
 
 
+@dataclass
+class Drift:
+    """Sums over the drift d of rows x, and over what the weight W of their layer makes of it, y = W d.
+
+    The drift is the row of the float model minus x, which differs because earlier layers are quantized.
+
+    Attributes:
+        total: the sum of d, float64 [groups, columns].
+        squares: the sum of |d|^2 [groups].
+        products: the sum of y x^T [groups, outputs, columns]; that of d x^T has the square of the columns.
+        output_total: the sum of y [groups, outputs].
+        output_squares: the sum of |y|^2 [groups].
+
+    >>> drift = Drift.of(torch.ones(1, 1, 2))
+    >>> drift.add(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.5, 2.0]]]), torch.ones(1, 1, 2))
+    >>> drift.products
+    tensor([[[0.5000, 1.0000]]], dtype=torch.float64)
+    """
+
+    total: Tensor
+    squares: Tensor
+    products: Tensor
+    output_total: Tensor
+    output_squares: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Drift:
+        """The sums over no rows."""
+        groups, outputs, columns = weight.shape
+        shapes = (groups, columns), (groups,), (groups, outputs, columns), (groups, outputs), (groups,)
+        return cls(*(weight.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def add(self, rows: Tensor, wanted: Tensor, weight: Tensor) -> None:
+        """Add rows [groups, rows, columns].
+
+        Args:
+            rows: the inputs of the layer.
+            wanted: its inputs in the float model.
+            weight: of the layer, [groups, outputs, columns].
+
+        Raises:
+            CalibrationError: they hold NaN or inf.
+        """
+        _check_finite(wanted)
+        matrix = weight.float().mT
+        for start in range(0, rows.shape[1], _ROWS):
+            x = rows[:, start : start + _ROWS].float()
+            d = wanted[:, start : start + _ROWS].float() - x
+            y = d @ matrix
+            self.total += d.sum(1, dtype=torch.float64)
+            self.squares += d.double().square().sum((1, 2))
+            self.products += y.mT @ x
+            self.output_total += y.sum(1, dtype=torch.float64)
+            self.output_squares += y.double().square().sum((1, 2))
+
+    def merge_processes(self, group: dist.ProcessGroup) -> None:
+        """Merge the sums of all processes of a group; each calls this, and gets the same bits."""
+        for tensor in self.tensors():
+            dist.all_reduce(tensor, group=group)
+
+    def about_mean(self, total: Tensor, count: int) -> Drift:
+        """The sums about the means of d and of rows with a total."""
+        return Drift(
+            torch.zeros_like(self.total),
+            self.squares - self.total.square().sum(1) / count,
+            _less_outer(self.products, self.output_total, total, count),
+            torch.zeros_like(self.output_total),
+            self.output_squares - self.output_total.square().sum(1) / count,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All sums."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+def joined_drift(parts: Sequence[Drift], join: Callable[[list[Tensor]], Tensor]) -> Drift:
+    """The drift whose sums a function makes of those of several."""
+    return Drift(*(join(list(own)) for own in zip(*(part.tensors() for part in parts), strict=True)))
+
+
 class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
 
-    The drift d of a row x is the float model's row minus x; x differs because earlier layers are quantized.
-
     Attributes:
-        moments: the sum of x x^T, float64 [groups, columns, columns].
+        moments: the sum of x x^T over the rows x, float64 [groups, columns, columns].
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
-        drift: the sum of d x^T, as `moments`; None where no drift was given.
-        drift_moments: the sum of d d^T.
-        drift_total: the sum of d.
+        drift: the sums over the drift of the rows; None where they have none.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -42,34 +121,29 @@ class InputSums:
 
     def __init__(self) -> None:
         self.moments = self.total = torch.zeros(0)
-        self.drift: Tensor | None = None
-        self.drift_moments = self.drift_total = torch.zeros(0)
+        self.drift: Drift | None = None
         self.count = 0
 
-    def add(self, rows: Tensor, wanted: Tensor | None = None) -> None:
-        """Add rows [groups, rows, columns].
-
-        Args:
-            rows: the inputs of the layer.
-            wanted: its inputs in the float model; given for all rows or for none.
+    def add(self, rows: Tensor) -> None:
+        """Add rows [groups, rows, columns], the inputs of the layer.
 
         Raises:
             CalibrationError: they hold NaN or inf.
         """
-        if not bool(rows.isfinite().all()) or not (wanted is None or bool(wanted.isfinite().all())):
-            raise CalibrationError("an input holds NaN or inf; leave the batch out")
+        _check_finite(rows)
         if not self.count:
-            self._begin(rows.shape[0], rows.shape[2], rows.device, with_drift=wanted is not None)
+            self._begin(rows.shape[0], rows.shape[2], rows.device)
         for start in range(0, rows.shape[1], _ROWS):
             x = rows[:, start : start + _ROWS].float()
-            self.moments += x.mT @ x
+            _add_moments(self.moments, x)
             self.total += x.sum(1, dtype=torch.float64)
-            if wanted is not None and self.drift is not None:
-                d = wanted[:, start : start + _ROWS].float() - x
-                self.drift += d.mT @ x
-                self.drift_moments += d.mT @ d
-                self.drift_total += d.sum(1, dtype=torch.float64)
         self.count += rows.shape[1]
+
+    def with_drift(self, drift: Drift | None) -> InputSums:
+        """The sums over the same rows, not copied, with another drift."""
+        found = InputSums()
+        vars(found).update(vars(self), drift=drift)
+        return found
 
     def merge(self, other: InputSums) -> None:
         """Merge the sums of another `InputSums` of the same layer."""
@@ -82,38 +156,29 @@ class InputSums:
         self.total = self.total + other.total
         self.count += other.count
         if self.drift is not None and other.drift is not None:
-            self.drift = self.drift + other.drift
-            self.drift_moments = self.drift_moments + other.drift_moments
-            self.drift_total = self.drift_total + other.drift_total
+            self.drift = joined_drift([self.drift, other.drift], lambda pair: pair[0] + pair[1])
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes of a group; each of them calls this, and gets the same bits.
+        """Merge the sums of all processes of a group, but for the drift; each calls this, and gets the same bits.
 
         Args:
             group: of torch.distributed.
             device: of the layer, for a process that has seen nothing.
         """
-        shape = tuple(self.total.shape) if self.count else None
-        seen = gather((self.count, shape, self.drift is not None), group)
-        shapes = [(shape, with_drift) for _, shape, with_drift in seen if shape is not None]
+        seen = gather((self.count, (len(self.total), self.total.shape[1]) if self.count else None), group)
+        shapes = [shape for _, shape in seen if shape is not None]
         if not shapes:
             return
         if not self.count:
-            (groups, columns), with_drift = shapes[0]
-            self._begin(groups, columns, device, with_drift=with_drift)
-        tensors = [self.moments, self.total]
-        if self.drift is not None:
-            tensors += [self.drift, self.drift_moments, self.drift_total]
-        for tensor in tensors:
+            groups, columns = shapes[0]
+            self._begin(groups, columns, device)
+        for tensor in (self.moments, self.total):
             dist.all_reduce(tensor, group=group)
-        self.count = sum(count for count, *_ in seen)
+        self.count = sum(count for count, _ in seen)
 
-    def _begin(self, groups: int, columns: int, device: torch.device, *, with_drift: bool) -> None:
+    def _begin(self, groups: int, columns: int, device: torch.device) -> None:
         self.moments = torch.zeros(groups, columns, columns, dtype=torch.float64, device=device)
         self.total = torch.zeros(groups, columns, dtype=torch.float64, device=device)
-        if with_drift:
-            self.drift, self.drift_moments = torch.zeros_like(self.moments), torch.zeros_like(self.moments)
-            self.drift_total = torch.zeros_like(self.total)
 
     def about_mean(self) -> InputSums:
         """The sums of x and d about their means: the part that a bias cannot correct; 0 for constant columns."""
@@ -126,9 +191,8 @@ class InputSums:
         varies = (found.moments.diagonal(dim1=1, dim2=2) > _NOISE * squares).double()
         found.moments.mul_(varies[:, :, None]).mul_(varies[:, None, :])
         if self.drift is not None:
-            found.drift_total = torch.zeros_like(self.total)
-            found.drift = _less_outer(self.drift, self.drift_total, self.total, count).mul_(varies[:, None, :])
-            found.drift_moments = _less_outer(self.drift_moments, self.drift_total, self.drift_total, count)
+            found.drift = self.drift.about_mean(self.total, count)
+            found.drift.products.mul_(varies[:, None, :])
         return found
 
     def mean(self) -> Tensor:
@@ -137,7 +201,23 @@ class InputSums:
 
     def wanted_mean(self) -> Tensor:
         """The mean of x in the float model [groups, columns]."""
-        return self.mean() if self.drift is None else self.mean() + self.drift_total / max(self.count, 1)
+        return self.mean() if self.drift is None else self.mean() + self.drift.total / max(self.count, 1)
+
+
+def _check_finite(rows: Tensor) -> None:
+    if not bool(rows.isfinite().all()):
+        raise CalibrationError("an input holds NaN or inf; leave the batch out")
+
+
+def _add_moments(moments: Tensor, x: Tensor) -> None:
+    """Add x^T x to moments [groups, columns, columns], some of its columns at a time; the other half is mirrored."""
+    columns = x.shape[2]
+    width = max(_PANEL // max(len(x) * columns, 1), 64)
+    for start in range(0, columns, width):
+        end = min(start + width, columns)
+        panel = x[:, :, start:end].mT @ x[:, :, start:]
+        moments[:, start:end, start:] += panel
+        moments[:, end:, start:end] += panel[:, :, end - start :].mT
 
 
 def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tensor:
@@ -151,13 +231,10 @@ def drift_share(*parts: InputSums) -> float:
     drift = rows = 0.0
     for part in parts:
         if part.count and part.drift is not None:
-            drift += _spread(part.drift_moments, part.drift_total, part.count)
-            rows += _spread(part.moments, part.total, part.count)
+            drift += float(part.drift.squares.sum() - part.drift.total.square().sum() / part.count)
+            squares = part.moments.diagonal(dim1=1, dim2=2).sum()
+            rows += float(squares - part.total.square().sum() / part.count)
     return drift / rows if rows > 0 else 0.0
-
-
-def _spread(moments: Tensor, total: Tensor, count: int) -> float:
-    return float(moments.diagonal(dim1=1, dim2=2).sum() - total.square().sum() / count)
 
 
 def stacked(parts: Sequence[InputSums]) -> InputSums:
@@ -172,10 +249,15 @@ def stacked(parts: Sequence[InputSums]) -> InputSums:
     if len(parts) == 1 or not seen:
         return parts[0]
     found, count = InputSums(), max(part.count for part in seen)
-    for name in ("moments", "total", "drift", "drift_moments", "drift_total"):
-        first = getattr(seen[0], name)
-        if first is not None and first.numel():
-            shares = [getattr(part, name) * (count / part.count) if part.count else first * 0 for part in parts]
-            setattr(found, name, torch.cat(shares))
+    shares = [count / part.count if part.count else 0.0 for part in parts]
+    for name in ("moments", "total"):
+        like = torch.zeros_like(getattr(seen[0], name))
+        own = [getattr(part, name) if part.count else like for part in parts]
+        setattr(found, name, torch.cat([x * share for x, share in zip(own, shares, strict=True)]))
+    drifts = [part.drift for part in parts if part.drift is not None]
+    if len(drifts) == len(parts):
+        found.drift = joined_drift(
+            drifts, lambda tensors: torch.cat([x * share for x, share in zip(tensors, shares, strict=True)])
+        )
     found.count = count
     return found
