@@ -49,7 +49,7 @@ class Collector:
         self._processes = processes
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
-        self._last: tuple[str, list[LayerCall], _Sums] | None = None
+        self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
 
     def choose(self, stage: Stage, wanted: Stage | None, steps: Sequence[str]) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
@@ -170,10 +170,10 @@ class Collector:
             for call, inputs in enumerate(calls)
         ]
 
-    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...], *, hold_back: bool) -> _Sums:
+    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...], *, hold_back: bool) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
-        found = _Sums(reads, [InputSums() for _ in reads], [InputSums() for _ in reads], hold_back)
+        found = _ReadSums(reads, [InputSums() for _ in reads], [InputSums() for _ in reads], hold_back)
         parts = Parts.of(product)
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):
@@ -188,7 +188,7 @@ class Collector:
                     sums.merge_processes(group, product.tensor.device)
         return found._replace(fit=[found.fit[index] for index in firsts], held=[found.held[index] for index in firsts])
 
-    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _Sums) -> tuple[InputSums, InputSums]:
+    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> tuple[InputSums, InputSums]:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
@@ -232,7 +232,7 @@ class Collector:
         reads = first_places([*zip(*self._processes.all(own), strict=True)], product.reads)
         return reads[:1] if len({*reads}) == 1 else reads
 
-    def _of_sibling(self, stage: Stage) -> _Sums | None:
+    def _of_sibling(self, stage: Stage) -> _ReadSums | None:
         """The sums of the last layer if it got the same inputs and made the same rows of them."""
         if self._last is None:
             return None
@@ -258,7 +258,7 @@ class _Call(NamedTuple):
     """In the float model."""
 
 
-class _Sums(NamedTuple):
+class _ReadSums(NamedTuple):
     """For each place of an input that groups of outputs read, the sums of batches to fit, and of those held back."""
 
     reads: tuple[int, ...]

@@ -86,7 +86,9 @@ class Problem:
         damping = self.prior + ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
         found = self.weight.clone()
         for group, moments in enumerate(self.sums.moments):
-            found[group] += torch.cholesky_solve(self._pull[group].mT, damped_factor(moments, damping)).mT
+            factor = damped_factor(moments, damping)  # two solutions, because cholesky_solve copies it
+            half = torch.linalg.solve_triangular(factor, self._pull[group].mT, upper=False)
+            found[group] += torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
         return found
 
 

@@ -50,12 +50,12 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
     whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
     best = Range(whole.lo.clone(), whole.hi.clone())
     least = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device)
-    inside = _inside_groups(weight, spec, moments.float())
+    inside = _inside_groups(weight, spec, moments)
     for factor in _FACTORS:
         tried = Range(whole.lo * factor, whole.hi * factor)
         error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - weight.float()
-        rows = error.reshape(len(inside), -1, inside.shape[-1])
-        shares = ((rows @ inside) * rows).double().reshape(weight.shape)
+        rows = error.reshape(len(inside), -1, *inside.shape[1:3]).transpose(1, 2)
+        shares = ((rows @ inside) * rows).double().transpose(1, 2).reshape(weight.shape)
         found = parts.tied(_per_group(shares, spec).reshape(least.shape), torch.sum)
         better = found < least
         least = torch.where(better, found, least)
@@ -64,11 +64,19 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
 
 
 def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
-    """The moments, with 0 at pairs of columns that have different scales."""
+    """The moments of the columns that share a scale, float32 [groups of the convolution, runs, columns, columns].
+
+    Where scales are of runs of columns, these are the blocks along the diagonal; else one run has all columns, with 0
+    at pairs that have different scales.
+    """
     shape = spec.granularity.group_shape(weight.shape)
     numbers = torch.arange(moments.new_zeros(shape).numel(), device=weight.device).reshape(shape)
-    columns = of_elements(numbers, weight.shape, spec.granularity.block_shape(weight.shape))[0]
-    return moments * (columns[:, None] == columns[None, :])
+    columns = of_elements(numbers, weight.shape, spec.granularity.block_shape(weight.shape))[0].flatten()
+    count = len(columns.unique())
+    if len(columns) % count or columns.unflatten(0, (count, -1)).diff(dim=1).any():
+        return (moments * (columns[:, None] == columns[None, :])).float()[:, None]
+    blocks = moments.unflatten(2, (count, -1)).unflatten(1, (count, -1)).diagonal(dim1=1, dim2=3)
+    return blocks.permute(0, 3, 1, 2).float()
 
 
 def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:

@@ -159,7 +159,7 @@ class InputSums:
             self.drift = joined_drift([self.drift, other.drift], lambda pair: pair[0] + pair[1])
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes of a group, but for the drift; each calls this, and gets the same bits.
+        """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
 
         Args:
             group: of torch.distributed.
