@@ -186,6 +186,14 @@ LLAMA_CPP_INPUTS = {
     256: TensorConfig("int8_narrow per_block(-1:256,pad) q8_k", dynamic=True),
 }
 """How llama.cpp quantizes the inputs of products, by the size of the blocks of the weight's type."""
+LLAMA_CPP_CACHE = Rule(
+    "*attn*", input=TensorConfig("float16 per_tensor scale=float8_e8m0fnu", dynamic=True), ops=("attention", "matmul")
+)
+"""llama.cpp's default cache of keys and values, and its products with them: both factors are rounded to float16.
+
+Add it by `with_rule`, and give `prepare` an example. Models of transformers compute these products as functions with
+`attn_implementation="eager"`; otherwise queries, keys and values alone are rounded.
+"""
 
 
 def presets() -> dict[str, Config]:

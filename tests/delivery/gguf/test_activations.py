@@ -62,6 +62,26 @@ def test_steps_see_the_inputs_and_the_file_is_the_same(tmp_path):
     assert all(one.grad.isfinite().all() for one in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_the_cache_in_float16_is_that_of_llama_cpp(tmp_path):
+    llama_cpp.bindings()
+    config = fq.Config("float", [fq.Rule("lm_head", weight=spec_of("Q8_0"))])
+    net = language_model("llama", num_hidden_layers=1)
+    net.config._attn_implementation = "eager"
+    model = fq.prepare(copy.deepcopy(net), config.with_rule(fq.presets.LLAMA_CPP_CACHE), {"input_ids": IDS})
+    path = deliver(model, tmp_path, "gguf")
+    report = fq.verify_delivery(path, model, [IDS])
+    assert report.exact, str(report)
+    row = report.outputs[-1]
+    theirs, plain = (LlamaCpp(path, cache)(IDS)["logits"] for cache in ("f16", "f32"))
+    rounding = (theirs - plain).square().mean().sqrt()
+    assert (row.noise / row.elements) ** 0.5 < 0.25 * rounding
+    attention = model.model.layers[0].self_attn
+    fq.nn.quantizers(attention)["_sites.matmul_0.input"].spec = fq.QuantSpec.parse("int8")
+    with pytest.raises(ExportError, match=r"has the cache of presets\.LLAMA_CPP_CACHE alone"):
+        deliver(model, tmp_path / "other", "gguf")
+
+
 def test_other_inputs_are_refused(tmp_path):
     net = language_model("llama", num_hidden_layers=1)
     rules = [fq.Rule("*", weight=spec_of("Q4_K"), input=fq.TensorConfig("int8 per_token", dynamic=True))]

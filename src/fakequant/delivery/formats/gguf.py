@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from fakequant.delivery.folder import later
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
 from fakequant.delivery.gguf import llama_cpp
-from fakequant.delivery.gguf.activations import computed_by_llama_cpp, inputs_for
+from fakequant.delivery.gguf.activations import computed_by_llama_cpp, has_cache, inputs_for
 from fakequant.delivery.gguf.architecture import MADE, GgufNames, architecture_of, check_settings, describe
 from fakequant.delivery.gguf.blocks import LAYOUTS, Array
 from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf, require_gguf
 from fakequant.delivery.gguf.lattices import from_blocks, kind_of, spec_of, to_blocks
 from fakequant.delivery.places import float_names, places_of
 from fakequant.errors import CheckpointError, ShapeError
+from fakequant.model.presets import LLAMA_CPP_CACHE
 from fakequant.model.state.codecs import Files
 from fakequant.model.state.packing import Made
-from fakequant.model.state.plan import LayerEntry, QuantizerEntry
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry
 from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.paths import join
@@ -68,7 +70,8 @@ class Gguf(DeliveryFormat):
 
     def why_not(self, part: Part) -> str | None:
         if part.call:
-            return "it quantizes no functions of a forward"
+            cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
+            return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
         if part.is_stack or not isinstance(part.module, (nn.Linear, nn.Embedding)):
             return f"it quantizes linear layers and embeddings, and this is a {part.kind}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
@@ -84,7 +87,7 @@ class Gguf(DeliveryFormat):
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         architecture = architecture_of(model)
         names = GgufNames(architecture, model.config)
-        kinds = {part.weight: kind_of(part.operands["weight"].spec, part.shape) for part in parts}
+        kinds = {part.weight: kind_of(part.operands["weight"].spec, part.shape) for part in parts if not part.call}
         own = [name for name in float_names(model) if name not in state.shared]
         tensors = {names.of(name): _stored(state, names, name, kinds.get(name)) for name in own}
         for name, made in architecture.extra(model.config).items():
@@ -134,14 +137,14 @@ class Gguf(DeliveryFormat):
         notes = [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
         yield Engine(f"transformers {transformers.__version__}", loaded.state_dict(), loaded, notes=notes)
         if not notes:
-            yield _by_llama_cpp(path, dtype)
+            yield _by_llama_cpp(path, dtype, "f16" if has_cache(model) else "f32")
 
 
-def _by_llama_cpp(path: Path, dtype: torch.dtype) -> Engine:
+def _by_llama_cpp(path: Path, dtype: torch.dtype, cache: str) -> Engine:
     if dtype is not torch.float32:
         note = f"Outputs are not compared in llama.cpp: it computes in float32; convert the model from {dtype}."
         return Engine("llama.cpp", notes=[note])
-    model = llama_cpp.LlamaCpp(path)
+    model = llama_cpp.LlamaCpp(path, cache)
     return Engine("llama.cpp", model=model, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
 
 
@@ -220,7 +223,8 @@ class _NamedTensors:
                 layers[place.path] = LayerEntry(place.kind, quantizers=held)
         weights = Made({name: partial(self._weight, name) for name in self.coded})
         tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
-        return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights)
+        sites = sites_entry(self.model) if has_cache(self.model) else SitesEntry()  # an option of llama.cpp's
+        return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights, sites=sites)
 
     def _readers(self, name: str) -> list[Any]:
         """The modules of a model that hold a weight."""

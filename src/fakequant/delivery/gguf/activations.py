@@ -17,7 +17,8 @@ from fakequant.delivery.gguf.lattices import kind_of
 from fakequant.delivery.places import Place, places_of
 from fakequant.errors import ExportError, ShapeError
 from fakequant.model.prepare import quantizers_of
-from fakequant.model.presets import LLAMA_CPP_INPUTS
+from fakequant.model.presets import LLAMA_CPP_CACHE, LLAMA_CPP_INPUTS
+from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import unwraps
@@ -68,6 +69,13 @@ def llama_cpp_inputs(model: Model) -> Model:
                 made = quantizers_of(type(layer), layer, {place.input: config}, place.path)
                 setattr(layer, place.input, made[place.input])
     return model
+
+
+def has_cache(model: nn.Module) -> bool:
+    """Whether functions of a model have the quantizers of llama.cpp's cache, and no others."""
+    owners = sites_entry(model).owners.values()
+    held = [one.tensor for owner in owners for site in owner.sites.values() for one in site.quantizers.values()]
+    return bool(held) and all(one == LLAMA_CPP_CACHE.input for one in held)
 
 
 @contextmanager
