@@ -169,6 +169,11 @@ CASES = {
     "calibrate auto again": Case(
         calibrated, lambda m: fq.calibrate(m, [X, 2 * X], "auto", progress=False), changes=True
     ),
+    "prepare a training": Case(
+        plain,
+        lambda m: fq.qat.Training("int8", [X], scales=fq.qat.Scales.LEARNED, teacher="float").prepare(m),
+        changes=True,
+    ),
     "recalibrate": Case(calibrated, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
     "recalibrate learned": Case(learning, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
     "set_execution": Case(calibrated, lambda m: fq.set_execution(m, "auto"), changes=True),

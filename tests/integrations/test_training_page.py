@@ -34,6 +34,7 @@ def network():
 
 
 def test_the_page_runs(tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="peft is not installed")
     pytest.importorskip("torchmetrics", reason="torchmetrics, which lightning needs, is not installed")
     import_torchvision()
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")

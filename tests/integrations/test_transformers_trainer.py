@@ -39,6 +39,11 @@ def decoder():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, pad_token_id=0))
 
 
+def adapted():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["query", "dense"]))
+
+
 class Stop(transformers.TrainerCallback):
     """Ends a run as a signal would, in the middle of a step."""
 
@@ -72,8 +77,18 @@ def losses(one):
         (classifier, LABELED, {"scales": EPOCH}, {"per_device_train_batch_size": 16, "save_steps": 4}),
         (decoder, TEXT, {"scales": LEARNED, "teacher": "self"}, {"gradient_accumulation_steps": 2}),
         (decoder, TEXT, {"scales": LEARNED, "teacher": "float"}, {"bf16": True}),
+        (adapted, LABELED, {"scales": LEARNED, "teacher": "float"}, {"learning_rate": 0.01}),
     ],
-    ids=["fixed", "learned, taught", "learned late", "each epoch", "between epochs", "accumulated", "bfloat16"],
+    ids=[
+        "fixed",
+        "learned, taught",
+        "learned late",
+        "each epoch",
+        "between epochs",
+        "accumulated",
+        "bfloat16",
+        "adapter",
+    ],
 )
 def test_a_killed_training_goes_on_to_the_bit(make, data, settings, arguments, tmp_path):
     """A new process would build the model anew and give the same callback; so does each run here."""

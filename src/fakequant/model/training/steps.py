@@ -21,6 +21,7 @@ from fakequant.model.scale_floor import raise_scales
 from fakequant.model.training.distillation import Distillation
 from fakequant.model.training.scales import Scales, freeze_batch_norm, set_scales
 from fakequant.model.weights import note_weights
+from fakequant.nn.merged_adapters import adapter_layers, train_merged
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.restore import restore_on_error, structure_of
 
@@ -99,12 +100,13 @@ class Training:
             self._distillation = Distillation(copy.deepcopy(model).requires_grad_(False))
         with restore_on_error(structure_of([model])):
             if self.config is not None:
-                prepare(model, self.config)
+                prepare(model, self.config, skip=adapter_layers(model))
             if not quantizers(model):
                 raise ConfigError("without a configuration the model must be prepared; give one, such as 'int8'")
             if self.config is not None or self.batches is not None:
                 calibrate(model, self.batches or (), **self.calibration)
             set_scales(model, self.scales, self.method, **self.method_options)
+            train_merged(model)
         if self._distillation is not None:
             self._distillation.check(model)
         self._model = model

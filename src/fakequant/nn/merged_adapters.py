@@ -1,0 +1,144 @@
+"""LoRA on quantized layers, trained as it will be merged: the layer computes with quantize(W + scaling * B A).
+
+peft adds the adapter beside the quantized layer. Merging it then changes codes, because W + scaling * B A is quantized
+anew. Here training sees the sum quantized, and merging writes that same sum, so that the codes are those of training.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fakequant.errors import ConfigError
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import quantizers
+from fakequant.restore import attributes_of, restore_on_error
+
+Model = TypeVar("Model", bound=nn.Module)
+_PEFT = "peft.tuners.lora.layer"
+
+
+def adapter_layers(model: nn.Module) -> list[str]:
+    """Patterns of the layers of a model that belong to adapters of LoRA, for the `skip` of `prepare`."""
+    return sorted(
+        {
+            f"*.{name}.*"
+            for layer in _lora_layers(model).values()
+            for name in layer.adapter_layer_names
+            if isinstance(held := getattr(layer, name), nn.ModuleDict) and len(held)
+        }
+    )
+
+
+def train_merged(model: Model) -> Model:
+    """Have adapters of LoRA on quantized layers train and compute as they will be merged, in place; rsLoRA, too.
+
+    `merge_and_unload` of peft then leaves the codes that were trained, of the scales that were trained. Several active
+    adapters are added one after the other, as peft merges them. Adapters on layers in float stay as they are.
+
+    Args:
+        model: a model with adapters, whose layers are quantized and whose adapters are not.
+
+    Raises:
+        ConfigError: an adapter that no weight can hold (DoRA and other variants, dropout of its input), or one whose
+            own layers are quantized (names the layer, says what to do). The model is unchanged then.
+
+    >>> train_merged(nn.Sequential(nn.Linear(2, 2)))  # without adapters nothing changes
+    Sequential(
+      (0): Linear(in_features=2, out_features=2, bias=True)
+    )
+    """
+    found = {path: layer for path, layer in _lora_layers(model).items() if isinstance(_base(layer), QuantizedLayer)}
+    for path, layer in found.items():
+        own = [name for name in quantizers(layer) if not name.startswith("base_layer.")]
+        if own:
+            raise ConfigError(
+                f"{path}: its adapter is quantized by itself, at {own[0]}; call fakequant.prepare before "
+                "get_peft_model, or with skip=['*lora_*']"
+            )
+        if not hasattr(layer, "get_delta_weight"):
+            raise ConfigError(f"{path}: a {type(layer).__name__} adapter has no weight to merge; leave it in float")
+        for adapter in layer.scaling:
+            _check(layer, adapter, path)
+    with restore_on_error(attributes_of(found.values(), "__class__")):
+        for layer in found.values():
+            layer.__class__ = _merged_class(type(layer))
+    return model
+
+
+def _lora_layers(model: nn.Module) -> dict[str, Any]:
+    cls = getattr(sys.modules.get(_PEFT), "LoraLayer", None)
+    return {} if cls is None else {path: one for path, one in model.named_modules() if isinstance(one, cls)}
+
+
+def _base(layer: Any) -> nn.Module:
+    return layer.get_base_layer()
+
+
+def _check(layer: Any, adapter: str, path: str = "") -> None:
+    """Raise where merging cannot give what an adapter computes."""
+    place = f"{path or type(layer).__name__}: the adapter {adapter!r}"
+    if adapter in layer.lora_variant:
+        raise ConfigError(
+            f"{place} is a {type(layer.lora_variant[adapter]).__name__}, which is no sum of weights; train it as "
+            "merged without use_dora and other variants"
+        )
+    if any(getattr(dropout, "p", 0.0) for name, dropout in layer.lora_dropout.items() if name == adapter):
+        raise ConfigError(f"{place} drops inputs out, which no weight does; give LoraConfig lora_dropout=0.0")
+
+
+class _Merged:
+    """The methods of peft's layers that differ."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = [name for name in self.active_adapters if name in self.scaling]
+        if self.disable_adapters or self.merged or not active:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ConfigError("a batch of several adapters has no one merged weight; call the model once for each")
+        return functional_call(_base(self), self.merged_tensors(active), (x, *args), kwargs)
+
+    def merged_tensors(self: Any, adapters: list[str]) -> dict[str, Tensor]:
+        """The weight as `merge` leaves it, and the bias if adapters have one."""
+        base: Any = _base(self)
+        weight, bias = base.weight, getattr(base, "bias", None)
+        # Else the product of B and A would be rounded to 16 bits in training, and not in `merge`.
+        with torch.autocast(weight.device.type, enabled=False):
+            for adapter in adapters:
+                _check(self, adapter)
+                weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
+                if self.lora_bias.get(adapter, False):
+                    if bias is None:
+                        raise ConfigError("lora_bias=True on a layer without a bias cannot be merged; leave it out")
+                    bias = (bias + self.lora_B[adapter].bias * self.scaling[adapter]).to(bias.dtype)
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        active = [name for name in adapter_names or self.active_adapters if name in self.scaling]
+        if safe_merge and not all(bool(x.isfinite().all()) for x in self.merged_tensors(active).values()):
+            raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
+        super().merge(False, adapter_names)  # type: ignore[misc]  peft's own safe one rounds otherwise in 16 bits
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = object.__reduce_ex__(self, max(int(protocol), 2))
+        return (_new, (type(self).__mro__[2],), *state)
+
+
+_made: dict[type[Any], type[Any]] = {}
+
+
+def _merged_class(cls: type[Any]) -> type[Any]:
+    if issubclass(cls, _Merged):
+        return cls
+    if cls not in _made:
+        _made[cls] = type(cls.__name__, (_Merged, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return _made[cls]
+
+
+def _new(cls: type[Any]) -> Any:
+    made: Any = _merged_class(cls)
+    return made.__new__(made)
