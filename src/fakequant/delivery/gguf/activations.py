@@ -20,12 +20,14 @@ from fakequant.model.prepare import quantizers_of
 from fakequant.model.presets import LLAMA_CPP_CACHE, LLAMA_CPP_INPUTS
 from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.restore import restore_after, restore_on_error, structure_of
 
 Model = TypeVar("Model", bound=nn.Module)
+_BLOCK, _BOUND = 32, 127
 
 
 def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
@@ -42,8 +44,8 @@ def llama_cpp_inputs(model: Model) -> Model:
     """Quantize the inputs of products as llama.cpp does, in a prepared model, in place; the model is returned.
 
     Measure or train the model then as llama.cpp will compute it from a GGUF file. Results agree up to the order of
-    sums, except with Q4_1 and Q5_1: for these llama.cpp also rounds the sum of every block of inputs. The presets
-    `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
+    sums, except with Q4_1 and Q5_1: for these llama.cpp also rounds the sum of every block of inputs, which
+    `verify_delivery` alone computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
 
     Raises:
         ExportError: a weight that no type of GGUF holds, by name, with the reason; the model is unchanged then.
@@ -80,11 +82,31 @@ def has_cache(model: nn.Module) -> bool:
 
 @contextmanager
 def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
-    """A context of `llama_cpp_inputs` with sums in float64, after which the model is as it was."""
+    """A context of `llama_cpp_inputs` with llama.cpp's sums, after which the model is as it was."""
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
+        for layer in model.modules():
+            if isinstance(layer, QuantLinear) and _has_rounded_sums(layer.weight_quantizer):
+                layer.register_forward_hook(_with_rounded_sums)
         with _LongSums():
             yield
+
+
+def _has_rounded_sums(weight: Quantizer | None) -> bool:
+    """Whether llama.cpp rounds the sum of each block of inputs: for the offsets of Q4_1 and Q5_1."""
+    return (
+        weight is not None and weight.quantizes and weight.spec.offset is not None and weight.spec.scale.shared is None
+    )
+
+
+def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    """Add what the rounding of sums to float16 changes: `quantize_row_q8_1` of ggml."""
+    codes, params = layer.input_quantizer.encoded(args[0])
+    sums = codes.float().unflatten(-1, (-1, _BLOCK)).sum(-1)
+    step = params.scale * (_BOUND + 1) / _BOUND
+    gap = (step * sums).half().double() - step.half().double() * sums
+    offsets = layer.weight_quantizer.qparams(layer.weight).zero_point
+    return (y.double() - gap @ offsets.double().mT).to(y.dtype)
 
 
 class _LongSums(TorchFunctionMode):
