@@ -18,6 +18,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_watched() -> bool:
+    """Whether a compiler or tracer sees the operations: some leave a conversion and the one back out."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
 def is_approximate(x: Tensor) -> bool:
     """Whether a compiler would divide numbers like x approximately.
 

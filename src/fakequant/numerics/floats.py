@@ -96,7 +96,15 @@ class FloatFormat(Format):
     def fraction_bits(self) -> int:
         return self.mantissa_bits
 
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether torch's own conversions are exact: of 8 bits, they saturate and name NaN in other ways."""
+        return self.storage.is_floating_point and self.bits == 16
+
     def to_storage(self, code: Tensor) -> Tensor:
+        if self._is_torchs:
+            raw = code.to(self.storage).view(torch.int16)
+            return torch.where(code.abs() <= self.quant_max, raw, self.nan_pattern).view(self.storage)
         magnitude = code.abs()
         spacing = self._spacing(magnitude)
         # A binade has 2**mantissa_bits codes: counted in its own spacing a number is its mantissa with the leading one,
@@ -109,6 +117,8 @@ class FloatFormat(Format):
         return stored.to(torch.int16 if self.bits > 8 else torch.uint8).view(self.storage)
 
     def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._is_torchs:
+            return stored.view(self.storage).to(dtype)
         raw = stored.view(torch.int16 if self.bits > 8 else torch.uint8)
         pattern = raw.to(torch.int64) & ((1 << self.bits) - 1)
         magnitude = pattern & ((1 << self.bits - 1) - 1)
