@@ -126,8 +126,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     def make(name: str) -> Calibrator:
         if found[name].kind is Kind.INPUT:
             return make_calibrator(method, found[name].spec, **options)
-        ranged = weight_method is None or is_searched(found[name].spec, weight_method)
-        return make_calibrator("max" if ranged else weight_method, found[name].spec, **(weight_options or {}))
+        named = "max" if weight_method is None or is_searched(found[name].spec, weight_method) else weight_method
+        return make_calibrator(named, found[name].spec, **(weight_options or {}))
 
     job = Observation(model, found, pattern, data, make)
     group = processes_of(model, group)
