@@ -123,6 +123,19 @@ def test_a_budget_is_kept_and_its_configuration_prepares_the_model(found: Scores
     assert isinstance(smallest, Allocation)
 
 
+@pytest.mark.parametrize("bits", [2.625, 3.5, 4.5, 5.0, 6.5625])
+def test_types_of_gguf_are_allocated_by_the_bytes_of_their_blocks(bits: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    blocks = {"GGUF_Q2_K": 84, "GGUF_Q3_K": 110, "GGUF_Q4_K": 144, "GGUF_Q6_K": 210}  # bytes of 256 weights
+    mix = fq.search(net, [torch.randn(32, 256)], list(blocks), bits=bits)
+    taken = [blocks[name] for name in mix.choices.values()]
+    assert mix.bits_per_weight == sum(taken) / 4 * 8 / 256 <= bits
+    assert bits / 8 * 256 * 4 - sum(taken) < 66  # no layer could take the next larger type
+    model = fq.prepare(net, mix.config())
+    assert fq.summary(model).bytes_quantized == 256 * sum(taken)
+
+
 def test_bit_operations_are_a_budget_of_their_own() -> None:
     """A layer that is called twice has twice the products; sizes of weights know nothing of that."""
     found = fq.ptq.scores(Net(), batches()[:1], ["INT8", "INT8_WEIGHT_ONLY", "INT4"], progress=False)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.ops import library
+from fakequant.ptq.solvers.grid import WeightGrid
 from tests.support.bits import assert_same_bits
 
 
@@ -72,3 +74,17 @@ def test_int4_narrow_has_no_code_minus_8() -> None:
     model = model_of(torch.arange(-8.0, 8.0).repeat(4, 1), "int4_narrow per_channel(0)")
     fq.ptq.improve(model, inputs(16), progress=False)
     assert codes(model).amin() >= -7.0
+
+
+@pytest.mark.parametrize("preset", ["Q4_K", "Q2_K", "Q6_K", "Q4_0", "IQ4_NL", "IQ4_XS", "Q8_0", "TQ2_0"])
+def test_a_grid_has_the_values_of_the_operator_for_negative_and_zero_scales_and_offsets(preset: str) -> None:
+    spec = fq.presets.presets()[f"GGUF_{preset}"].rules[0].weight.spec  # type: ignore[union-attr]
+    weight = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    weight[2, :256] = 0.0
+    weight[3, 64:96] *= 1e-9
+    params = fq.choose_qparams(weight, spec)
+    assert not params.scale.all()
+    grid, wanted = WeightGrid(spec, params, weight.shape), library.fake_quantize(weight, params, spec)
+    assert torch.equal(grid.nearest(weight), wanted)
+    assert torch.equal(torch.stack([grid.column(place, weight[:, place]) for place in range(512)], 1), wanted)
+    assert torch.equal(grid.rows(slice(2, 4)).nearest(weight[2:4]), wanted[2:4])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.scales import OffsetSpec, ScaleSpec
+from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
 
@@ -33,15 +33,21 @@ class WeightGrid:
     """
 
     def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size) -> None:
-        # One thing about the formats of scales is left: whether a scale may be 0, whose quotient would be NaN.
-        scale = ScaleSpec("float16") if spec.scale.is_exact else ScaleSpec()
-        offset = None if spec.offset is None else OffsetSpec()
-        self._spec = spec.replace(
-            granularity=PerChannel(0, 1), scale=scale, offset=offset, rounding=Rounding.NEAREST_EVEN
-        )
-        blocks = spec.granularity.block_shape(shape)
-        self._scale = of_elements(params.scale, shape, blocks)
-        self._zero_point = None if params.zero_point is None else of_elements(params.zero_point, shape, blocks)
+        # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
+        # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
+        blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
+        scale = of_elements(params.scale, shape, blocks)
+        self._zero = self._sign = self._zero_point = self._offset = None
+        if spec.scale.is_exact:
+            self._zero = _if_any(scale == 0)
+            self._sign = None if _if_any(scale < 0) is None else torch.ones_like(scale).copysign(scale)
+            scale = torch.where(scale == 0, 1.0, scale.abs())
+        points = None if params.zero_point is None else of_elements(params.zero_point, shape, blocks)
+        if spec.offset is None:
+            self._zero_point = points
+        else:
+            self._offset, plain = points, plain | {"offset": None, "symmetric": True}
+        self._scale, self._spec = scale, spec.replace(granularity=PerChannel(0, 1), **plain)
 
     def column(self, index: int, values: Tensor) -> Tensor:
         """The nearest values of a column [out], in the dtype of the given ones."""
@@ -77,17 +83,24 @@ class WeightGrid:
         return pair[0].to(values.dtype), pair[1].to(values.dtype)
 
     def _nearest(self, values: Tensor, columns: slice) -> Tensor:
-        zero_point = None if self._zero_point is None else self._zero_point[:, columns].contiguous()
-        params = QParams(self._scale[:, columns].contiguous(), zero_point)
-        return library.fake_quantize(values.float().contiguous(), params, self._spec).to(values.dtype)
+        scale, others = self._scale[:, columns].contiguous(), (self._zero_point, self._offset, self._sign, self._zero)
+        zero_point, offset, sign, zero = (None if own is None else own[:, columns].contiguous() for own in others)
+        x = values.float() if offset is None else values.float() + offset
+        x = x if sign is None else x * sign
+        y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), self._spec)
+        y = y if zero is None else torch.where(zero, 0.0, y)
+        y = y if sign is None else y * sign
+        return (y if offset is None else y - offset).to(values.dtype)
 
     def rows(self, part: slice) -> WeightGrid:
         """The grid of some rows of the matrix."""
         grid = object.__new__(WeightGrid)
-        grid._spec = self._spec
-        grid._scale = self._scale[part]
-        grid._zero_point = None if self._zero_point is None else self._zero_point[part]
+        vars(grid).update({name: own[part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
         return grid
+
+
+def _if_any(mask: Tensor) -> Tensor | None:
+    return mask if bool(mask.any()) else None
 
 
 def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:
