@@ -68,7 +68,7 @@ def llm_compressor(case: Case) -> Run:
         wrapped = _wrapped(model)
         oneshot(
             model=wrapped.model,
-            dataset=_loader(batches),
+            dataset=loader(batches),
             processor=wrapped.tokenizer,
             recipe=GPTQModifier(config_groups={"all": scheme}),
             pipeline="basic",
@@ -94,7 +94,7 @@ def auto_round(case: Case) -> Run:
             scheme="W4A16",
             iters=_ITERATIONS,
             device_map="cpu",
-            dataset=_loader(batches),
+            dataset=loader(batches),
             seqlen=batches[0].shape[1],
             nsamples=sum(map(len, batches)),
             batch_size=8,
@@ -112,7 +112,8 @@ def _group(case: Case) -> int:
     return int(case.name.rsplit(" ", 1)[1]) if "groups" in case.name else 0
 
 
-def _loader(batches: list[Tensor]) -> Any:
+def loader(batches: list[Tensor]) -> Any:
+    """Batches [rows, tokens] as AutoRound and llm-compressor take them."""
     rows = [{"input_ids": row} for batch in batches for row in batch]
     return torch.utils.data.DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning
+from fakequant.errors import CalibrationError, ConfigError, ShapeError, StaleScaleWarning
 from tests.support.bits import assert_same_bits
 
 X = torch.linspace(-1, 1, 128).view(16, 8)
@@ -128,7 +128,9 @@ def test_scales_on_a_lattice_are_searched_by_calibrate_and_before_training(prese
     models = {name: prepared() for name in ("follows", "default", "mse", "max", "trained")}
     for name, method in (("default", None), ("mse", "hist"), ("max", "max")):
         fq.calibrate(models[name], weight_method=method)
-    fq.qat.set_scales(models["trained"], fq.qat.Scales.FIXED)
+    with pytest.raises(ConfigError, match=r"cannot be learned: .* Train with Scales\.EPOCH"):
+        fq.qat.set_scales(models["trained"], fq.qat.Scales.LEARNED)
+    fq.qat.set_scales(models["trained"], fq.qat.Scales.EPOCH)
     for layer in range(2):
         held = {name: model[layer].weight_quantizer for name, model in models.items()}
         weight = models["follows"][layer].weight.detach()
