@@ -195,18 +195,21 @@ def print_models(net: nn.Module, types: Iterable[str], llama: LlamaCpp) -> None:
     )
     language_model.TEXT = OTHER_TEXT.read_bytes()
     new = [{"input_ids": batch["input_ids"]} for batch in language_model.batches(8, seed=5)]
-    print("| type | bytes of the file | codes by | perplexity | error of logits | seconds |\n|---|---|---|---|---|---|")
-    print(f"| float32 | {sum(4 * p.numel() for p in net.parameters()):,} | | {perplexity(net, own):.3f} | 0 | |")
+    head, rows = ["codes by"], {"float": [f"{perplexity(net, own):.3f}, 0"]}
     for name in types:
         with TemporaryDirectory() as folder:
             size = fq.deliver(prepared(net, name), folder, "gguf").stat().st_size
+        head.append(f"{name}, {size / 1e6:.2f} MB")
         start, first = time.perf_counter(), 0.0
         for by, model in in_a_type(net, name, ids, llama):
             seconds, error = time.perf_counter() - start, distance(model, net, new)
             first = first or error
-            row = f"{perplexity(model, own):.3f} | {error / first:.3f} | {seconds:.0f}"
-            print(f"| {name} | {size:,} | {by} | {row} |", flush=True)
+            rows.setdefault(by, []).append(f"{perplexity(model, own):.3f}, {error / first:.3f}")
+            print(f"{name} by {by}: {rows[by][-1]}, {seconds:.0f} s", file=sys.stderr, flush=True)
             start = time.perf_counter()
+    print("perplexity, squared error of logits on another text over llama.cpp's")
+    for row in (head, ["---"] * len(head), *([by, *cells] for by, cells in rows.items())):
+        print(f"| {' | '.join(row)} |")
 
 
 def main(types: list[str]) -> None:
