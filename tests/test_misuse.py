@@ -207,12 +207,6 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         FAILS.replace("batch 2", "batch 3"),
     ),
     "histogram on another width": (lambda _: fq.plot.histogram(ready(), "0._input_quantizer", [X, X9]), FAILS),
-    "calibrate by choice, on another width held back": (lambda _: fq.calibrate(ready(), [X, X9], "auto"), FAILS),
-    "calibrate by choice, on another width": (
-        lambda _: fq.calibrate(ready(), [X, X, X9], "auto"),
-        FAILS.replace("batch 2", "batch 3"),
-    ),
-    "histogram on another width": (lambda _: fq.plot.histogram(ready(), "0._input_quantizer", [X, X9]), FAILS),
     "report on another width": (lambda path: fq.report(ready(), [X, X9], path / "report.html"), FAILS),
     "calibrate on integers": (lambda _: fq.calibrate(fq.prepare(net(), "int8"), [X, X.long()]), INTEGERS),
     "improve on integers": (lambda _: fq.ptq.improve(ready(), [X, X.long()]), INTEGERS),
@@ -240,16 +234,6 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
             fq.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "int8"), X9
         ),
         EXAMPLE_FAILS,
-    ),
-    "fuse on another width": (
-        lambda _: fq.fuse_batch_norm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), X9),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
-    ),
-    "fold on another width": (
-        lambda _: fq.qat.fold_batch_norm(
-            fq.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "int8"), X9
-        ),
-        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
     ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
     "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),

@@ -82,8 +82,8 @@ class LearnedRange(QuantizerPart, ABC):
         if not spec.is_plain:
             raise ConfigError(
                 f"{spec} has scales in {spec.scale.format or spec.scale}, which cannot be learned: they follow from "
-                "the values of every block. Train with Scales.EPOCH, which takes them from the weights anew in each epoch, "
-                "or Scales.FIXED, or use a specification with float32 scales"
+                "the values of every block. Train with Scales.EPOCH, which takes them from the weights in each epoch, "
+                "with Scales.FIXED, or use a specification with float32 scales"
             )
         self.spec = spec
         for name in self.names:
