@@ -21,6 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fakequant as fq
+from fakequant.delivery import llama_cpp_inputs
 from fakequant.nn import cached_weights, fixed_ranges
 from fakequant.ptq.advising.advice import advise
 from fakequant.ptq.advising.trial import Halves
@@ -176,6 +177,11 @@ CASES = {
     ),
     "recalibrate": Case(calibrated, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
     "recalibrate learned": Case(learning, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
+    "llama_cpp_inputs": Case(
+        lambda: fq.prepare(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "gguf_q8_0", skip=[]),
+        llama_cpp_inputs,
+        changes=True,
+    ),
     "set_execution": Case(calibrated, lambda m: fq.set_execution(m, "auto"), changes=True),
     "set_scales learned": Case(calibrated, lambda m: fq.qat.set_scales(m, fq.qat.Scales.LEARNED), changes=True),
     "set_scales fixed": Case(learning, lambda m: fq.qat.set_scales(m, fq.qat.Scales.FIXED), changes=True),
