@@ -181,3 +181,24 @@ def test_what_does_not_fit_is_said(tmp_path):
     nn.init.zeros_(other.net[0].weight)
     with pytest.raises(CheckpointError, match=r"teacher=\['.*, now \['"):
         fit(tmp_path, other, QATCallback(**taught, module="net"), ckpt_path=checkpoint)
+
+
+def test_the_older_name_of_lightning_takes_the_same_callback():
+    older = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+    class Module(older.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net().net
+
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    finished = []
+    callback = QATCallback("int8", [X], scales=LEARNED, teacher="float", finish=finished.append)
+    older.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **off).fit(module := Module(), loader())
+    assert finished == [module.net]

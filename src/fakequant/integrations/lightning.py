@@ -89,7 +89,8 @@ class LightningQATCallback(Training, _lightning.Callback):
     def _part(self, pl_module: nn.Module) -> nn.Module:
         if self.module is not None:
             return pl_module.get_submodule(self.module)
-        if type(pl_module).forward is not _lightning.LightningModule.forward:
+        owner = next(cls for cls in type(pl_module).__mro__ if "forward" in vars(cls))
+        if owner.__name__ != "LightningModule":  # of lightning or pytorch_lightning, whose `forward` does nothing
             return pl_module
         parts = [name for name, part in pl_module.named_children() if any(True for _ in part.parameters())]
         if len(parts) != 1:
