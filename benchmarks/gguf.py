@@ -188,14 +188,15 @@ def in_a_type(net: nn.Module, name: str, batches: list[Any], llama: LlamaCpp) ->
     yield '`improve`, "best"', model
 
 
-def print_models(net: nn.Module, types: Iterable[str], llama: LlamaCpp) -> None:
+def print_models(net: nn.Module, types: list[str], llama: LlamaCpp) -> None:
     """Print the second table."""
     ids, own = (
         [{"input_ids": batch["input_ids"]} for batch in language_model.batches(16, seed=seed)] for seed in (2, 7)
     )
     language_model.TEXT = OTHER_TEXT.read_bytes()
     new = [{"input_ids": batch["input_ids"]} for batch in language_model.batches(8, seed=5)]
-    head, rows = ["codes by"], {"float": [f"{perplexity(net, own):.3f}, 0"]}
+    size, plain = sum(4 * p.numel() for p in net.parameters()), f"{perplexity(net, own):.3f}, 0"
+    head, rows = ["codes by"], {f"float, {size / 1e6:.2f} MB": [plain] * len(types)}
     for name in types:
         with TemporaryDirectory() as folder:
             size = fq.deliver(prepared(net, name), folder, "gguf").stat().st_size
