@@ -152,7 +152,8 @@ def test_groups_of_zeros_get_searched_scales_of_others(preset):
     quantizer = model[0].weight_quantizer
     fq.calibrate(model)
     assert quantizer.spec.scale.join(quantizer.spec.scale.split(quantizer.scale)).equal(quantizer.scale)
-    assert bool((quantizer.scale != 0).all()) == quantizer.spec.has_zero
+    has_zero = quantizer.spec.offset is None and quantizer.spec.format.has_zero
+    assert bool((quantizer.scale != 0).all()) == has_zero
     assert not quantizer(model[0].weight)[model[0].weight == 0].any()
 
 
