@@ -59,6 +59,11 @@ MXFP4 = Kind("MXFP4", mx("float4_e2m1fn", "floor"), dynamic=True)
 MXFP8 = Kind("MXFP8", mx("float8_e4m3fn", "floor"), dynamic=True)
 MXINT8 = Kind("MXINT8", mx("int8_narrow", "floor"), dynamic=True)
 NVFP4 = Kind("NVFP4", "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor", dynamic=True)
+_K = "uint6@per_block(-1:8)/float16"
+Q4_K = Kind("Q4_K", f"uint4 per_block(-1:32) scale={_K} offset={_K}", dynamic=True)
+_K = "uint4@per_block(-1:16)/float16"
+Q2_K = Kind("Q2_K", f"uint2 per_block(-1:16) scale={_K} offset={_K}", dynamic=True)
+Q6_K = Kind("Q6_K", "int6 per_block(-1:16) scale=int8@per_block(-1:16)/float16", dynamic=True)
 LSQ = Kind("LSQ, int8 per tensor", "int8 per_tensor", learned=True)
 
 # Shown from the smallest to the largest size, in float32, forward and with the gradient.
@@ -75,6 +80,8 @@ SMALL_FLOATS = tuple(
 """With given scales."""
 FROM_THE_INPUT = (MXFP8, MXFP4, NVFP4, INT4_GROUPS, INT4_LARGE_GROUPS)
 """Formats of blocks whose scales are taken from the input."""
+K_QUANTS = (Q4_K, Q2_K, Q6_K)
+"""Types of GGUF whose scales share scales."""
 INTEGER_GRANULARITIES = (
     INT8_TENSOR,
     INT8_CHANNEL,

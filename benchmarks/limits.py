@@ -100,6 +100,12 @@ LIMITS: tuple[Limit, ...] = (
         COPY,
         2.0,
     ),
+    Limit(
+        f"Q4_K, Q2_K, Q6_K, scales from the input, forward, {_4M_FLOAT32}: time over `x.clone()`",
+        tuple(kind.case(4 * M) for kind in kinds.K_QUANTS),
+        COPY,
+        3.0,
+    ),
     Limit(f"{_INT8}, forward, 4M elements: time over `x.clone()`", _int8([4 * M]), COPY, 1.15),
     Limit(f"{_INT8}, forward, 16M elements: time over `x.clone()`", _int8([16 * M]), COPY, 1.1),
     Limit(

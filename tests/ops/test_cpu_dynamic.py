@@ -16,7 +16,7 @@ from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
-from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, specs
+from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, on_lattices, specs
 from tests.support.matrix import each_dynamic_format, full, in_turn, sweep
 from tests.support.plan_cases import needs_kernels
 from tests.support.threads import run_in_threads
@@ -59,6 +59,15 @@ def test_equals_the_definition(name, dtype):
             continue
         x = hostile(where, dtype, seed)
         for spec in specs(name, where.granularity):
+            assert assert_dynamic_is_the_definition(x, spec, label)
+
+
+@needs_kernels
+@each_dynamic_format
+def test_exact_scales_and_offsets_equal_the_definition(name, dtype):
+    for seed, label in enumerate(("tensor", "channel_1", "block_32", "block_16", "tiles", "many_tokens")):
+        x = hostile(RUNS[label], dtype, seed)
+        for spec in on_lattices(name, RUNS[label].granularity):
             assert assert_dynamic_is_the_definition(x, spec, label)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fakequant as fq
+from tests.support.lattices import LATTICES
 from tests.support.plan_cases import needs_kernels
 
 TASKS, SPENT = Path("/proc/self/task"), Path("/proc/self/schedstat")
@@ -33,6 +34,7 @@ DYNAMIC = [
     ("int4 per_block(-1:32)", torch.bfloat16, "x"),
     ("float4_e2m1fn per_block(-1:32) scale=float8_e8m0fnu:floor", torch.float32, "x"),
     (NVFP4, torch.float32, "x"),
+    (LATTICES["Q4_K"], torch.float32, "x"),
 ]
 
 

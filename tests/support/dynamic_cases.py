@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics import qparams
-from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from tests.support.cases import GRANULARITIES, GranularityCase, neighbour
 
 WHOLE = fq.PerTensor()
@@ -23,6 +23,8 @@ SCALES = {
     "fnuz under float32": ScaleSpec("float8_e4m3fnuz", granularity=WHOLE),
     "uint8 under float32": ScaleSpec("uint8", granularity=WHOLE),
 }
+EXACT = ("float16", "float16:signed", "float8_e4m3fn", "uint6@per_tensor/float16", "int6@per_tensor/float16")
+OFFSETS = ("float32", "float16", "uint6@per_tensor/float16")
 FORMATS = [
     *("int8", "int4", "int1", "int8_narrow", "uint8", "uint4", "int[-100,37]", "int16", "uint16"),
     *("float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float4_e2m1fn", "nf4"),
@@ -47,6 +49,17 @@ def specs(name: str, granularity: fq.Granularity) -> Iterator[fq.QuantSpec]:
     yield fq.QuantSpec(
         name, granularity, scale=SCALES["e8m0 ceil"], symmetric=True, arithmetic=fq.Arithmetic.RECIPROCAL
     )
+
+
+def on_lattices(name: str, granularity: fq.Granularity) -> Iterator[fq.QuantSpec]:
+    """Every specification of a format with exact scales, and with offsets."""
+    for scale in EXACT:
+        yield fq.QuantSpec(name, granularity, scale=ScaleSpec.parse(f"scale={scale}"), symmetric=True)
+    fmt = fq.parse_format(name)
+    for scale in OFFSETS if fmt.has_zero_point and not fmt.signed else ():
+        for offset in OFFSETS:
+            given = {"scale": ScaleSpec.parse(f"scale={scale}"), "offset": OffsetSpec.parse(f"offset={offset}")}
+            yield fq.QuantSpec(name, granularity, **given)
 
 
 def hostile(where: GranularityCase, dtype: torch.dtype, seed: int = 0) -> Tensor:

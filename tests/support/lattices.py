@@ -29,6 +29,24 @@ OTHERS = {
     "reciprocal": f"uint4 per_block(-1:32) reciprocal scale={_K} offset={_K}",
 }
 ALL = LATTICES | OTHERS
+_OF_EIGHT = "scale=uint6@per_block(-1:8)/float16"
+MORE = {
+    "signed_float": "float4_e2m1fn per_block(-1:32) scale=float16:signed",
+    "signed_float_without_negative_zero": "float8_e4m3fnuz per_block(-1:32) scale=int6@per_block(-1:8)/float16",
+    "channels": "int4 per_channel(1) scale=float16:signed",
+    "padded": "int4 per_block(-1:24,pad) scale=int6@per_block(-1:5,pad)/float16",
+    "stochastic": "int4 per_block(-1:32) stochastic scale=float16:signed",
+    "stochastic_offset": f"uint4 per_block(-1:32) stochastic {_OF_EIGHT} offset=float16",
+    "identity": ALL["Q4_K"].replace("scale", "identity scale", 1),
+    "clip": "uint4 per_block(-1:32) clip scale=float16 offset=float16",
+    "input_range": "uint4 per_block(-1:32) input_range scale=float16 offset=float16",
+    "input_range_signed": "int4 per_block(-1:32) input_range scale=float16:signed",
+    "of_two_sizes": f"uint4 per_block(-1:32) {_OF_EIGHT} offset=uint6@per_block(-1:4)/float16",
+    "of_rows": "int4 per_block(-1:32) scale=int6@per_block(0:2,-1:16)/float16",
+    "of_columns": "int4 per_block(-1:32) scale=int6@per_block(0:4)/float16",
+    "of_the_tensor": "int4 per_block(-1:8) scale=int6@per_tensor/float16",
+    "ue4m3_under_float16": "int4 per_block(-1:32) scale=float8_e4m3fn@per_block(-1:8)/float16",
+}
 
 
 def weights(*shape, seed=0):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 # Tiles g0, b0, g1, b1, then the fields of chunks.h: int8 by division.
-INT8 = (-128.0, 127.0, -1.0, 0.0, 0.0, 0.0, 0.0)
+PLAIN, SHIFTED = (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)
+INT8 = (-128.0, 127.0, -1.0, 0.0, 0.0, 0.0, *PLAIN)
 TILES = (1.0, 40.0, 1.0, 1.0)
 CHANNELS = (4.0, 10.0, 1.0, 1.0)
 INFINITE, NAN = math.inf, math.nan
@@ -28,12 +29,12 @@ LYING_TILES = [
     (0.5, 80.0, 1.0, 1.0),
 ]
 LYING_GRIDS = [
-    (-128.0, 127.0, 53.0, 0.0, 0.0, 0.0, 0.0),
-    (-128.0, 127.0, 3.0, 1e9, 0.0, 0.0, 0.0),
-    (-128.0, 127.0, NAN, 0.0, 0.0, 0.0, 0.0),
-    (NAN, 127.0, -1.0, 0.0, 0.0, 0.0, 0.0),
-    (-128.0, 127.0, -1.0, 0.0, 0.0, 3.0, 0.0),
-    (-128.0, 127.0, -1.0, 0.0, 0.0, -1.0, 0.0),
+    (-128.0, 127.0, 53.0, 0.0, 0.0, 0.0, *PLAIN),
+    (-128.0, 127.0, 3.0, 1e9, 0.0, 0.0, *PLAIN),
+    (-128.0, 127.0, NAN, 0.0, 0.0, 0.0, *PLAIN),
+    (NAN, 127.0, -1.0, 0.0, 0.0, 0.0, *PLAIN),
+    (-128.0, 127.0, -1.0, 0.0, 0.0, 3.0, *PLAIN),
+    (-128.0, 127.0, -1.0, 0.0, 0.0, -1.0, *PLAIN),
 ]
 
 
@@ -49,7 +50,7 @@ def lying_forms() -> Iterator[tuple[str, Tensor]]:
         yield f"grid {fields}", form(fields=fields)
     yield "an even table", form(table=(0.0, 1.0))
     yield "a table of 257 values", form(table=(0.0,) * 513)
-    yield "too short", form()[:10]
+    yield "too short", form()[:12]
     yield "empty", form()[:0]
     yield "float32", form().float()
     yield "with gaps", form().repeat_interleave(2)[::2]
@@ -108,7 +109,7 @@ def _of_elements() -> Iterator[Call]:
         gaps = codes.repeat_interleave(2, 1)[:, ::2]
         for name, other in (("gapped", gaps), ("few", codes[:1]), ("float", codes.float()), ("int64", codes.long())):
             yield f"checked_codes: {name} codes", partial(ops.checked_codes, x, *plain, other)
-        floats = form(fields=(-448.0, 448.0, 3.0, -6.0, 1.0, 0.0, 0.0))
+        floats = form(fields=(-448.0, 448.0, 3.0, -6.0, 1.0, 0.0, *PLAIN))
         yield "codes of a float", partial(ops.checked_codes, x, one, None, floats, codes)
         for mask in (2, 3, 5, -1):
             given = one, None, None, None, form(), mask
@@ -159,11 +160,21 @@ def _of_gradients() -> Iterator[Call]:
 def _of_ranges() -> Iterator[Call]:
     ops = torch.ops.fakequant_cpu
     x, ends = torch.randn(4, 10), torch.zeros(4)
-    rule = torch.zeros(15, dtype=torch.float64)
+    rule = torch.zeros(26, dtype=torch.float64)
     for name, lie in lying_forms():
         yield f"fake_quantize_dynamic: {name}", partial(ops.fake_quantize_dynamic, x, rule, lie, 1)
-    for name, lie in (("short", rule[:14]), ("float", rule.float()), ("NaN", rule + NAN), ("huge", rule + 1e30)):
+    for name, lie in (("short", rule[:25]), ("float", rule.float()), ("NaN", rule + NAN), ("huge", rule + 1e30)):
         yield f"fake_quantize_dynamic: a rule that is {name}", partial(ops.fake_quantize_dynamic, x, lie, form(), 1)
+    for together in (3.0, -1.0, 8.0):
+        lie = rule.clone()
+        lie[18] = together
+        yield f"fake_quantize_dynamic: {together} scales", partial(ops.fake_quantize_dynamic, x, lie, form(CHANNELS), 1)
+        double, shifted = torch.cat([rule, lie]), form(CHANNELS, (*INT8[:6], *SHIFTED))
+        yield f"fake_quantize_dynamic: {together} offsets", partial(ops.fake_quantize_dynamic, x, double, shifted, 1)
+    yield (
+        "fake_quantize_dynamic: no offsets",
+        partial(ops.fake_quantize_dynamic, x, rule, form(fields=(*INT8[:6], *SHIFTED)), 1),
+    )
     yield "fake_quantize_dynamic: expanded", partial(ops.fake_quantize_dynamic, x[:1].expand(4, 10), rule, form(), 1)
     for tiles in ((2000,) * 4, (2**31,) * 4, (4, 11, 1, 1), (-4, -10, 1, 1), (2**62, 4, 1, 1)):
         yield f"measure: {tiles}", partial(ops.measure, x, ends.clone(), ends.clone(), *tiles)

@@ -23,7 +23,7 @@ from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec
 
 from .backend import CODES, RELU, VALUES, Backend, CallKind, KernelPlan, Kernels, ParameterKind
-from .cpu.lattices import LatticeBackend
+from .cpu.backend import CpuBackend
 from .triton.backend import TritonBackend
 
 log = logging.getLogger("fakequant.backend")
@@ -85,7 +85,7 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 REFERENCE = ReferenceBackend()
-_backends: tuple[Backend, ...] = (LatticeBackend(), TritonBackend(), REFERENCE)
+_backends: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), REFERENCE)
 _Made = TypeVar("_Made", Backend, KernelPlan, KernelPlan | None)
 # Plans by their kind of call, and backends by the kind of tensor: what one call found serves all that follow.
 _known: dict[Hashable, Any] = {}
@@ -215,8 +215,6 @@ def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
         scale=kind.scale and ParameterKind(*kind.scale), zero_point=kind.zero_point and ParameterKind(*kind.zero_point)
     )
     plan = choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if _parameters_fit(kind) else None
-    if plan is not None and plan.otherwise is None and kind.spec.scale.is_exact:  # of which a kernel may refuse 0
-        plan = plan._replace(otherwise=REFERENCE.plan(kind))
     return _remember(key, plan)
 
 

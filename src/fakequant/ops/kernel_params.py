@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ LARGEST = 2.0**64
 _SMALLEST_STEP = 2.0**-126
 _NO_MANTISSA = -1
 # The numbers by which scales.h knows the kinds of scales.
-FLOAT, MULTIPLIER, ASYMMETRIC, POWER_OF_TWO, UNDER_A_SCALE = range(5)
+FLOAT, MULTIPLIER, ASYMMETRIC, POWER_OF_TWO, UNDER_A_SCALE, EXACT = range(6)
 _NEVER = 2.0  # mantissas end below 1
 
 
@@ -60,29 +60,72 @@ def cannot_hold(spec: QuantSpec) -> str | None:
     """Why the kernels do not compute with the parameters of a specification, or None."""
     if spec.arithmetic.has_two_scales:
         return f"the kernels encode and decode by one scale, and {spec} by two"
-    if spec.offset is not None:
-        return f"the kernels shift codes by zero points, and {spec} shifts x by offsets"
-    if spec.scale.is_exact:
-        return f"the kernels know positive scales, and those of {spec} may be 0 or negative"
     return None
 
 
-def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
-    """Why the kernels do not find the scales of a specification, or None."""
+def is_lattice(spec: QuantSpec) -> bool:
+    """Whether x is shifted by offsets, or scales may be 0 or negative."""
+    return spec.offset is not None or spec.scale.is_exact
+
+
+def cannot_choose(
+    spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...], order: tuple[int, ...] | None = None
+) -> str | None:
+    """Why the kernels do not find the scales of a specification, or None.
+
+    Args:
+        groups: the shape of scales.
+        order: their axes from slowest to fastest, as the kernel meets them; by default as they are.
+    """
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
     scale = spec.scale
-    if reason := cannot_hold(spec):
-        return reason
     if scale.needs_values:
         return f"its scales follow from all values of a group by {scale.rounding.value}, and the kernels know its range"
-    if scale.format is None or scale.granularity is None:
-        return None
-    if scale.granularity.block_shape(groups) != groups:
-        return f"its scales share scales {scale.granularity}, and the kernels know those of the whole tensor only"
-    if scale.format.quant_max > LARGEST and dtype != torch.float64:
-        return f"the kernels round scales up to 2**64, {scale.format} reaches {scale.format.quant_max:g}"
+    if not spec.symmetric and spec.offset is None and scale.format is not None:
+        return f"the kernels choose zero points by float32 scales only, not by those in {scale.format}"
+    if spec.offset is not None and scale.format is not None and not scale.is_exact:
+        return f"the kernels choose offsets by exact or float32 scales only, not by {scale}"
+    for stored in (scale, spec.offset):
+        if stored is not None and stored.format is not None and (reason := _cannot_store(stored, dtype, groups, order)):
+            return reason
     return None
+
+
+def _cannot_store(
+    stored: ScaleSpec, dtype: torch.dtype, groups: tuple[int, ...], order: tuple[int, ...] | None
+) -> str | None:
+    fmt, within, what = stored.format, stored.granularity, stored.word
+    assert fmt is not None, "float32 scales are not rounded"
+    if isinstance(fmt, ExponentFormat):
+        return None
+    for each in (fmt, stored.shared):
+        if each is not None and each.quant_max > LARGEST and dtype != torch.float64:
+            return f"the kernels round {what}s up to 2**64, {each} reaches {each.quant_max:g}"
+    if within is None:
+        return None
+    if not stored.is_exact:
+        whole = within.block_shape(groups) == groups
+        return None if whole else f"its {what}s share scales {within}, and the kernels know those of the whole tensor"
+    if not fmt.has_zero_point:
+        return f"the kernels know integer codes of {what}s under a shared scale, not {fmt}"
+    if in_turn(stored, groups, order) is None:
+        return f"{what}s that share one {within} do not follow each other in memory"
+    return None
+
+
+def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int, ...] | None = None) -> int | None:
+    """How many scales in turn share an exact one; 0 where none do, None where others lie in between."""
+    if stored is None or stored.granularity is None or not stored.is_exact:
+        return 0
+    blocks, count, whole = stored.granularity.block_shape(groups), 1, True
+    for axis in reversed(order or range(len(groups))):
+        block = blocks[axis]
+        if (block > 1 and not whole) or groups[axis] % max(block, 1):
+            return None
+        count *= block
+        whole = whole and block == groups[axis]
+    return count
 
 
 def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
@@ -113,18 +156,41 @@ class ScaleRule(NamedTuple):
     mantissa_bits: int = 0
     min_exponent: int = 0
     negative_zero: bool = False
+    most: float = 0.0
+    keeps_small: bool = True
+    is_signed: bool = False
+    together: int = 0
+    shared_smallest: float = 0.0
+    shared_most: float = 0.0
+    shared_quant_min: float = 0.0
+    shared_quant_max: float = 0.0
+    shared_mantissa_bits: int = 0
+    shared_min_exponent: int = 0
+    shared_negative_zero: bool = False
 
 
 @lru_cache
-def scale_rule(spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The ScaleRule for tensors of a dtype [15]."""
-    return torch.tensor(rule_of(spec, dtype), dtype=torch.float64, device="cpu")
+def scale_rule(spec: QuantSpec, dtype: torch.dtype, scales: int | None, offsets: int | None) -> Tensor:
+    """The ScaleRule for tensors of a dtype, behind it that of offsets, if there are any [26 or 52].
+
+    Args:
+        scales: how many in turn share one, see `in_turn`.
+        offsets: likewise.
+    """
+    rules = rule_of(spec, dtype)._replace(together=scales or 0)
+    if spec.offset is not None:
+        largest = torch.finfo(dtype).max * (1.0 - torch.finfo(compute_dtype(dtype)).eps)
+        offset = _exact(1.0, spec.offset, largest, dtype)._replace(keeps_small=False, together=offsets or 0)
+        rules = (*rules, *offset)
+    return torch.tensor(rules, dtype=torch.float64, device="cpu")
 
 
 def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
     """The rule by which tensors of a dtype get their scales; see numerics/qparams.py for the formulas."""
     fmt, info = spec.format, torch.finfo(compute_dtype(dtype))
     largest = torch.finfo(dtype).max * (1.0 - info.eps)
+    if spec.offset is not None:
+        return _exact(fmt.quant_max, spec.scale, largest / fmt.quant_max, dtype)
     if not spec.symmetric:
         return ScaleRule(ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
     limit = largest / max(-fmt.quant_min, fmt.quant_max)
@@ -134,6 +200,8 @@ def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
         return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
     if spec.scale.format is None:
         return ScaleRule(FLOAT, spec.scale.bound(fmt), limit)
+    if spec.scale.is_exact:
+        return _exact(spec.scale.bound(fmt), spec.scale, limit, dtype)
     return _under_a_scale(spec.scale.bound(fmt), spec.scale, limit)
 
 
@@ -159,4 +227,35 @@ def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> ScaleRule:
     fmt = scale.format
     assert fmt is not None, "only scales with a format have a scale of their own"
     rule = ScaleRule(UNDER_A_SCALE, bound, limit, divisor=fmt.quant_max * bound, smallest=fmt.smallest)
-    return ScaleRule(*rule[:10], *grid_fields(fmt.grid))
+    return rule._replace(**_named_fields(fmt))
+
+
+def _exact(bound: float, stored: ScaleSpec, limit: float, dtype: torch.dtype) -> ScaleRule:
+    """Exact numbers of a format; float32 numbers without one."""
+    fmt, shared, computed = stored.format, stored.shared, compute_dtype(dtype)
+    if fmt is None:
+        return ScaleRule(FLOAT, bound, limit)
+
+    def most(of: Format, limit: float) -> float:
+        return of.neighbours(torch.tensor(limit, dtype=computed, device="cpu")).near.item()
+
+    tiny = torch.finfo(computed).tiny
+    rule = ScaleRule(
+        EXACT,
+        bound,
+        limit,
+        divisor=fmt.farthest * bound,
+        smallest=max(fmt.smallest, tiny),
+        most=most(fmt, limit),
+        is_signed=stored.rounding is ScaleRounding.SIGNED and bound < 0,
+    )
+    rule = rule._replace(**_named_fields(fmt))
+    if shared is None:
+        return rule
+    rule = rule._replace(shared_smallest=max(shared.smallest, tiny), shared_most=most(shared, limit / fmt.smallest))
+    return rule._replace(**_named_fields(shared, "shared_"))
+
+
+def _named_fields(fmt: Format, prefix: str = "") -> dict[str, Any]:
+    names = ("quant_min", "quant_max", "mantissa_bits", "min_exponent", "negative_zero")
+    return {prefix + name: field for name, field in zip(names, grid_fields(fmt.grid), strict=True)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fakequant.numerics.granularity import Granularity, Tiles
 from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
-from fakequant.numerics.reference import clip_range, input_range, seed_of
+from fakequant.numerics.reference import clip_range, dequantize, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
 from fakequant.ops.kernel_params import (
@@ -22,6 +22,8 @@ from fakequant.ops.kernel_params import (
     cannot_hold,
     cannot_round,
     grid_fields,
+    in_turn,
+    is_lattice,
     scale_rule,
     table_fields,
 )
@@ -76,8 +78,8 @@ class CpuBackend(Backend):
     def plan(self, kind: CallKind) -> KernelPlan | None:
         if kind.variant == RELU:
             like_x = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
-            drawn = kind.spec.rounding is Rounding.STOCHASTIC
-            if drawn or kind.scale is None or not (keeps_strides(like_x) and keeps_negative_zero(kind.dtype)):
+            other = kind.spec.rounding is Rounding.STOCHASTIC or is_lattice(kind.spec) or kind.scale is None
+            if other or not (keeps_strides(like_x) and keeps_negative_zero(kind.dtype)):
                 return None
         return CpuKernels(kind, self.name).plan()
 
@@ -114,9 +116,12 @@ class CpuKernels(Kernels):
         self.mask = _EVERYWHERE if rectified and identity else _MASK[self.spec.gradient]
         self.rule: Tensor | None = None
         if kind.scale is None:
-            reason = cannot_choose(self.spec, kind.dtype, self.layout.group_shape)
+            spec, groups, order = self.spec, self.layout.group_shape, self.layout.group_order
+            reason = cannot_choose(spec, kind.dtype, groups, order)
             if reason is None:
-                self.rule = scale_rule(self.spec, kind.dtype)
+                self.rule = scale_rule(
+                    spec, kind.dtype, in_turn(spec.scale, groups, order), in_turn(spec.offset, groups, order)
+                )
             else:
                 log.debug("cpu measures %s on %s apart: %s", self.spec, tuple(kind.shape), reason)
 
@@ -125,7 +130,8 @@ class CpuKernels(Kernels):
         groups = [axis for axis in layout.group_order if layout.group_shape[axis] > 1]
         in_order = self.is_packed and groups == sorted(groups)
         nearest = self.spec.rounding is Rounding.NEAREST_EVEN
-        if not (in_order and self.has_plain_params and nearest and layout.tiles.elements):
+        # The checked kernels ask for positive scales and zero points that are codes.
+        if not (in_order and self.has_plain_params and nearest and layout.tiles.elements) or is_lattice(self.spec):
             return plan
         plan = plan._replace(
             values=self._checked, values_over=self._checked_over, codes=self._checked_codes, otherwise=plan
@@ -191,7 +197,8 @@ class CpuKernels(Kernels):
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        if not x.numel() or self.spec.rounding is Rounding.STOCHASTIC:  # slopes of drawn codes: the reference's
+        # Slopes of drawn codes and of lattices are the reference's.
+        if not x.numel() or self.spec.rounding is Rounding.STOCHASTIC or is_lattice(self.spec):
             return super().grad_params(dy, x, params, wants)
         parameters = params.scale if wants[0] else None, params.zero_point if wants[1] else None
         groups = self.layout.tiles.groups
@@ -215,6 +222,8 @@ class CpuKernels(Kernels):
         return self.layout.unpack(codes), has_nan
 
     def decode(self, codes: Tensor, params: QParams) -> Tensor:
+        if self.spec.offset is not None:
+            return dequantize(codes, params, self.spec, self.kind.dtype)
         scale, zero_point, *_ = self._tensors(params)
         like = torch.empty(0, dtype=self.kind.dtype, device="cpu")
         given = self.layout.pack(codes), scale, zero_point, self.descriptor, like
@@ -241,9 +250,10 @@ class CpuKernels(Kernels):
 
 
 def _descriptor(spec: QuantSpec, computed: torch.dtype, tiles: Tiles, rectified: bool) -> Tensor:
-    """The tiles, the format, the arithmetic and whether there is a ReLU, as one tensor, see chunks.h."""
+    """The tiles, the format, the arithmetic, whether there are a ReLU, offsets, exact scales, see chunks.h."""
     table = table_fields(spec.format, computed)
-    fields = *tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
+    lattice = spec.offset is not None, spec.scale.is_exact
+    fields = *tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *lattice, *table
     return torch.tensor(fields, dtype=torch.float64, device="cpu")
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FAKEQUANT_X86
@@ -75,10 +76,18 @@ struct Call {
   Grid grid;
   Arithmetic arithmetic;
   bool rectified;  // the ReLU of x is quantized, and the mask is where the gradient passes both
+  bool shifted;    // the zero points are offsets in units of x: x + offset is rounded, and values are less the offset
+  bool exact;      // scales may be negative or 0; under 0 all values are 0, whose codes are those by the largest scale
   Mask mask;
   Params<C> params;
   Draw draw;
   int64_t ahead = 0;  // prefetches what lies this number of elements further on, if it will be read next
+
+  FAKEQUANT_INLINE C divisor(C scale) const {
+    return exact && scale == C(0) ? std::numeric_limits<C>::max() : scale;
+  }
+  // What is added to x: adding -0.0 changes nothing.
+  FAKEQUANT_INLINE C shift(C zero_point) const { return shifted ? zero_point : C(-0.0); }
 };
 
 }  // namespace fakequant

@@ -16,11 +16,17 @@ namespace {
 
 template <typename C>
 FAKEQUANT_INLINE void scale_as(const Call<C>& call, const C* x, C* y, int64_t first, int64_t n) {
+  using enum Arithmetic;
+  const bool lattice = call.shifted || call.exact;
   for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     switch (call.arithmetic) {
-      case Arithmetic::kDivide: return scale_run<Arithmetic::kDivide>(x + i, y + i, piece, p);
-      case Arithmetic::kReciprocal: return scale_run<Arithmetic::kReciprocal>(x + i, y + i, piece, p);
-      case Arithmetic::kMultiplier: return scale_run<Arithmetic::kMultiplier>(x + i, y + i, piece, p);
+      case kDivide:
+        if (lattice) return scale_run<kDivide, true>(call, x + i, y + i, piece, p);
+        return scale_run<kDivide, false>(call, x + i, y + i, piece, p);
+      case kReciprocal:
+        if (lattice) return scale_run<kReciprocal, true>(call, x + i, y + i, piece, p);
+        return scale_run<kReciprocal, false>(call, x + i, y + i, piece, p);
+      case kMultiplier: return scale_run<kMultiplier, false>(call, x + i, y + i, piece, p);
     }
   });
 }
@@ -50,11 +56,13 @@ template <Emit E, bool kMask, typename C>
 FAKEQUANT_INLINE void finish_as(const Call<C>& call, C* y, uint8_t* inside, int64_t first, int64_t n) {
   const Bounds<C> bounds{static_cast<C>(call.grid.quant_min), static_cast<C>(call.grid.quant_max)};
   const bool multiplier = call.arithmetic == Arithmetic::kMultiplier, offset = call.grid.is_integer() && !multiplier;
+  using enum Finish;
   for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     uint8_t* of_run = kMask ? inside + i : nullptr;
-    if (offset) return finish_run<false, true, kMask, E>(y + i, of_run, piece, bounds, p);
-    if (multiplier) return finish_run<true, false, kMask, E>(y + i, of_run, piece, bounds, p);
-    if constexpr (E == Emit::kValue) finish_run<false, false, kMask, E>(y + i, of_run, piece, bounds, p);
+    if (call.shifted) return finish_run<kShifted, kMask, E>(y + i, of_run, piece, bounds, p);
+    if (offset) return finish_run<kZeroPoint, kMask, E>(y + i, of_run, piece, bounds, p);
+    if (multiplier) return finish_run<kMultiplier, kMask, E>(y + i, of_run, piece, bounds, p);
+    if constexpr (E == Emit::kValue) finish_run<kPlain, kMask, E>(y + i, of_run, piece, bounds, p);
   });
 }
 template <Emit E, typename C>

@@ -50,8 +50,8 @@ Draw draw_of(const std::optional<torch::stable::Tensor>& random, int64_t element
 
 // What follows from a specification and the layout of a tensor, as one tensor, because every argument of an operator
 // costs 0.2 us: g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, negative_zero, arithmetic, rectified,
-// and the table where the format has one.
-constexpr int64_t kFormFields = 11;
+// shifted, exact, and the table where the format has one.
+constexpr int64_t kFormFields = 13;
 
 // Without parameters, which `params_of` adds.
 template <typename C>
@@ -69,6 +69,8 @@ Call<C> call_of(const torch::stable::Tensor& form, int64_t elements, int64_t mas
                       (in_table + 1) / 2},
                      static_cast<Arithmetic>(arithmetic),
                      f[10] != 0,
+                     f[11] != 0,
+                     f[12] != 0,
                      static_cast<Mask>(mask),
                      {nullptr, nullptr, nullptr, nullptr},
                      draw_of(random, elements)};

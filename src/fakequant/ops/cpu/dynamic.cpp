@@ -34,24 +34,46 @@ constexpr int64_t kMostParts = 64;
 constexpr int64_t kPieceElements = 2048;  // a piece and its result, as float32, fill half a first-level cache of 32 KiB
 constexpr int64_t kPieceRuns = 512;
 
+// How scales are found and, where x is shifted, offsets.
+struct Rules {
+  ScaleRule scale;
+  std::optional<ScaleRule> offset;
+  bool on_lattice() const { return offset || scale.kind == ScaleKind::kExact; }
+  bool has_zero_points() const { return offset || scale.kind == ScaleKind::kAsymmetric; }
+  bool need_low() const { return has_zero_points() || scale.is_signed; }
+  int64_t together() const {
+    return std::lcm(std::max<int64_t>(1, scale.together), offset ? std::max<int64_t>(1, offset->together) : 1);
+  }
+};
+
 FAKEQUANT_CLONES void choose_f32(const ScaleRule& rule, const Grid& codes, const float* low, const float* high,
                                  float whole, int64_t n, const Chosen<float>& out) {
   choose_scales(rule, codes, low, high, whole, n, out);
 }
-void choose(const ScaleRule& rule, const Grid& codes, const float* low, const float* high, float whole, int64_t n,
-            const Chosen<float>& out) {
-  choose_f32(rule, codes, low, high, whole, n, out);
+FAKEQUANT_CLONES void choose_lattice_f32(const ScaleRule& rule, const ScaleRule* offset, const float* low,
+                                         const float* high, int64_t n, const Chosen<float>& out) {
+  choose_on_lattice(rule, offset, low, high, n, out);
 }
-void choose(const ScaleRule& rule, const Grid& codes, const double* low, const double* high, double whole, int64_t n,
+void choose(const Rules& rules, const Grid& codes, const float* low, const float* high, float whole, int64_t n,
+            const Chosen<float>& out) {
+  const ScaleRule* offset = rules.offset ? &*rules.offset : nullptr;
+  if (rules.on_lattice()) return choose_lattice_f32(rules.scale, offset, low, high, n, out);
+  choose_f32(rules.scale, codes, low, high, whole, n, out);
+}
+void choose(const Rules& rules, const Grid& codes, const double* low, const double* high, double whole, int64_t n,
             const Chosen<double>& out) {
-  choose_scales(rule, codes, low, high, whole, n, out);
+  const ScaleRule* offset = rules.offset ? &*rules.offset : nullptr;
+  if (rules.on_lattice()) return choose_on_lattice(rules.scale, offset, low, high, n, out);
+  choose_scales(rules.scale, codes, low, high, whole, n, out);
 }
 
-// Runs of one length, cut into pieces of whole runs that begin at whole bytes of the mask.
+// Runs of one length, cut into pieces of whole runs that begin at whole bytes of the mask, and of whole blocks of runs
+// that are chosen together.
 struct Pieces {
   int64_t runs, length, runs_per_piece;
-  Pieces(int64_t runs, int64_t length, int64_t elements = kPieceElements) : runs(runs), length(length) {
-    const int64_t aligned = 8 / std::gcd<int64_t>(8, length);
+  Pieces(int64_t runs, int64_t length, int64_t elements = kPieceElements, int64_t together = 1)
+      : runs(runs), length(length) {
+    const int64_t aligned = std::lcm(8 / std::gcd<int64_t>(8, length), together);
     const int64_t fitting = std::clamp<int64_t>(elements / length, 1, kPieceRuns);
     runs_per_piece = (fitting + aligned - 1) / aligned * aligned;
   }
@@ -142,17 +164,15 @@ Arithmetic cheapest(Arithmetic arithmetic, const ScaleRule& rule) {
 template <typename T, typename C>
 struct Job {
   Call<C> call;  // without its parameters
-  ScaleRule rule;
+  Rules rules;
   const T* x;
   T* y;
   uint8_t* mask;
 
-  bool asymmetric() const { return rule.kind == ScaleKind::kAsymmetric; }
-
   Call<C> with(const Chosen<C>& chosen, const Tiles& tiles) const {
     Call<C> filled = call;
     filled.tiles = tiles;
-    filled.params = {chosen.scale, asymmetric() ? chosen.zero_point : nullptr, chosen.lo, chosen.hi};
+    filled.params = {chosen.scale, rules.has_zero_points() ? chosen.zero_point : nullptr, chosen.lo, chosen.hi};
     return filled;
   }
 };
@@ -165,12 +185,13 @@ void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole,
       hi[kPieceRuns];
   const int64_t length = job.call.tiles.b0, element = first * length;
   if (!measured) {
-    measure_runs(job.x + element, count, length, job.asymmetric() ? low_bits : nullptr, high_bits);
-    if (job.asymmetric()) load_patterns<T>(low_bits, low, count);
+    const bool need_low = job.rules.need_low();
+    measure_runs(job.x + element, count, length, need_low ? low_bits : nullptr, high_bits);
+    if (need_low) load_patterns<T>(low_bits, low, count);
   }
   load_patterns<T>(measured ? measured + first : high_bits, high, count);
   const Chosen<C> chosen{scale, zero_point, lo, hi};
-  choose(job.rule, job.call.grid, low, high, whole, count, chosen);
+  choose(job.rules, job.call.grid, low, high, whole, count, chosen);
   Call<C> call = job.with(chosen, {count, length, 1, 1});
   call.draw.before = element;
   // Memory would wait while a piece is quantized: 4M float32 in MXFP4 took 1.9 times a copy, and take 1.6. What was
@@ -185,10 +206,10 @@ void quantize_measured(const Job<T, C>& job, const std::vector<PatternOf<T>>& lo
                        const std::vector<PatternOf<T>>& high_bits, C whole) {
   const int64_t groups = high_bits.size();
   std::vector<C> low(groups), high(groups), scale(groups), zero_point(groups), lo(groups), hi(groups);
-  if (job.asymmetric()) load_patterns<T>(low_bits.data(), low.data(), groups);
+  if (job.rules.need_low()) load_patterns<T>(low_bits.data(), low.data(), groups);
   load_patterns<T>(high_bits.data(), high.data(), groups);
   const Chosen<C> chosen{scale.data(), zero_point.data(), lo.data(), hi.data()};
-  choose(job.rule, job.call.grid, low.data(), high.data(), whole, groups, chosen);
+  choose(job.rules, job.call.grid, low.data(), high.data(), whole, groups, chosen);
   quantize_all(job.with(chosen, job.call.tiles), job.x, job.y, job.mask);
 }
 
@@ -197,8 +218,8 @@ template <typename T, typename C>
 void quantize_short_runs(const Job<T, C>& job) {
   using I = PatternOf<T>;
   const int64_t runs = job.call.tiles.g0, length = job.call.tiles.b0;
-  const Pieces pieces(runs, length);
-  if (job.rule.kind != ScaleKind::kUnderAScale)
+  const Pieces pieces(runs, length, kPieceElements, job.rules.together());
+  if (job.rules.scale.kind != ScaleKind::kUnderAScale)
     return pieces.for_each([&](int64_t first, int64_t count) { quantize_piece<T, C>(job, nullptr, 0, first, count); });
   const auto high = std::make_unique_for_overwrite<I[]>(runs);
   std::atomic<I> largest{0};
@@ -221,10 +242,11 @@ void quantize_short_runs(const Job<T, C>& job) {
 template <typename T, typename C>
 void quantize_by_own_range(const Job<T, C>& job) {
   const Tiles& t = job.call.tiles;
-  if (is_short_runs(t)) return quantize_short_runs(job);
+  if (is_short_runs(t) && kPieceRuns % job.rules.together() == 0) return quantize_short_runs(job);
   const int64_t groups = t.g0 * t.g1;
-  std::vector<PatternOf<T>> low(job.asymmetric() ? groups : 0), high(groups);
-  measure_all(job.x, t, job.asymmetric() ? low.data() : nullptr, high.data());
+  const bool need_low = job.rules.need_low();
+  std::vector<PatternOf<T>> low(need_low ? groups : 0), high(groups);
+  measure_all(job.x, t, need_low ? low.data() : nullptr, high.data());
   PatternOf<T> largest;
   merge_runs<T>(high, 1, groups, &largest);
   C whole;
@@ -235,11 +257,11 @@ void quantize_by_own_range(const Job<T, C>& job) {
 // The fields of ops/kernel_params.py, `ScaleRule`, in their order there.
 enum RuleField {
   kKind, kBound, kLimit, kDivisor, kOffset, kUpFrom, kDownAt, kLowest, kHighest, kSmallest, kQuantMin, kQuantMax,
-  kMantissaBits, kMinExponent, kNegativeZero, kRuleFields
+  kMantissaBits, kMinExponent, kNegativeZero, kMost, kKeepsSmall, kIsSigned, kTogether, kSharedSmallest, kSharedMost,
+  kSharedQuantMin, kSharedQuantMax, kSharedMantissaBits, kSharedMinExponent, kSharedNegativeZero, kRuleFields
 };
 
-ScaleRule rule_of(const Tensor& fields) {
-  const auto* f = data_of<double>(fields, kRuleFields);
+ScaleRule rule_of(const double* f, int64_t groups) {
   const auto integer = [f](RuleField field) { return whole(f[field]); };
   ScaleRule rule{};
   rule.kind = static_cast<ScaleKind>(integer(kKind));
@@ -250,7 +272,23 @@ ScaleRule rule_of(const Tensor& fields) {
   rule.grid.mantissa_bits = integer(kMantissaBits), rule.grid.min_exponent = integer(kMinExponent);
   rule.grid.negative_zero = f[kNegativeZero] != 0;
   check_grid(rule.grid);
+  rule.most = f[kMost], rule.keeps_small = f[kKeepsSmall] != 0, rule.is_signed = f[kIsSigned] != 0;
+  rule.together = integer(kTogether), rule.shared_smallest = f[kSharedSmallest], rule.shared_most = f[kSharedMost];
+  rule.shared.quant_min = f[kSharedQuantMin], rule.shared.quant_max = f[kSharedQuantMax];
+  rule.shared.mantissa_bits = integer(kSharedMantissaBits), rule.shared.min_exponent = integer(kSharedMinExponent);
+  rule.shared.negative_zero = f[kSharedNegativeZero] != 0;
+  check_grid(rule.shared);
+  STD_TORCH_CHECK(rule.together >= 0 && (!rule.together || groups % rule.together == 0),
+                  "fakequant_cpu: blocks of ", rule.together, " scales do not fill ", groups);
   return rule;
+}
+
+// One rule, or two where x is shifted.
+Rules rules_of(const Tensor& fields, bool shifted, int64_t groups) {
+  const auto* f = data_of<double>(fields, shifted ? 2 * kRuleFields : kRuleFields);
+  Rules rules{rule_of(f, groups), std::nullopt};
+  if (shifted) rules.offset = rule_of(f + kRuleFields, groups);
+  return rules;
 }
 
 std::tuple<Tensor, std::optional<Tensor>> fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const Tensor& form,
@@ -261,13 +299,13 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize_dynamic(const Tensor& x,
   std::optional<Tensor> mask = made_mask(x, mask_kind);
   if (x.numel() == 0) return {y, mask};
   const WithSubnormals mode;  // scales are chosen on this thread
-  const ScaleRule scales = rule_of(rule);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
     Call<C> call = call_of<C>(form, x.numel(), mask_kind, random);
-    call.arithmetic = cheapest(call.arithmetic, scales);
-    quantize_by_own_range(Job<T, C>{call, scales, static_cast<const T*>(x.data_ptr()),
+    const Rules rules = rules_of(rule, call.shifted, call.tiles.groups());
+    call.arithmetic = cheapest(call.arithmetic, rules.scale);
+    quantize_by_own_range(Job<T, C>{call, rules, static_cast<const T*>(x.data_ptr()),
                                     static_cast<T*>(y.data_ptr()),
                                     mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr});
   });

@@ -19,11 +19,11 @@ struct Rounded {
   Bits inside;
 };
 
-// Rounds quotients that have the sign of x. Adding `zero` gives a zero the sign that the format wants: -0.0 changes
-// nothing, +0.0 takes a sign away.
+// Rounds quotients that, of floats, have the sign of x. Adding `zero` gives a zero the sign that the format wants: -0.0
+// changes nothing, +0.0 takes a sign away.
 template <bool kWithOffset>
 struct IntegerLanes {
-  static constexpr bool kOffset = kWithOffset, kInteger = true;
+  static constexpr bool kOffset = kWithOffset, kInteger = true, kLattice = false;
   const float first, last, smallest = 1.0f;
   Lanes lo, hi, zero;
   FAKEQUANT_LANES explicit IntegerLanes(const Grid& grid)
@@ -42,9 +42,16 @@ struct IntegerLanes {
   }
 };
 
+// The same where x is shifted or scales may be negative or 0.
+template <bool kWithOffset>
+struct LatticeLanes : IntegerLanes<kWithOffset> {
+  static constexpr bool kLattice = true;
+  FAKEQUANT_LANES explicit LatticeLanes(const Grid& grid) : IntegerLanes<kWithOffset>(grid) {}
+};
+
 // For formats whose least value is the negative of the largest.
 struct FloatLanes {
-  static constexpr bool kOffset = false, kInteger = false;
+  static constexpr bool kOffset = false, kInteger = false, kLattice = false;
   Lanes hi, reaches_hi, zero;
   Words least, shift;
   float smallest;

@@ -63,6 +63,15 @@ struct ProductLanes : UniformLanes {
   }
 };
 
+// The same where x is shifted or scales may be negative or 0.
+struct ShiftedLanes : UniformLanes {
+  Lanes divisor, shift;
+  template <typename L>
+  FAKEQUANT_LANES const ShiftedLanes& at(int64_t, L) const {
+    return *this;
+  }
+};
+
 inline Params<float> after(const Params<float>& p, int64_t groups) {
   const auto moved = [groups](const float* from) { return from ? from + groups : nullptr; };
   return {p.scale + groups, moved(p.zero_point), moved(p.lo), moved(p.hi)};
@@ -94,7 +103,7 @@ constexpr bool kIsCode = std::is_same_v<U, uint8_t>;
 // same way and takes no time.
 template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 struct Loop {
-  static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
+  static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal, kLattice = Rounding::kLattice;
   const Rounding rounding;
   const Mask mask;
   const bool streamed;
@@ -125,6 +134,7 @@ struct Loop {
       return code / p.scale;
     }
     if constexpr (Rounding::kOffset) return (code - p.zero_point) * p.scale;
+    if constexpr (Rounding::kLattice) return (code + rounding.zero) * p.scale - p.zero_point;
     // Rounded once, like the product: adding a zero changes zeros alone.
     return fused(code, p.scale, rounding.zero);
   }
@@ -133,9 +143,11 @@ struct Loop {
   // (Markstein 1990) take as long.
   template <typename P>
   FAKEQUANT_LANES Rounded rounded(Lanes x, const P& p) const {
+    Lanes divisor = p.scale;
+    if constexpr (std::is_same_v<P, ShiftedLanes>) x = x + p.shift, divisor = p.divisor;
     constexpr bool kByProduct = A == Arithmetic::kReciprocal || std::is_same_v<P, ProductLanes>;
     const Lanes scaled = kByProduct                ? x * p.reciprocal
-                         : A == Arithmetic::kDivide ? x / p.scale
+                         : A == Arithmetic::kDivide ? x / divisor
                                                     : x * p.scale;
     return rounding.round(scaled, x, p.zero_point);
   }
@@ -175,9 +187,9 @@ struct Loop {
   }
 
   // A run with the parameters of one group, `of`.
-  template <typename T, typename U>
-  FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, const Uniform<float>& of) {
-    if constexpr (A == Arithmetic::kDivide && Rounding::kInteger && std::is_same_v<T, BFloat16>) {
+  template <typename T, typename U, typename P>
+  FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const P& p, const Uniform<float>& of) {
+    if constexpr (A == Arithmetic::kDivide && Rounding::kInteger && !Rounding::kLattice && std::is_same_v<T, BFloat16>) {
       if (n >= kWorthAsking) {
         if (const float r = reciprocal_for_integers(of.scale, rounding.middles(of.zero_point))) {
           const ProductLanes product{{p.scale, same(r), p.zero_point, p.lo, p.hi}};
@@ -190,7 +202,7 @@ struct Loop {
 
   template <typename T, typename U, typename P>
   FAKEQUANT_LANES void run_with(const T* x, U* y, int64_t n, const P& p, float scale) {
-    if constexpr (std::is_same_v<T, BFloat16> && !kIsCode<U>) {
+    if constexpr (std::is_same_v<T, BFloat16> && !kIsCode<U> && !Rounding::kLattice) {
       if (kConvertsBFloat16 && gives_normal(scale))
         return run(*this, static_cast<const NormalBFloat16*>(x), static_cast<NormalBFloat16*>(y), n, p);
     }
@@ -209,7 +221,7 @@ FAKEQUANT_LANES void run(Loop& loop, const T* x, U* y, int64_t n, const P& p) {
 // Codes to values.
 template <bool kMultiplier, bool kOffset>
 struct DecodeLoop {
-  static constexpr bool kWithReciprocal = false;
+  static constexpr bool kWithReciprocal = false, kLattice = false;
   const bool streamed;
 
   template <typename Q, typename T, typename L>
@@ -251,7 +263,13 @@ FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y
     const Lanes scale = same(of.scale);
     const UniformLanes uniform{scale, L::kWithReciprocal ? same(1.0f) / scale : scale, same(of.zero_point),
                                same(of.lo), same(of.hi)};
-    loop.run_of_one(x + i, y + i, std::min(length, n - i), uniform, of);
+    const int64_t elements = std::min(length, n - i);
+    if constexpr (L::kLattice) {
+      const ShiftedLanes shifted{uniform, same(call.divisor(of.scale)), same(call.shift(of.zero_point))};
+      loop.run_of_one(x + i, y + i, elements, shifted, of);
+    } else {
+      loop.run_of_one(x + i, y + i, elements, uniform, of);
+    }
   }
 }
 
@@ -295,19 +313,29 @@ FAKEQUANT_TARGET bool quantize_by(const Call<float>& call, const T* x, U* y, uin
 }
 
 template <Arithmetic A, typename Rounding, typename T, typename U>
+bool quantize_masked(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
+  if (mask) return quantize_by<A, false, true, Rounding>(call, x, y, mask, first, n);
+  return quantize_by<A, false, false, Rounding>(call, x, y, mask, first, n);
+}
+
+template <Arithmetic A, typename Rounding, typename T, typename U>
 bool quantize_as(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
   if constexpr (A == Arithmetic::kDivide && !kIsCode<U>) {  // see serves_registers
     if (call.rectified && mask) return quantize_by<A, true, true, Rounding>(call, x, y, mask, first, n);
     if (call.rectified) return quantize_by<A, true, false, Rounding>(call, x, y, mask, first, n);
   }
-  if (mask) return quantize_by<A, false, true, Rounding>(call, x, y, mask, first, n);
-  return quantize_by<A, false, false, Rounding>(call, x, y, mask, first, n);
+  return quantize_masked<A, Rounding>(call, x, y, mask, first, n);
 }
 
 template <Arithmetic A, typename T, typename U>
 bool quantize_in(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
   if constexpr (!kIsCode<U>) {
     if (!call.grid.is_integer()) return quantize_as<A, FloatLanes>(call, x, y, mask, first, n);
+  }
+  if constexpr (A == Arithmetic::kDivide) {  // see serves_registers
+    if (call.shifted || (call.exact && !call.params.zero_point))
+      return quantize_masked<A, LatticeLanes<false>>(call, x, y, mask, first, n);
+    if (call.exact) return quantize_masked<A, LatticeLanes<true>>(call, x, y, mask, first, n);
   }
   if constexpr (A != Arithmetic::kMultiplier) {
     if (call.params.zero_point) return quantize_as<A, IntegerLanes<true>>(call, x, y, mask, first, n);

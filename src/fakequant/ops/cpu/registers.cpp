@@ -10,6 +10,7 @@
 
 #include "positions.h"
 #include "ranges.h"
+#include "runs.h"
 
 namespace fakequant {
 namespace {
@@ -41,9 +42,12 @@ int64_t register_width() { return lanes; }
 
 bool serves_registers(const Call<float>& call) {
   const bool rounds = call.grid.is_integer() || (!call.grid.table && call.grid.quant_min == -call.grid.quant_max);
-  // The loops with a ReLU are compiled for division alone, which is the default.
-  const bool rectifies = !call.rectified || call.arithmetic == Arithmetic::kDivide;
-  return lanes && rounds && rectifies && !call.draw.on;
+  // The loops with a ReLU, and those of lattices, are compiled for division alone, which is the default.
+  const bool lattice = call.shifted || call.exact;
+  if (!lanes || !rounds || call.draw.on || ((call.rectified || lattice) && call.arithmetic != Arithmetic::kDivide))
+    return false;
+  // Floats have the sign of x here, which is not that of a code under a negative scale.
+  return !lattice || (call.grid.is_integer() && Cursor(call.tiles, 0).length >= lanes);
 }
 
 #ifndef FAKEQUANT_X86  // else in avx512.cpp

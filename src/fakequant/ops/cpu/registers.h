@@ -11,7 +11,8 @@ namespace fakequant {
 int64_t register_width();
 
 // Whether they serve a call for values. They serve calls for codes too where these are integers of 8 bits and the call
-// has no ReLU.
+// has no ReLU. Of shifted and exact calls they serve division, to integers, of groups that are runs of a register or
+// more.
 bool serves_registers(const Call<float>& call);
 
 // From numbers to their values or to codes, or from codes to values, by one instruction set each: sixteen_lanes.cpp

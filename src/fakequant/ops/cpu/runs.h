@@ -31,14 +31,15 @@ struct PerElement {
   FAKEQUANT_INLINE C high(int64_t i) const { return hi[i]; }
 };
 
-// Numbers in units of codes.
-template <Arithmetic A, typename C, typename P>
-FAKEQUANT_INLINE void scale_run(const C* x, C* scaled, int64_t n, const P& p) {
+// Numbers in units of codes. kLattice: whether the call is shifted or exact.
+template <Arithmetic A, bool kLattice, typename C, typename P>
+FAKEQUANT_INLINE void scale_run(const Call<C>& call, const C* x, C* scaled, int64_t n, const P& p) {
   for (int64_t i = 0; i < n; ++i) {
-    const C scale = p.s(i);
-    scaled[i] = A == Arithmetic::kDivide       ? x[i] / scale
-                : A == Arithmetic::kReciprocal ? x[i] * (C(1) / scale)
-                                               : x[i] * scale;
+    const C scale = kLattice ? call.divisor(p.s(i)) : p.s(i);
+    const C v = kLattice ? x[i] + call.shift(p.z(i)) : x[i];
+    scaled[i] = A == Arithmetic::kDivide       ? v / scale
+                : A == Arithmetic::kReciprocal ? v * (C(1) / scale)
+                                               : v * scale;
   }
 }
 
@@ -48,22 +49,27 @@ struct Bounds {
   C lo, hi;
 };
 
-// kOffset: whether codes have a zero point; kMask: whether to write to `inside` where the code is within the bounds.
-template <bool kMultiplier, bool kOffset, bool kMask, Emit E, typename C, typename P>
+// What follows rounding: a format without a zero point, one with it, a shift of x, the multiplier.
+enum class Finish { kPlain, kZeroPoint, kShifted, kMultiplier };
+
+// kMask: whether to write to `inside` where the code is within the bounds.
+template <Finish F, bool kMask, Emit E, typename C, typename P>
 FAKEQUANT_INLINE void finish_run(C* y, uint8_t* FAKEQUANT_RESTRICT inside, int64_t n, const Bounds<C>& bounds,
                                  const P& p) {
   for (int64_t i = 0; i < n; ++i) {
     C code = y[i];
-    if constexpr (kOffset) code += p.z(i);
+    if constexpr (F == Finish::kZeroPoint) code += p.z(i);
     if constexpr (kMask) inside[i] = (code >= bounds.lo) & (code <= bounds.hi);
     code = bounds.lo > code ? bounds.lo : code;
     code = bounds.hi < code ? bounds.hi : code;
     if constexpr (E == Emit::kCode) {
       y[i] = code == code ? code : bounds.lo;
-    } else if constexpr (kMultiplier) {
+    } else if constexpr (F == Finish::kMultiplier) {
       y[i] = code / p.s(i);
+    } else if constexpr (F == Finish::kShifted) {
+      y[i] = (code + C(0)) * p.s(i) - p.z(i);  // integers have no -0.0
     } else {
-      if constexpr (kOffset) code -= p.z(i);
+      if constexpr (F == Finish::kZeroPoint) code -= p.z(i);
       y[i] = code * p.s(i);
     }
   }

@@ -1,6 +1,7 @@
 // From the range of every group to its scale and zero point: the formulas of numerics/qparams.py and scales.py.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -11,21 +12,30 @@
 
 namespace fakequant {
 
-enum class ScaleKind : int64_t { kFloat = 0, kMultiplier = 1, kAsymmetric = 2, kPowerOfTwo = 3, kUnderAScale = 4 };
+enum class ScaleKind : int64_t {
+  kFloat = 0, kMultiplier = 1, kAsymmetric = 2, kPowerOfTwo = 3, kUnderAScale = 4, kExact = 5
+};
 
 // The fields that a kind does not name are not read.
 struct ScaleRule {
   ScaleKind kind;
   double bound;    // the code that amax is mapped to; asymmetric: the number of steps between the codes
   double limit;    // the largest scale with which every code stays finite; asymmetric: the largest number
-  double divisor;  // powers of two: amax is divided by it; under a scale: the largest amax of all is
+  double divisor;  // powers of two: amax is divided by it; under a scale, exact: the largest amax of all, of `together`
   // Powers of two: of amax / divisor = mantissa * 2**exponent, mantissa in [0.5, 1), the scale has the exponent
   // exponent + offset, plus 1 from the mantissa `up_from` on, less 1 at the mantissa `down_at`.
   int64_t offset;
   double up_from, down_at;
   int64_t lowest, highest;
-  double smallest;  // under a scale: the smallest positive code
-  Grid grid;        // under a scale: the format of the scales
+  double smallest;  // under a scale, exact: the smallest positive code
+  Grid grid;        // under a scale, exact: the format of the scales
+  // Exact: the largest code; whether small codes become the smallest; whether the lowest value counts where it is
+  // farther from 0 than the highest; how many groups in turn have one shared scale, 0 without; its format.
+  double most;
+  bool keeps_small, is_signed;
+  int64_t together;
+  double shared_smallest, shared_most;
+  Grid shared;
 };
 
 // What quantization needs of every group. `lo` and `hi` are the range that gradients pass in.
@@ -82,6 +92,80 @@ FAKEQUANT_INLINE void choose_under_a_scale(const ScaleRule& rule, const Rounding
   }
 }
 
+// The nearest number of a format up to a limit; 0 for 0 alone if small numbers are kept.
+template <typename C, typename Rounding>
+FAKEQUANT_INLINE C stored(const Rounding& rounding, C v, C smallest, C most, bool keeps_small) {
+  const C code = rounding.round(at_most(rounding.hi, at_least(rounding.lo, v)));
+  const C limited = std::fabs(code) > most ? std::copysign(most, code) : code;
+  const C small = (v != C(0)) & keeps_small ? std::copysign(smallest, v) : C(0);
+  return std::fabs(limited) < smallest ? small : limited;
+}
+
+// In every block of groups the extent that is farthest from 0.
+template <typename C>
+FAKEQUANT_INLINE void find_farthest(const C* extent, int64_t n, int64_t together, C* farthest) {
+  for (int64_t first = 0; first < n; first += together) {
+    C low = extent[first], high = low;
+    for (int64_t i = first + 1; i < first + together; ++i) {
+      low = extent[i] < low ? extent[i] : low;
+      high = extent[i] > high ? extent[i] : high;
+    }
+    std::fill_n(farthest + first, together, -low > high ? low : high);
+  }
+}
+
+// code * d of every group, over its extent; `shared` is room for n numbers.
+template <typename C, typename Rounding>
+FAKEQUANT_INLINE void choose_exact_by(const ScaleRule& rule, const Rounding& rounding, C* extent, C* shared, int64_t n) {
+  const C bound = static_cast<C>(rule.bound), smallest = static_cast<C>(rule.smallest);
+  const C most = static_cast<C>(rule.most), limit = static_cast<C>(rule.limit), divisor = static_cast<C>(rule.divisor);
+  const bool keeps_small = rule.keeps_small;
+  if (!rule.together) {
+    for (int64_t i = 0; i < n; ++i) extent[i] = stored(rounding, extent[i] / bound, smallest, most, keeps_small);
+    return;
+  }
+  const FloatRounding<C> shared_rounding(rule.shared);
+  const C shared_smallest = static_cast<C>(rule.shared_smallest), shared_most = static_cast<C>(rule.shared_most);
+  find_farthest(extent, n, rule.together, shared);
+  for (int64_t i = 0; i < n; ++i) {
+    const C d = stored(shared_rounding, shared[i] / divisor, shared_smallest, shared_most, true);
+    const C some = d == C(0) ? C(1) : d;
+    const C most_codes = std::floor(limit / std::fabs(some));
+    extent[i] = stored(rounding, extent[i] / (bound * some), smallest, most_codes, keeps_small) * d;
+  }
+}
+template <typename C>
+FAKEQUANT_INLINE void choose_exact(const ScaleRule& rule, C* extent, C* shared, int64_t n) {
+  if (rule.grid.is_integer()) return choose_exact_by(rule, IntegerRounding<C>(rule.grid), extent, shared, n);
+  choose_exact_by(rule, FloatRounding<C>(rule.grid), extent, shared, n);
+}
+
+// `offsets`: how offsets are stored that shift the lowest values to 0, or null. Both rules are exact or kFloat.
+template <typename C>
+FAKEQUANT_INLINE void choose_on_lattice(const ScaleRule& rule, const ScaleRule* offsets, const C* low, const C* high,
+                                        int64_t n, const Chosen<C>& out) {
+  constexpr C kTiny = std::numeric_limits<C>::min();
+  const C bound = static_cast<C>(rule.bound), limit = static_cast<C>(rule.limit);
+  if (offsets) {
+    std::copy_n(low, n, out.zero_point);
+    if (offsets->kind == ScaleKind::kExact) choose_exact(*offsets, out.zero_point, out.lo, n);
+    for (int64_t i = 0; i < n; ++i) out.scale[i] = high[i] + out.zero_point[i];
+  } else if (rule.is_signed) {
+    for (int64_t i = 0; i < n; ++i) out.scale[i] = low[i] > high[i] ? -low[i] : high[i];
+  } else {
+    std::copy_n(high, n, out.scale);
+  }
+  if (rule.kind == ScaleKind::kExact)
+    choose_exact(rule, out.scale, out.lo, n);
+  else
+    for (int64_t i = 0; i < n; ++i) out.scale[i] = at_most(limit, at_least(kTiny, out.scale[i] / bound));
+  for (int64_t i = 0; i < n; ++i) {
+    const C amax = rule.is_signed && low[i] > high[i] ? low[i] : high[i];
+    out.lo[i] = offsets ? -low[i] : -amax;
+    out.hi[i] = amax;
+  }
+}
+
 template <typename C>
 FAKEQUANT_INLINE void choose_asymmetric(const ScaleRule& rule, const Grid& codes, const C* low, const C* high,
                                         int64_t n, const Chosen<C>& out) {
@@ -109,6 +193,7 @@ FAKEQUANT_INLINE void choose_scales(const ScaleRule& rule, const Grid& codes, co
   const C bound = static_cast<C>(rule.bound), limit = static_cast<C>(rule.limit);
   switch (rule.kind) {
     case ScaleKind::kAsymmetric: return choose_asymmetric(rule, codes, low, high, n, out);
+    case ScaleKind::kExact: return;  // see choose_on_lattice
     case ScaleKind::kFloat:
       for (int64_t i = 0; i < n; ++i) out.scale[i] = at_most(limit, at_least(kTiny, high[i] / bound));
       break;

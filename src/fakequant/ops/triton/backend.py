@@ -22,7 +22,7 @@ from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
-from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, table_fields
+from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, is_lattice, table_fields
 from fakequant.ops.layout import Layout, layout_of
 
 from .call import KernelCall, TilePlace, call_of, dynamic_call_of
@@ -48,7 +48,7 @@ EXCLUSIONS = (
     Exclusion(
         "offsets in units of x, and scales that may be 0 or negative: those in a float format, or under a scale in one",
         "the kernels shift codes by zero points, and know positive scales",
-        lambda x, spec, codes: cannot_hold(spec) is not None,
+        lambda x, spec, codes: is_lattice(spec) or cannot_hold(spec) is not None,
     ),
     Exclusion(
         "float formats beyond 2**64, except values of float64 tensors",
