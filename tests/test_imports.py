@@ -27,6 +27,7 @@ ROOMS = [
     {"ptq"},
     {"export"},
     {"delivery"},
+    {"streaming"},
     {"ir"},
     {"report"},
     {"plot"},
@@ -40,6 +41,7 @@ UNRANKED = {"__init__", "__main__"}
 FORMAT_FAMILIES = {Path("numerics") / f"{name}.py" for name in ("formats", "integers", "floats", "tables")}
 
 OPTIONAL = {
+    "accelerate",
     "compressed_tensors",
     "gguf",
     "lightning",

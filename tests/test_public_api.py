@@ -48,6 +48,7 @@ NAMES = [
     "fold",
     "formats",
     "fuse_batch_norm",
+    "improve_folder",
     "layer_sqnr",
     "load",
     "nn",

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.ptq import compare, search
     from fakequant.report.of_model import report
+    from fakequant.streaming import improve_folder
 
 __all__ = [
     "Arithmetic",
@@ -106,6 +107,7 @@ __all__ = [
     "fold",
     "formats",
     "fuse_batch_norm",
+    "improve_folder",
     "layer_sqnr",
     "load",
     "nn",
@@ -165,6 +167,7 @@ _MEMBERS = {
     "fakequant.model.analysis.summary": ("summary",),
     "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("compare", "search"),
+    "fakequant.streaming": ("improve_folder",),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 

@@ -104,6 +104,15 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     return group
 
 
+def process_number() -> int:
+    """The rank of this process among all of torch.distributed; 0 where it is alone.
+
+    >>> process_number()
+    0
+    """
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def is_data_parallel(model: nn.Module) -> bool:
     """Whether a model is wrapped in DistributedDataParallel."""
     return isinstance(model, nn.parallel.DistributedDataParallel)

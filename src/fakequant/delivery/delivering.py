@@ -9,12 +9,12 @@ from torch import nn
 
 from fakequant.data.arguments import check_model
 from fakequant.delivery.folder import own_files, sharded
-from fakequant.delivery.format import delivery_format
+from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.errors import ExportError, OutputError
 from fakequant.files import check_path, writable_folder
 from fakequant.model.state.codecs import write_folder
-from fakequant.model.state.snapshots import snapshot
+from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.nn.wrappers import unwraps
 from fakequant.text import listed
 
@@ -54,9 +54,29 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     """
     check_model(model, "deliver", _CALL, ExportError)
     check_path(folder, _CALL)
-    chosen, target = delivery_format(format), Path(folder)
+    chosen, state = delivery_format(format), snapshot(model)
+    return deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
+
+
+def deliver_state(
+    state: QuantizedState,
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    chosen: DeliveryFormat,
+    *,
+    max_shard_size: int,
+) -> Path:
+    """Write a state in a format, see `deliver`.
+
+    Args:
+        state: what is written.
+        model: prepared as the state says; its own tensors are not read.
+        folder: where the files are written.
+        chosen: the format.
+        max_shard_size: the largest number of bytes of a file of tensors.
+    """
+    target = Path(folder)
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
-    state = snapshot(model)
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
     files = dict(chosen.encode(state, model, parts))

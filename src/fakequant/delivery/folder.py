@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError
 from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
-from fakequant.model.state.snapshots import LazyTensor, LiveTensors
+from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.state.tensor_file import size_of
 from fakequant.nn.quantized.forms import own_class
 
@@ -233,4 +233,5 @@ class FileNames:
 
 def later(tensors: Mapping[str, Tensor], name: str) -> Tensor | LazyTensor:
     """A tensor of a state, which is fetched when it is written where it is elsewhere."""
-    return tensors.later(name) if isinstance(tensors, LiveTensors) else tensors[name]
+    held: Any = tensors
+    return held.later(name) if hasattr(held, "later") else held[name]

@@ -73,8 +73,13 @@ def _shown(attribute: str) -> str:
     return attribute.strip("_").removesuffix("_quantizer")
 
 
-def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], state: QuantizedState) -> None:
+def refuse(
+    format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], state: QuantizedState, *, with_ranges: bool = True
+) -> None:
     """Raise if a format cannot hold all that is quantized, before any work.
+
+    Args:
+        with_ranges: whether static inputs must have theirs.
 
     Raises:
         ExportError: all parts that it cannot hold, each with the reason, and the nearest preset that it can hold.
@@ -83,7 +88,7 @@ def refuse(format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], stat
         raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
     found: dict[str, str] = {}
     for part in parts:
-        if reason := _own_reason(part, state):
+        if reason := _own_reason(part, state, with_ranges=with_ranges):
             found[part.name] = reason
         elif reason := format.why_not(part):
             found[part.name] = f"{reason}{_nearest(format, part)}"
@@ -104,7 +109,7 @@ def _named(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})"
 
 
-def _own_reason(part: Part, state: QuantizedState) -> str | None:
+def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str | None:
     """What no file of another program holds."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
@@ -119,7 +124,8 @@ def _own_reason(part: Part, state: QuantizedState) -> str | None:
     if any(one.learned is not None for one in held.values()):
         return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
     scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}
-    if left := [name for name, scale in scales.items() if scale is None and _is_fixed(part, name)]:
+    left = [name for name, scale in scales.items() if scale is None and _is_fixed(part, name)]
+    if left and with_ranges:
         return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
     dtypes = [scale.dtype for scale in scales.values() if scale is not None]
     if part.weight:

@@ -127,7 +127,8 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     """Warn, in one line, of weights that no longer have the range for which their scales were made.
 
     A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
-    groups are others. Weights sharded over processes are not looked at: that takes all processes.
+    groups are others. Weights sharded over processes are not looked at, because that takes all processes, nor are those
+    that have no values here.
 
     Returns:
         The paths of the quantizers, for `note_weights` of what loads the model.
@@ -138,7 +139,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
         if quantizer.fitted_to is None or (weight.computed_by_hook and not _weight_hooks(weight)):
             continue
         tensor = fresh_weight(weight, name)
-        if not is_sharded(tensor) and is_stale(quantizer, tensor):
+        if not is_sharded(tensor) and not tensor.is_meta and is_stale(quantizer, tensor):
             quantizer.seen = mark(tensor)  # the next call need not say it again
             found.append(name)
     stale = list(dict.fromkeys(module_name(layer_of(name)) for name in found))

@@ -6,12 +6,12 @@ from torch import nn
 
 
 def join(layer: str, attribute: str) -> str:
-    """The path of what a layer holds under an attribute; the path of the model itself is empty.
+    """The path of what a layer holds under an attribute; the path of the model itself, or of the layer, is empty.
 
-    >>> join("blocks.0", "_input_quantizer"), join("", "weight")
-    ('blocks.0._input_quantizer', 'weight')
+    >>> join("blocks.0", "_input_quantizer"), join("", "weight"), join("blocks.0", "")
+    ('blocks.0._input_quantizer', 'weight', 'blocks.0')
     """
-    return f"{layer}.{attribute}" if layer else attribute
+    return f"{layer}.{attribute}" if layer and attribute else layer or attribute
 
 
 def layer_of(quantizer: str) -> str:

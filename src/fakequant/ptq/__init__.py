@@ -4,6 +4,9 @@ Every step reads the same sums over a layer's inputs, see `InputSums`. No layer 
 calibration data than by rounding to nearest.
 """
 
+from importlib import import_module
+from typing import Any
+
 from .blocks.blocks import find_blocks, reconstruct
 from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
 from .float_model.equalize import Equalization, EqualizedPair, equalize
@@ -58,3 +61,9 @@ __all__ = [
     "search",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "improve_folder":  # it delivers too, and is a room above
+        return import_module("fakequant.streaming").improve_folder
+    raise AttributeError(f"module 'fakequant.ptq' has no attribute {name!r}")

@@ -25,7 +25,8 @@ from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, Drift, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import put, rotate, set_params, smooth
 
-_TRANSFORMS = {"smooth": smooth, "rotate": rotate}
+TRANSFORMS = {"smooth": smooth, "rotate": rotate}
+"""The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
 _FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
 _HELD_BACK = 4
@@ -98,7 +99,7 @@ class Collector:
             params, before, after = searched_input(group, inputs)
             set_params(group, params)
             left["input"] = after / before if before else 1.0
-        for step, find in _TRANSFORMS.items():
+        for step, find in TRANSFORMS.items():
             if step in steps and group[0].input_transform is None:
                 chosen = find(group, inputs)
                 left[step] = chosen.after / chosen.before if chosen.before else 1.0

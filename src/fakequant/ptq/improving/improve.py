@@ -123,19 +123,47 @@ def improve(  # noqa: PLR0913  all but the first three by name
         )
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
+    with torch.inference_mode(mode=False), restore_on_error(structure_of([model])), processes:
+        result = improved(model, weights, split, chosen_steps, processes, finished=finished, progress=progress)
+        raise_scales(model)
+    return result
+
+
+def improved(  # noqa: PLR0913  all but the first five by name
+    model: nn.Module,
+    weights: Mapping[str, Product],
+    split: Split,
+    steps: tuple[str, ...],
+    processes: Together,
+    *,
+    finished: Finished | None = None,
+    floats: KeptBatches | None = None,
+    progress: bool | None = None,
+) -> Improvement:
+    """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
+
+    Args:
+        model: the model, or a module that is called with the inputs of a part.
+        weights: by the paths of their quantizers.
+        split: the batches, by those that choose and those that judge.
+        steps: in their order.
+        processes: that choose together.
+        finished: what an earlier run chose.
+        floats: what the float model is called with where that is something else, by the same numbers.
+        progress: see `improve`.
+    """
     names = {path: own.row_name(path) for path, own in weights.items()}
-    state = structure_of([model])
-    with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         judging = split.judging(processes)
         layers, recorded, fixed, result = _looked_at(model, weights, split.all, judging.batches.numbered)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = _states(layers.values())
         with restore_on_error(in_order(*before.values())):
             effect = Effect(model, judging, recorded, processes)
-            with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
+            with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
             collector = Collector(layers, split.all, recorded, processes)
-            choices = _Choices(layers, chosen_steps, collector, finished, fixed)
-            stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift)
+            choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
+            stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
             choices.make(stages, recorded.order, progress)
             result.layers += choices.results.values()
             split.all.mask.warn_unmasked()
@@ -151,7 +179,6 @@ def improve(  # noqa: PLR0913  all but the first three by name
                 *_chosen_by_part(stages.reached_later),
             ]
             result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
-            raise_scales(model)
     return result
 
 

@@ -26,6 +26,7 @@ class Beside:
         parts: the module that a layer changes, by the name of the layer.
         batches, recorded: as for `Stream`.
         with_float: the layers for which the float model runs; it does not run without any.
+        floats: the batches of the float model where they are others, by the same numbers.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class Beside:
         batches: KeptBatches,
         recorded: CallOrder,
         with_float: Iterable[str],
+        floats: KeptBatches | None = None,
     ) -> None:
         self._with_float, self._parts = frozenset(with_float), parts
         self._quantized = Stream(model, layers, batches, recorded)
-        self._float = Stream(model, layers, batches, recorded) if self._with_float else None
+        self._float = Stream(model, layers, floats or batches, recorded) if self._with_float else None
         self._quantizers, self._stack = quantizers(model).values(), ExitStack()
         self._values: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
         self._names: dict[nn.Module, list[str]] = {}

@@ -1,0 +1,150 @@
+"""Quantize a model that does not fit into memory: a block at a time, from a folder to a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.digest import digest
+from fakequant.data.token_mask import Mask
+from fakequant.delivery.delivering import deliver_state
+from fakequant.delivery.format import DeliveryFormat, delivery_format
+from fakequant.delivery.parts import parts_of, refuse
+from fakequant.distributed import Together, process_number, processes_of
+from fakequant.errors import ConfigError
+from fakequant.files import check_path
+from fakequant.model.config import Config
+from fakequant.model.prepare import prepare
+from fakequant.model.state.snapshots import QuantizedState, snapshot
+from fakequant.ptq.improving.collector import TRANSFORMS
+from fakequant.ptq.improving.improve import checked_steps
+from fakequant.ptq.results import Improvement
+from fakequant.streaming.blocks import blocks_of
+from fakequant.streaming.choosing import Blocks
+from fakequant.streaming.joined import joined_state
+from fakequant.streaming.source import Load, ModelSource
+from fakequant.streaming.work import Work
+from fakequant.version import __version__
+
+_NOT_MEASURED = (
+    "the error of the model's output was not measured, because the blocks were never in memory together; errors of "
+    "layers are those on the batches that chose"
+)
+
+
+def improve_folder(  # noqa: PLR0913  all but the first five by name
+    source: str | os.PathLike[str] | nn.Module,
+    target: str | os.PathLike[str],
+    config: Config | str,
+    batches: Iterable[Any],
+    steps: str | Sequence[str] = "fast",
+    *,
+    format: str = "compressed-tensors",
+    load: Load | None = None,
+    blocks: str | None = None,
+    work: str | os.PathLike[str] | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    group: Any = None,
+    max_shard_size: int = 5 * 10**9,
+    progress: bool | None = None,
+) -> Improvement:
+    """Quantize a model larger than memory by `improve`, a block at a time, and deliver it.
+
+    The choices are those of `prepare`, `calibrate` and `improve(..., judge=[])` on the whole model in memory, to the
+    bit. One block is in memory at a time, with the weights outside of the blocks, and the hidden states before it. The
+    same call after a kill goes on with the first block that is not finished; it ends with the same files.
+
+    The steps "smooth" and "rotate" are left out of "fast" and "best", because files of other programs have no place for
+    the transforms that they put before inputs.
+
+    Args:
+        source: a folder that transformers loads, or a model on the meta device.
+        target: the folder, or the file, that is written.
+        config: a configuration, or the name of a preset.
+        batches: what a data loader gives; they are kept as a list.
+        steps: as for `improve`.
+        format: as for `deliver`.
+        load: for a model on the meta device: gives the tensors of the module at a path by their names in it; for ""
+            those outside of the blocks.
+        blocks: the path of the list of modules whose items are the blocks; by default the largest one.
+        work: a folder for what is finished; by default one in the target. It is removed at the end.
+        inputs, forward, mask: as for `calibrate`.
+        group: the processes of torch.distributed that choose together, as for `improve`; the first one writes.
+        max_shard_size: as for `deliver`.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The errors of all layers.
+
+    Raises:
+        ConfigError: a model whose blocks get more of each other than hidden states, or the errors of `improve`.
+        ExportError: what the format cannot hold; it is refused before the work.
+        CheckpointError: the folder cannot be read, or the folder `work` holds another run.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> net = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> model, empty, batches = net(), net().to("meta"), [torch.randn(128, 64)]
+    >>> with TemporaryDirectory() as folder:
+    ...     found = improve_folder(
+    ...         empty, folder, "int4_group32", batches, load=lambda path: model.get_submodule(path).state_dict()
+    ...     )
+    ...     again = read(folder, net())
+    >>> found.left < 1
+    True
+    """
+    call = "improve_folder('model', 'folder', 'int4_group128', batches)"
+    check_path(target, call)
+    chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
+    given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
+    out = Path(target)
+    own = (out.parent if chosen.suffix and out.suffix == chosen.suffix else out) / ".unfinished"
+    folder = own if work is None else Path(work)
+    opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
+    processes = Together(processes_of(opened.model, group))
+    with processes:
+        prepare(opened.model, config)
+        found = blocks_of(opened.model, blocks)
+        _refuse_early(chosen, opened.model)
+        run = {
+            "version of fakequant": __version__,
+            "model": digest([repr(opened.model), opened.files]),
+            "set of batches": digest([*given]),
+            "list of steps": ", ".join(chosen_steps),
+            "way to choose blocks": ", ".join(found),
+        }
+        rank = 0 if processes.group is None else processes.group.rank()
+        kept = Work(folder, run, rank)
+        chooser = Blocks(opened, found, given, kept, processes)
+        chooser.improve(chosen_steps, progress)
+        with opened.loaded("", opened.model, found.values()):
+            layers = chooser.improve_rest(chosen_steps)
+            if rank == 0:
+                state = joined_state(opened, found, kept, chooser.finished)
+                deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
+        processes.all(None)
+        if rank == 0:
+            kept.remove()
+    return Improvement(layers, notes=[_NOT_MEASURED])
+
+
+def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:
+    found = checked_steps(steps)
+    if not isinstance(steps, str) and (given := [step for step in found if step in TRANSFORMS]):
+        raise ConfigError(
+            f"the step {given[0]!r} puts a transform before inputs, for which files of other programs have no place; "
+            "leave it out"
+        )
+    return tuple(step for step in found if step not in TRANSFORMS)
+
+
+def _refuse_early(chosen: DeliveryFormat, model: nn.Module) -> None:
+    state = snapshot(model)
+    plan = QuantizedState.of(state, state.tensors)
+    refuse(chosen, model, parts_of(model, plan), plan, with_ranges=False)

@@ -1,0 +1,251 @@
+"""A model that is chosen block after block gets the bits of the model in memory, also after a kill."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CheckpointError, ConfigError, ExportError
+from fakequant.streaming import choosing, improve_folder
+from fakequant.streaming.work import Work
+from tests.support.streamed import Block, Decoder, batches, decoder, without_weights
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+GPTQ = ("ranges", "gptq")
+
+
+def unmasked(ids: Tensor) -> Tensor:
+    return ids > 0
+
+
+def whole(model: nn.Module, preset: Any, steps: Any, mask: Any = None) -> nn.Module:
+    """The model in memory, prepared, calibrated and improved."""
+    fq.prepare(model, preset)
+    if any(not q.dynamic for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT):
+        fq.calibrate(model, batches(), mask=mask)
+    fq.ptq.improve(model, batches(), steps, judge=[], mask=mask)
+    return model
+
+
+def streamed(
+    model: Decoder, folder: Path, preset: Any, steps: Any, mask: Any = None, name: str = "compressed-tensors"
+) -> Any:
+    empty, load = without_weights(model)
+    return improve_folder(empty, folder, preset, batches(), steps, load=load, mask=mask, format=name)
+
+
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    """The weights with other codes or scales, of those that both have as codes."""
+    first, second = fq.snapshot(one).weights, fq.snapshot(other).weights
+    names = [name for name in first if name in second]
+    assert len(names) >= 6
+    return [
+        name
+        for name in names
+        if not torch.equal(first[name].codes, second[name].codes)
+        or not torch.equal(first[name].scale, second[name].scale)
+    ]
+
+
+STATIC = [("int8", ("input", "ranges", "gptq", "drift", "bias"))]
+
+
+@pytest.mark.parametrize("mask", [None, unmasked], ids=["all tokens", "mask"])
+@pytest.mark.parametrize(
+    ("preset", "steps"),
+    [("int4_group32", "fast"), ("int4_group32", GPTQ), ("W8A8_DYNAMIC", "best"), *STATIC],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_codes_are_those_of_the_model_in_memory(preset: str, steps: Any, mask: Any, tmp_path: Path) -> None:
+    found = streamed(decoder(), tmp_path, preset, steps, mask)
+    left_out = {"smooth", "rotate", "adaround"} | ({"descend"} if steps == "fast" else set())
+    plain = [step for step in fq.ptq.STEPS if step not in left_out] if isinstance(steps, str) else steps
+    expected = whole(decoder(), preset, plain, mask)
+    assert differing(expected, fq.read(tmp_path, decoder())) == []
+    assert {row.layer for row in found.layers} == {
+        "embed", "head", *(f"blocks.{n}.{name}" for n in range(3) for name in ("up", "down"))
+    }  # fmt: skip
+    assert found.left < 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_part_of_the_blocks_and_a_tied_table(tmp_path: Path) -> None:
+    """Blocks after the last quantized one do not run, and their weights go to the file as they are."""
+    rules = fq.Config("two", [fq.Rule("blocks.[01].*", weight="int4 per_block(-1:32)")])
+    streamed(decoder(tied=True), tmp_path, rules, "fast")
+    expected, found = whole(decoder(tied=True), rules, ["ranges", "gptq", "drift", "bias"]), decoder(tied=True)
+    fq.read(tmp_path, found)
+    names = list(fq.snapshot(found).weights)
+    assert names == [f"blocks.{n}.{name}.weight" for n in (0, 1) for name in ("up", "down")]
+    for ids in batches():
+        assert torch.equal(found(ids), expected(ids))
+
+
+class Killed(BaseException):
+    pass
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "choosing": (choosing, "improved"),
+    "hidden states": (Work, "put_hidden"),
+    "block": (Work, "put_block"),
+    "after a block": (Work, "forget_hidden"),
+    "head": (choosing.Blocks, "improve_rest"),
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
+    place: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed(decoder(), tmp_path / "whole", "int4_group32", "fast")
+    owner, name = PLACES[place]
+    own, calls, chosen = getattr(owner, name), [0], []
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2 or name == "improve_rest":
+            if not before:
+                own(*args, **kwargs)
+            raise Killed
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(Killed):
+            streamed(decoder(), tmp_path / "killed", "int4_group32", "fast")
+    improved = choosing.improved
+    monkeypatch.setattr(choosing, "improved", lambda *args, **kwargs: chosen.append(1) or improved(*args, **kwargs))
+    streamed(decoder(), tmp_path / "killed", "int4_group32", "fast")
+    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+    assert not (tmp_path / "killed" / ".unfinished").exists()
+    assert len(chosen) < 4  # finished blocks are not chosen again
+
+
+def test_a_folder_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        streamed(decoder(), tmp_path, "int4_group32", "fast")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"a run with another list of steps; .*remove the folder"):
+        streamed(decoder(), tmp_path, "int4_group32", GPTQ)
+    with pytest.raises(CheckpointError, match="a run with another model"):
+        streamed(decoder(), tmp_path, "int8_weight_only", "fast")
+    hidden = next((tmp_path / ".unfinished").glob("hidden*"))
+    hidden.write_bytes(hidden.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"damaged.*remove"):
+        streamed(decoder(), tmp_path, "int4_group32", "fast")
+
+
+class Shares(Decoder):
+    """Its blocks after the first one get what the first one gave."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, scale = self.embed(ids), torch.ones(())
+        for block in self.blocks:
+            hidden = block(hidden, scale)[0]
+            scale = hidden.mean()
+        return self.head(hidden)
+
+
+class Backwards(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in reversed(self.blocks):
+            hidden = block(hidden, torch.ones(()))[0]
+        return hidden
+
+
+def of_class(kind: type[Decoder]) -> Decoder:
+    model = decoder()
+    model.__class__ = kind
+    return model
+
+
+HEAD = fq.Config("head", [fq.Rule("head", weight="int8 per_channel(0)")])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": of_class(Shares)}, ConfigError, "blocks.1 gets more of an earlier block"),
+        ({"model": of_class(Backwards)}, ConfigError, "calls its blocks in another order"),
+        ({"steps": ["smooth", "gptq"]}, ConfigError, "'smooth' puts a transform"),
+        ({"preset": "GGUF_Q4_0"}, ExportError, "compressed-tensors cannot hold .*blocks.0.down"),
+        ({"preset": HEAD}, ConfigError, "nothing is quantized in the blocks"),
+    ],
+    ids=["shares", "order", "smooth", "format", "nothing"],
+)
+def test_what_cannot_be_done_is_refused_before_the_work(
+    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    own = {"model": decoder(), "preset": "int4_group32", "steps": "fast"} | change
+    with pytest.raises(error, match=f"(?s){message}"):
+        streamed(own["model"], tmp_path, own["preset"], own["steps"])
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+def test_a_model_in_memory_and_missing_or_misshaped_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="all on the meta device with load="):
+        improve_folder(decoder(), tmp_path, "int4_group32", batches())
+    empty, load = without_weights(decoder())
+
+    def lacks(path: str) -> dict[str, Tensor]:
+        return {name: x for name, x in load(path).items() if name != "down.weight"}
+
+    def cut(path: str) -> dict[str, Tensor]:
+        return {name: x[:1] for name, x in load(path).items()}
+
+    with pytest.raises(CheckpointError, match=r"blocks\.0 has no values for down.weight"):
+        improve_folder(empty, tmp_path, "int4_group32", batches(), load=lacks)
+    empty, _ = without_weights(decoder())
+    with pytest.raises(CheckpointError, match="has the shape"):
+        improve_folder(
+            empty,
+            tmp_path / "b",
+            "int4_group32",
+            batches(),
+            load=lambda path: {n: x[:1] for n, x in load(path).items()},
+        )
+
+
+def _rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    try:
+        empty, load = without_weights(decoder())
+        own = batches(6)[rank::2]
+        improve_folder(empty, folder / "two", "int4_group32", own, GPTQ, load=load, group=dist.group.WORLD)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_choose_the_codes_of_one(tmp_path: Path) -> None:
+    if not dist.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    mp.spawn(_rank, (tmp_path,), nprocs=2)
+    empty, load = without_weights(decoder())
+    improve_folder(empty, tmp_path / "one", "int4_group32", batches(6), GPTQ, load=load)
+    assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
+
+
+def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
+    model = decoder()
+    before = copy.deepcopy(model.state_dict())
+    streamed(model, tmp_path, "int4_group32", "fast")
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert isinstance(model.blocks[0], Block)
