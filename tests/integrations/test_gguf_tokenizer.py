@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from fakequant.errors import CheckpointError
-from tests.support import llama_cpp
+from tests.support import llama_cpp_files
 from tests.support.vision import import_torchvision
 
 pytest.importorskip("gguf")
@@ -110,11 +110,11 @@ def test_transformers_cuts_texts_in_the_same_way(make, kind, pre, tmp_path):
 
 @by_kind
 def test_llama_cpp_cuts_texts_in_the_same_way(make, kind, pre, tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     tokenizer = make()
     path = written(tokenizer, tmp_path)
     for text in [*TEXTS, "  two blanks first"]:  # which transformers cuts otherwise for "llama"
-        assert llama_cpp.tokens(path, text) == tokenizer(text).input_ids
+        assert llama_cpp_files.tokens(path, text) == tokenizer(text).input_ids
 
 
 def test_without_a_tokenizer_there_is_a_warning_and_the_ids_of_the_configuration():

@@ -13,7 +13,7 @@ from fakequant.delivery.gguf.file import GgufFile
 from fakequant.delivery.gguf.lattices import spec_of
 from fakequant.delivery.gguf.llama_cpp import ABSENT, LlamaCpp, is_there
 from fakequant.errors import CheckpointError, ExportError
-from tests.support import llama_cpp
+from tests.support import llama_cpp_files
 from tests.support.language_models import language_model
 
 pytest.importorskip("gguf")
@@ -121,7 +121,7 @@ def test_each_architecture(kind, values, tmp_path):
     ],
 )
 def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     model = prepared(kind, "float8_e4m3fn per_channel(0)", **values)
     for quantizer in fq.nn.quantizers(model).values():
         quantizer.mode = fq.nn.Mode.OFF  # all in float: what is left is the architecture
@@ -132,7 +132,7 @@ def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
 
 
 def test_outputs_of_llama_cpp_are_compared_under_its_rules(tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     model = prepared("llama", str(spec_of("Q8_0")))
     path = deliver(model, tmp_path, "gguf")
     row = verify_delivery(path, model, [IDS]).outputs[-1]

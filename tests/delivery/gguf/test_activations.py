@@ -14,7 +14,7 @@ from fakequant.delivery.gguf.blocks import LAYOUTS
 from fakequant.delivery.gguf.lattices import spec_of
 from fakequant.delivery.gguf.llama_cpp import LlamaCpp
 from fakequant.errors import ExportError
-from tests.support import llama_cpp
+from tests.support import llama_cpp_files
 from tests.support.language_models import language_model
 
 IDS = torch.arange(8).reshape(1, 8) * 29 % 320
@@ -66,7 +66,7 @@ def test_steps_see_the_inputs_and_the_file_is_the_same(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_the_cache_in_float16_is_that_of_llama_cpp(tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     config = fq.Config("float", [fq.Rule("lm_head", weight=spec_of("Q8_0"))])
     net = language_model("llama", num_hidden_layers=1)
     net.config._attn_implementation = "eager"
@@ -106,7 +106,7 @@ def test_a_weight_that_llama_cpp_cannot_have_is_named_and_no_layer_is_changed():
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_llama_cpp_computes_these_logits(kind, tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     rules = [fq.Rule("*", weight=fq.TensorConfig(spec_of(kind)))]
     model = fq.prepare(language_model("llama", num_hidden_layers=1), fq.Config("own rules", rules), skip=[])
     theirs = LlamaCpp(deliver(model, tmp_path, "gguf"))(IDS)["logits"][0].numpy()

@@ -11,7 +11,7 @@ from fakequant.delivery.gguf.lattices import kind_of
 from fakequant.delivery.gguf.mixtures import _MIXTURES, mixture
 from fakequant.delivery.places import places_of
 from fakequant.errors import CheckpointError, ConfigError
-from tests.support import llama_cpp
+from tests.support import llama_cpp_files
 from tests.support.language_models import language_model
 
 pytest.importorskip("gguf")
@@ -43,13 +43,13 @@ def rules_of(model, name):
     ],
 )
 def test_the_types_are_those_of_llama_quantize(kind, values, tmp_path):
-    llama_cpp.bindings()
+    llama_cpp_files.bindings()
     model = fq.prepare(language_model(kind, **values), fq.Config("head", [fq.Rule("*", weight="int8")]), skip=[])
     for quantizer in fq.nn.quantizers(model).values():
         quantizer.mode = fq.nn.Mode.OFF
     path, net = deliver(model, tmp_path / "float.gguf", "gguf"), language_model(kind, **values)
     for name in _MIXTURES:
-        llama_cpp.quantize(path, tmp_path / "theirs.gguf", name)
+        llama_cpp_files.quantize(path, tmp_path / "theirs.gguf", name)
         theirs, ours = kinds(tmp_path / "theirs.gguf"), rules_of(net, name)
         assert {tensor: ours[tensor] for tensor in theirs} == theirs, name
 
