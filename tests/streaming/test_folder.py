@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CheckpointError, ConfigError, ExportError
+from fakequant.errors import CheckpointError, ConfigError, ExportError, OutputError
 from fakequant.streaming import choosing, improve_folder
 from fakequant.streaming.work import Work
 from tests.support.streamed import Block, Decoder, batches, decoder, without_weights
@@ -140,9 +140,9 @@ def test_a_folder_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path, mon
     with pytest.raises(Killed):
         streamed(decoder(), tmp_path, "int4_group32", "fast")
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"a run with another list of steps; .*remove the folder"):
+    with pytest.raises(CheckpointError, match=r"3 blocks of a call with other steps; .*remove the folder"):
         streamed(decoder(), tmp_path, "int4_group32", GPTQ)
-    with pytest.raises(CheckpointError, match="a run with another model"):
+    with pytest.raises(CheckpointError, match="other model, quantization or blocks"):
         streamed(decoder(), tmp_path, "int8_weight_only", "fast")
     hidden = next((tmp_path / ".unfinished").glob("hidden*"))
     hidden.write_bytes(hidden.read_bytes()[:-7])
@@ -159,6 +159,38 @@ class Shares(Decoder):
             hidden = block(hidden, scale)[0]
             scale = hidden.mean()
         return self.head(hidden)
+
+
+class Between(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden, torch.ones(()))[0]
+        return hidden
+
+
+class Twice(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            hidden = block(hidden, torch.ones(()))[0]
+        return hidden
+
+
+class Number(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden, float(hidden.abs().max()))[0]
+        return hidden
+
+
+class Cache(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, cache = self.embed(ids), dict[str, Tensor]()
+        for block in self.blocks:
+            hidden = block(hidden, cache)[0]
+        return hidden
 
 
 class Backwards(Decoder):
@@ -182,12 +214,16 @@ HEAD = fq.Config("head", [fq.Rule("head", weight="int8 per_channel(0)")])
     ("change", "error", "message"),
     [
         ({"model": of_class(Shares)}, ConfigError, "blocks.1 gets more of an earlier block"),
-        ({"model": of_class(Backwards)}, ConfigError, "calls its blocks in another order"),
+        ({"model": of_class(Between)}, ConfigError, "blocks.1 does not get what blocks.0 gives"),
+        ({"model": of_class(Twice)}, ConfigError, "calls its blocks in the order .0, 1, 2, 0, 1, 2."),
+        ({"model": of_class(Number)}, ConfigError, "blocks.1 gets more of an earlier block"),
+        ({"model": of_class(Cache)}, ConfigError, "gets a dict, which may keep values"),
+        ({"model": of_class(Backwards)}, ConfigError, "calls its blocks in the order .2, 1, 0."),
         ({"steps": ["smooth", "gptq"]}, ConfigError, "'smooth' puts a transform"),
         ({"preset": "GGUF_Q4_0"}, ExportError, "compressed-tensors cannot hold .*blocks.0.down"),
         ({"preset": HEAD}, ConfigError, "nothing is quantized in the blocks"),
     ],
-    ids=["shares", "order", "smooth", "format", "nothing"],
+    ids=["shares", "between", "twice", "number", "cache", "order", "smooth", "format", "nothing"],
 )
 def test_what_cannot_be_done_is_refused_before_the_work(
     change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
@@ -249,3 +285,70 @@ def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
     streamed(model, tmp_path, "int4_group32", "fast")
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert isinstance(model.blocks[0], Block)
+
+
+class Named(Decoder):
+    """Its blocks get another float tensor before the hidden states, by names alone, and are written in place."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(scale=torch.ones(2, 12, 1) * 0.5, hidden=hidden)[0]
+        return self.head(hidden)
+
+
+class InPlace(Block):
+    def forward(self, hidden: Tensor, scale: Tensor, *, keep: Tensor | None = None) -> tuple[Tensor, None]:
+        hidden += self.down(torch.relu(self.up(hidden))) * scale
+        return hidden, None
+
+
+@pytest.mark.parametrize("kind", ["named", "in place", "float blocks"])
+def test_blocks_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    def made() -> Decoder:
+        model = of_class(Named) if kind == "named" else decoder()
+        for block in model.blocks if kind == "in place" else ():
+            block.__class__ = InPlace
+        return model
+
+    preset = "int4_group32"
+    if kind == "float blocks":  # before a quantized one, and before the quantized head
+        preset = fq.presets.INT4_GROUP32.with_rule(fq.Rule("blocks.[02].*"))
+    streamed(made(), tmp_path, preset, "fast")
+    expected, found = whole(made(), preset, ["ranges", "gptq", "drift", "bias"]), fq.read(tmp_path, made())
+    first, second = fq.snapshot(expected).weights, fq.snapshot(found).weights
+    assert [name for name in second if not torch.equal(first[name].codes, second[name].codes)] == []
+    assert len(second) == (3 if kind == "float blocks" else 7)
+
+
+def test_folders_that_would_be_lost_or_mixed_up_are_refused(tmp_path: Path) -> None:
+    empty, load = without_weights(decoder())
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").write_text("mine")
+    for target, work, error, message in (
+        ("out", "own", CheckpointError, "holds other files, thesis.txt"),
+        ("out", "out", ConfigError, "is the target, too"),
+    ):
+        empty, load = without_weights(decoder())
+        with pytest.raises(error, match=message):
+            improve_folder(empty, tmp_path / target, "int4_group32", batches(), load=load, work=tmp_path / work)
+    assert (tmp_path / "own" / "thesis.txt").read_text() == "mine"
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(OutputError, match=r"holds weights already, pytorch_model.bin"):
+        streamed(decoder(), tmp_path / "held", "int4_group32", "fast")
+
+
+def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            streamed(decoder(), tmp_path, "int4_group32", "fast")
+    other = decoder()
+    with torch.no_grad():
+        other.blocks[0].up.weight[0, 0] += 1  # type: ignore[union-attr, operator, index]
+    for model, mask in ((other, None), (decoder(), unmasked)):
+        with pytest.raises(CheckpointError, match="other weights, batches, masks or forward"):
+            streamed(model, tmp_path, "int4_group32", "fast", mask)

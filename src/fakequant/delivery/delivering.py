@@ -91,10 +91,14 @@ def deliver_state(
     return out
 
 
+def weights_in(folder: Path) -> list[str]:
+    """The files of a folder that a loader may take for weights."""
+    return sorted({path.name for pattern in _WEIGHTS for path in folder.glob(pattern)})
+
+
 def _refuse_others(folder: Path, files: object) -> None:
     """Raise where a folder holds weights that a loader may take for those of this model."""
-    found = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
-    if left := sorted(found - {*files}):  # type: ignore[misc]
+    if left := sorted({*weights_in(folder)} - {*files}):  # type: ignore[misc]
         raise OutputError(
             f"cannot write to {folder}: it holds weights of another model, {listed(left)}, which programs may load "
             "instead; give an empty folder, or remove them"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fakequant.data.batches import KeptBatches
+from fakequant.data.failures import BatchError
 from fakequant.errors import ConfigError
 from fakequant.nn.paths import join
 from fakequant.text import listed
@@ -19,45 +20,41 @@ See = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Gets the number of a block and the arguments of a call; returns the block's output."""
 
 
+Place = int | str
+"""The place of the hidden states among the arguments of a block: a number, or a name."""
+
+
 class BlockCall:
     """A call of a block: the hidden states that it gets, and its other arguments.
 
     Args:
-        hidden: the first argument, or the one that has a name.
-        name: of the hidden states; "" where they are the first argument.
-        args: the other positional arguments.
-        kwargs: the other named arguments.
+        hidden: the hidden states.
+        place: where they are among the arguments.
+        args: all positional arguments.
+        kwargs: all named arguments.
         mask: the unmasked tokens, bool [batch, tokens]; None if all count.
     """
 
     def __init__(
-        self, hidden: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
+        self, hidden: Tensor, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
     ) -> None:
-        self.hidden, self.name, self.args, self.kwargs, self.mask = hidden, name, args, kwargs, mask
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> BlockCall:
-        """The call with these arguments.
-
-        Raises:
-            ConfigError: they have no float tensor.
-        """
-        if args and _is_float(args[0]):
-            return cls(args[0], "", args[1:], kwargs, mask)
-        name = next((name for name, value in kwargs.items() if _is_float(value)), None)
-        if args or name is None:
-            raise ConfigError("a block is called without hidden states as its first argument; name other blocks=")
-        return cls(kwargs[name], name, (), {key: value for key, value in kwargs.items() if key != name}, mask)
+        self.hidden, self.place, self.mask = hidden, place, mask
+        self.args = tuple(None if at == place else value for at, value in enumerate(args))
+        self.kwargs = {name: None if name == place else value for name, value in kwargs.items()}
 
     def with_hidden(self, hidden: Tensor) -> BlockCall:
         """The same call with other hidden states."""
-        return BlockCall(hidden, self.name, self.args, self.kwargs, self.mask)
+        return BlockCall(hidden, self.place, self.args, self.kwargs, self.mask)
 
     def run(self, block: nn.Module) -> Any:
-        """What a block gives."""
-        if self.name:
-            return block(**{self.name: self.hidden}, **self.kwargs)
-        return block(self.hidden, *self.args, **self.kwargs)
+        """What a block gives; it may write into its hidden states."""
+        hidden = self.hidden.clone()
+        args = [hidden if at == self.place else value for at, value in enumerate(self.args)]
+        return block(*args, **{name: hidden if name == self.place else value for name, value in self.kwargs.items()})
+
+
+def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Place, Any]:
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
@@ -122,51 +119,68 @@ class Calls(NamedTuple):
         of_blocks: for each block its calls by the number of the batch, all with the hidden states of the first block.
         before: the modules that run before the first block, by path.
         as_tuple: whether the model takes the output of a block as the first item of a tuple.
+        place: of the hidden states among the arguments of a block.
     """
 
     of_blocks: list[dict[int, BlockCall]]
     before: set[str]
     as_tuple: bool
+    place: Place
 
     def giving(self, hidden: Callable[[], Tensor]) -> See:
         """What stands in the place of blocks, of which the last one gives hidden states."""
 
         def see(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             last = number == len(self.of_blocks) - 1
-            own = hidden() if last else BlockCall.of(args, kwargs, None).hidden
+            own = hidden() if last else _places(args, kwargs)[self.place]
             return (own,) if self.as_tuple else own
 
         return see
 
 
-def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches) -> Calls:
-    """The calls of each block for all batches; blocks do not run, and each gives its hidden states on.
+_CHANGED = (
+    "{1} does not get what {0} gives: the model changes the hidden states between its blocks; improve it in memory, or "
+    "name other blocks="
+)
+
+
+def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, to_the_end: bool = True) -> Calls:
+    """The calls of each block for all batches; blocks do not run, and each returns hidden states of its own.
 
     Args:
         model: whose modules outside of the blocks have weights.
         blocks: their paths, in the order of their calls.
         batches: with their masks.
+        to_the_end: whether the first batch runs the modules after the blocks, too, which may call blocks again.
 
     Raises:
-        ConfigError: blocks that run in another order or several times, or that get something from an earlier block
-            beside the hidden states.
+        ConfigError: a model that calls its blocks in another order or several times, changes the hidden states between
+            two blocks, or gives a block something else that depends on an earlier one.
     """
-    first = next(iter(batches.numbered))
-    one = _Recorder(model, blocks, batches)
-    as_tuple = not one.run(first)
-    one.as_tuple = as_tuple
-    if as_tuple and not one.run(first):
-        raise ConfigError(f"{blocks[1]} gets other hidden states than {blocks[0]}; name other blocks=")
-    other = _Recorder(model, blocks, batches, factor=0.5, as_tuple=as_tuple)
-    other.run(first)
-    for path, own, changed in zip(blocks, one.found, other.found, strict=True):
-        if not _same((own[first].args, own[first].kwargs), (changed[first].args, changed[first].kwargs)):
+    first, recorder = next(iter(batches.numbered)), _Recorder(model, blocks, batches)
+    for recorder.as_tuple in (False, True):
+        # A second run, with the place of the hidden states that the second block showed.
+        if recorder.run(first, to_the_end=to_the_end) or (
+            recorder.learned and recorder.run(first, to_the_end=to_the_end)
+        ):
+            break
+    else:
+        raise ConfigError(_CHANGED.format(*blocks))
+    found = [own[first] for own in recorder.found]
+    recorder.factor = 0.5
+    recorder.run(first)
+    for path, one, own in zip(blocks, found, recorder.found, strict=True):
+        if not _same((one.args, one.kwargs), (own[first].args, own[first].kwargs)):
             raise ConfigError(
                 f"{path} gets more of an earlier block than its hidden states; improve the model in memory"
             )
-    for number in [*batches.numbered][1:]:
-        one.run(number)
-    return Calls(one.found, one.before, as_tuple)
+        for value in (*one.args, *one.kwargs.values()):
+            _check_plain(path, value)
+    recorder.factor = 1.0
+    for number in batches.numbered:
+        if not recorder.run(number):
+            raise ConfigError(_CHANGED.format(*blocks))
+    return Calls(recorder.found, recorder.before, recorder.as_tuple, recorder.place)
 
 
 class _AllSeen(BaseException):
@@ -178,41 +192,53 @@ class _Recorder:
 
     Args:
         model, blocks, batches: as for `calls_of`.
-        factor: of the hidden states that a block gives.
-        as_tuple: whether it gives a tuple.
+
+    Attributes:
+        found: by block and the number of the batch.
+        as_tuple: whether a block returns a tuple.
+        place: of the hidden states among the arguments.
+        learned: whether the last run found another place.
+        factor: of the hidden states that a block returns.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[str],
-        batches: KeptBatches,
-        factor: float = 1.0,
-        as_tuple: bool = False,
-    ) -> None:
-        self._model, self._blocks, self._batches, self._factor = model, blocks, batches, factor
-        self.as_tuple, self.before = as_tuple, set[str]()
+    def __init__(self, model: nn.Module, blocks: Sequence[str], batches: KeptBatches) -> None:
+        self._model, self._blocks, self._batches = model, blocks, batches
+        self.as_tuple, self.place, self.learned, self.factor = False, -1, False, 1.0
+        self.before = set[str]()
         self.found: list[dict[int, BlockCall]] = [{} for _ in blocks]
-        self._order, self._present, self._fits = list[int](), 0, True
+        self._order, self._present, self._fits, self._to_the_end = list[int](), 0, True, False
+        self._given: Tensor | None = None
 
-    def run(self, number: int) -> bool:
-        """Record the calls for a batch; whether all blocks got hidden states of one shape.
+    place: Place
+
+    def run(self, number: int, *, to_the_end: bool = False) -> bool:
+        """Record the calls for a batch; whether each block gets what the one before it returns.
 
         Raises:
-            ConfigError: blocks are called in another order than that of their list.
+            ConfigError: blocks are called in another order than that of their list, or the model fails without them.
         """
         self._order.clear()
-        self._present, self._fits, hooks = number, True, []
+        self._present, self._fits, self._to_the_end, self._given = number, True, to_the_end, None
+        self.learned, hooks = False, []
         try:
             for path, module in self._model.named_modules():
                 hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._entered(path)))
             with in_place_of(self._model, self._blocks, self._see), torch.no_grad(), suppress(_AllSeen):
                 self._batches.run(self._model, self._batches.numbered[number])
+        except BatchError as error:
+            if self._fits and len(self._order) <= 1:  # before the blocks, or as a block alone would
+                raise
+            raise ConfigError(
+                f"the model does not run with its blocks replaced; improve it in memory: {error}"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
         if self._fits and self._order != [*range(len(self._blocks))]:
-            raise ConfigError("the model calls its blocks in another order than that of their list; name other blocks=")
+            raise ConfigError(
+                f"the model calls its blocks in the order {self._order}, not each once in that of their list; name "
+                "other blocks=, or improve it in memory"
+            )
         return self._fits
 
     def _entered(self, path: str) -> None:
@@ -220,15 +246,41 @@ class _Recorder:
             self.before.add(path)
 
     def _see(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = BlockCall.of(args, kwargs, self._batches.masks[self._present])
+        places = _places(args, kwargs)
+        if self._given is not None:
+            here = next((place for place, value in places.items() if value is self._given), None)
+            self._fits = here is not None and here == self.place
+            if here is not None and here != self.place:
+                self.place, self.learned = here, True
+        elif not _is_float(places.get(self.place)):
+            self.place = next((place for place, value in places.items() if _is_float(value)), self.place)
         self._order.append(number)
-        first = self.found[0].get(self._present, call) if number else call
-        self._fits = first.hidden.shape == call.hidden.shape
-        self.found[number][self._present] = call.with_hidden(first.hidden)
-        if len(self._order) == len(self._blocks) or not self._fits:
+        hidden = places.get(self.place)
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            raise ConfigError(f"{self._blocks[number]} gets no hidden states as an argument; name other blocks=")
+        calls = self.found[0]
+        first = calls[self._present].hidden if number and self._present in calls else hidden
+        self.found[number][self._present] = BlockCall(
+            first, self.place, args, kwargs, self._batches.masks[self._present]
+        )
+        if not self._fits or (len(self._order) >= len(self._blocks) and not self._to_the_end):
             raise _AllSeen
-        hidden = call.hidden * self._factor
-        return (hidden,) if self.as_tuple else hidden
+        self._given = hidden * self.factor
+        return (self._given,) if self.as_tuple else self._given
+
+
+_PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def _check_plain(path: str, value: Any) -> None:
+    """Raise where an argument may keep values of a call, as a cache does."""
+    if isinstance(value, tuple):
+        for item in value:
+            _check_plain(path, item)
+    elif not isinstance(value, _PLAIN):
+        raise ConfigError(
+            f"{path} gets a {type(value).__name__}, which may keep values of a call; improve the model in memory"
+        )
 
 
 def _is_float(value: Any) -> bool:
@@ -237,5 +289,9 @@ def _is_float(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     ones, others = tree_leaves(one), tree_leaves(other)
-    pairs = [(x, y) for x, y in zip(ones, others, strict=False) if isinstance(x, Tensor) and isinstance(y, Tensor)]
-    return len(ones) == len(others) and all(torch.equal(x, y) for x, y in pairs)
+    if len(ones) != len(others):
+        return False
+    pairs = zip(ones, others, strict=True)
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y for x, y in pairs
+    )

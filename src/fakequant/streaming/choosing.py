@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fakequant.data.batches import Batches, KeptBatches
+from fakequant.data.digest import digest
 from fakequant.data.progress import track
 from fakequant.distributed import Together
 from fakequant.errors import ConfigError
@@ -41,11 +43,10 @@ class Blocks:
         source: the model.
         blocks: by path.
         batches: of the model.
-        work: what is finished.
         processes: that choose together.
 
     Attributes:
-        finished: which blocks are quantized, and kept in the folder.
+        quantized: which blocks have quantizers.
     """
 
     def __init__(
@@ -53,38 +54,38 @@ class Blocks:
         source: ModelSource,
         blocks: Mapping[str, nn.Module],
         batches: KeptBatches,
-        work: Work,
         processes: Together,
     ) -> None:
-        self._source, self._blocks, self._batches, self._work = source, blocks, batches, work
+        self._source, self._blocks, self._batches = source, blocks, batches
         self._processes, self._layers = processes, list[LayerResult]()
         self._floats, self._quantized = dict[int, Tensor](), dict[int, Tensor]()
         inside = tuple(f"{path}." for path in blocks)
         self._outside = {path: q for path, q in quantizers(source.model).items() if not path.startswith(inside)}
-        self.finished = [bool(quantizers(block)) for block in blocks.values()]
-        self._last = max((number for number, own in enumerate(self.finished) if own), default=-1)
+        self.quantized = [bool(quantizers(block)) for block in blocks.values()]
+        self._last = max((number for number, own in enumerate(self.quantized) if own), default=-1)
         if self._last < 0:
             raise ConfigError(f"nothing is quantized in the blocks {next(iter(blocks))} to {[*blocks][-1]}")
         if self._outside:
             self._last = len(blocks) - 1  # what comes after them needs their outputs
 
-    def improve(self, steps: tuple[str, ...], progress: bool | None) -> None:
+    def improve(self, work: Work, steps: tuple[str, ...], progress: bool | None) -> None:
         """Choose all blocks that are not finished."""
-        start = min(self._processes.all(self._work.finished))
-        self._begin(start)
+        start = min(self._processes.all(work.finished))
+        if start:
+            self._floats, self._quantized = work.hidden(start)
         paths, left = [*self._blocks], range(start, self._last + 1)
         for number in track(left, "choosing blocks", len(left), progress):
             block, calls = self._blocks[paths[number]], self._calls.of_blocks[number]
             with self._source.loaded(paths[number], block), evaluating(block), torch.no_grad():
                 layers = self._improved(paths[number], block, calls, steps)
                 self._processes.all(None)
-                self._work.put_hidden(number + 1, self._floats, self._quantized)
-                self._work.put_block(number, block, layers)
+                work.put_hidden(number + 1, self._floats, self._quantized)
+                work.put_block(number, block if self.quantized[number] else None, layers)
                 for quantizer in quantizers(block).values():
                     quantizer.release_codes()  # they are in the folder
             self._processes.all(None)
-            self._work.forget_hidden(number)
-        self._layers = [layer for number in range(self._last + 1) for layer in self._work.layers(number)]
+            work.forget_hidden(number)
+        self._layers = [layer for number in range(self._last + 1) for layer in work.layers(number)]
 
     def improve_rest(self, steps: tuple[str, ...]) -> list[LayerResult]:
         """Choose the weights of the modules after the blocks, which have their weights; returns the results of all."""
@@ -112,17 +113,20 @@ class Blocks:
             found = improved(model, chosen, split, steps, self._processes, floats=floats, progress=False)
             raise_scales(model)
         note = "nearest: it runs before the blocks"
-        return [*self._layers, *found.layers, *(LayerResult(weights[path].row_name(path), note=note) for path in early)]
+        rows = {weights[path].row_name(path): note for path in early}
+        others = [layer for layer in found.layers if layer.layer not in rows]
+        return [*self._layers, *others, *(LayerResult(name, note=note) for name, note in rows.items())]
 
-    def _begin(self, start: int) -> None:
-        """The calls of all blocks, and the hidden states before the first one that is not finished."""
+    def begin(self) -> str:
+        """Find the calls of all blocks, and the hidden states before the first one.
+
+        Returns:
+            A digest of the weights of the first block and outside of the blocks, the arguments of blocks, and masks.
+        """
         model, paths = self._source.model, [*self._blocks]
         with self._source.loaded("", model, self._blocks.values()), evaluating(model), _without_cache(model):
             with disabled(model):
                 self._calls = calls_of(model, paths, self._batches)
-            if start:
-                self._floats, self._quantized = self._work.hidden(start)
-                return
             early = {path: q for path, q in self._outside.items() if layer_of(path) in self._calls.before}
             if _needs_ranges(early.values()):
                 raise ConfigError(
@@ -130,8 +134,15 @@ class Blocks:
                     "blocks; give them a dynamic range, or leave them in float"
                 )
             self._floats = {number: call.hidden for number, call in self._calls.of_blocks[0].items()}
-            own = calls_of(model, paths, self._batches) if early else self._calls
+            own = calls_of(model, paths, self._batches, to_the_end=False) if early else self._calls
             self._quantized = {number: call.hidden for number, call in own.of_blocks[0].items()}
+            given = [
+                [call.hidden, call.mask, *tree_leaves((call.args, call.kwargs))]
+                for call in self._calls.of_blocks[0].values()
+            ]
+            weights = [x for x in model.state_dict().values() if not x.is_meta]
+            with self._source.loaded(paths[0], self._blocks[paths[0]]):
+                return digest([given, weights, [*self._blocks[paths[0]].state_dict().values()]])
 
     def _improved(
         self, path: str, block: nn.Module, calls: Mapping[int, BlockCall], steps: tuple[str, ...]

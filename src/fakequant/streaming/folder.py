@@ -12,11 +12,11 @@ from torch import nn
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.token_mask import Mask
-from fakequant.delivery.delivering import deliver_state
+from fakequant.delivery.delivering import deliver_state, weights_in
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.distributed import Together, process_number, processes_of
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, OutputError
 from fakequant.files import check_path
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
@@ -29,6 +29,7 @@ from fakequant.streaming.choosing import Blocks
 from fakequant.streaming.joined import joined_state
 from fakequant.streaming.source import Load, ModelSource
 from fakequant.streaming.work import Work
+from fakequant.text import listed
 from fakequant.version import __version__
 
 _NOT_MEASURED = (
@@ -58,8 +59,12 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     """Quantize a model larger than memory by `improve`, a block at a time, and deliver it.
 
     The choices are those of `prepare`, `calibrate` and `improve(..., judge=[])` on the whole model in memory, to the
-    bit. One block is in memory at a time, with the weights outside of the blocks, and the hidden states before it. The
-    same call after a kill goes on with the first block that is not finished; it ends with the same files.
+    bit. Layers that run before the blocks get the nearest codes. One block is in memory at a time, with the weights
+    outside of the blocks, and the hidden states before it. The same call after a kill, with a model built anew, goes on
+    with the first block that is not finished; it ends with the same files.
+
+    A block may take from earlier blocks only the output of the block before it, unchanged; the model calls each block
+    once, in the order of the list. Other models are refused.
 
     The steps "smooth" and "rotate" are left out of "fast" and "best", because files of other programs have no place for
     the transforms that they put before inputs.
@@ -71,10 +76,11 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         batches: what a data loader gives; they are kept as a list.
         steps: as for `improve`.
         format: as for `deliver`.
-        load: for a model on the meta device: gives the tensors of the module at a path by their names in it; for ""
-            those outside of the blocks.
+        load: for a model on the meta device: gives the tensors of the module at a path by their names in it, also
+            buffers that `state_dict` leaves out; for "" those outside of the blocks.
         blocks: the path of the list of modules whose items are the blocks; by default the largest one.
-        work: a folder for what is finished; by default one in the target. It is removed at the end.
+        work: a new or empty folder for what is finished, or that of an earlier call; by default one in the target. What
+            this function wrote there is removed at the end.
         inputs, forward, mask: as for `calibrate`.
         group: the processes of torch.distributed that choose together, as for `improve`; the first one writes.
         max_shard_size: as for `deliver`.
@@ -86,7 +92,8 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     Raises:
         ConfigError: a model whose blocks get more of each other than hidden states, or the errors of `improve`.
         ExportError: what the format cannot hold; it is refused before the work.
-        CheckpointError: the folder cannot be read, or the folder `work` holds another run.
+        CheckpointError: the folder cannot be read, or the folder `work` holds another run or other files.
+        OutputError: the target holds weights already, or cannot be written.
 
     >>> from tempfile import TemporaryDirectory
     >>> net = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -104,34 +111,48 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
     given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
     out = Path(target)
-    own = (out.parent if chosen.suffix and out.suffix == chosen.suffix else out) / ".unfinished"
-    folder = own if work is None else Path(work)
+    own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
+    folder = own / ".unfinished" if work is None else Path(work)
+    _check_places(source, own, folder, is_file=bool(chosen.suffix))
     opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
     processes = Together(processes_of(opened.model, group))
     with processes:
         prepare(opened.model, config)
         found = blocks_of(opened.model, blocks)
-        _refuse_early(chosen, opened.model)
+        _refuse_format(chosen, opened.model)
+        chooser = Blocks(opened, found, given, processes)
         run = {
             "version of fakequant": __version__,
-            "model": digest([repr(opened.model), opened.files]),
-            "set of batches": digest([*given]),
-            "list of steps": ", ".join(chosen_steps),
-            "way to choose blocks": ", ".join(found),
+            "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
+            "weights, batches, masks or forward": chooser.begin(),
+            "steps": ", ".join(chosen_steps),
         }
         rank = 0 if processes.group is None else processes.group.rank()
         kept = Work(folder, run, rank)
-        chooser = Blocks(opened, found, given, kept, processes)
-        chooser.improve(chosen_steps, progress)
+        chooser.improve(kept, chosen_steps, progress)
         with opened.loaded("", opened.model, found.values()):
             layers = chooser.improve_rest(chosen_steps)
             if rank == 0:
-                state = joined_state(opened, found, kept, chooser.finished)
+                state = joined_state(opened, found, kept, chooser.quantized)
                 deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
         processes.all(None)
         if rank == 0:
             kept.remove()
     return Improvement(layers, notes=[_NOT_MEASURED])
+
+
+def _check_places(source: Any, target: Path, work: Path, *, is_file: bool) -> None:
+    """Raise where the files would replace those that are read, or lie beside weights of another model."""
+    if not isinstance(source, nn.Module) and Path(source).resolve() == target.resolve():
+        raise ConfigError(f"{target} is the source, too; give another target")
+    if work.resolve() == target.resolve():
+        raise ConfigError(f"{work} is the target, too; give another folder as work=, or leave it out")
+    begun = (work / "run-0.json").exists()  # a kill may have come while files got their names
+    if not is_file and not begun and (left := weights_in(target)):
+        raise OutputError(
+            f"{target} holds weights already, {listed(left)}, which programs may load instead; give an empty folder, "
+            "or remove them"
+        )
 
 
 def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:
@@ -144,7 +165,7 @@ def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in found if step not in TRANSFORMS)
 
 
-def _refuse_early(chosen: DeliveryFormat, model: nn.Module) -> None:
+def _refuse_format(chosen: DeliveryFormat, model: nn.Module) -> None:
     state = snapshot(model)
     plan = QuantizedState.of(state, state.tensors)
     refuse(chosen, model, parts_of(model, plan), plan, with_ranges=False)

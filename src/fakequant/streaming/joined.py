@@ -37,7 +37,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def joined_state(
-    source: ModelSource, blocks: Mapping[str, nn.Module], work: Work, finished: Sequence[bool]
+    source: ModelSource, blocks: Mapping[str, nn.Module], work: Work, quantized: Sequence[bool]
 ) -> QuantizedState:
     """The state of a prepared model whose modules outside of the blocks have their weights.
 
@@ -45,7 +45,7 @@ def joined_state(
         source: the model.
         blocks: by path.
         work: with the finished blocks.
-        finished: which blocks it has; the others are not quantized, and come from the source.
+        quantized: which blocks it has; the others come from the source.
     """
     state = snapshot(source.model)
     inside = tuple(f"{path}." for path in blocks)
@@ -56,9 +56,9 @@ def joined_state(
     plans = [_without(state, inside)]
     for number, (path, block) in enumerate(blocks.items()):
         own = block.state_dict()
-        if not finished[number]:
+        if not quantized[number]:
             tensors |= {
-                join(path, name): _lazy(x, lambda path=path, name=name: source.tensor(path, name))
+                join(path, name): _lazy(x, lambda path=path, name=name, x=x: source.tensor(path, name).to(x.dtype))
                 for name, x in own.items()
             }
             continue

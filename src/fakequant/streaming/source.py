@@ -24,10 +24,10 @@ class ModelSource:
     Args:
         model: in float.
         load: gives the tensors of a module.
-        files: the names and sizes of the files that hold them.
+        files: the files that hold them, each with its size and the time of its last change.
     """
 
-    def __init__(self, model: nn.Module, load: Load, files: Mapping[str, int] | None = None) -> None:
+    def __init__(self, model: nn.Module, load: Load, files: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.model, self._load, self.files = model, load, files or {}
 
     @classmethod
@@ -59,7 +59,7 @@ class ModelSource:
         Raises:
             CheckpointError: a tensor that is not given, or that has another shape.
         """
-        places, given = _empty(module, {*without}), self._load(path)
+        places, given = _empty(module, {*without}), self._given(path)
         filled = [(shared, tensor, _filled(path, shared, tensor, given)) for tensor, shared in places]
         try:
             for shared, _, values in filled:
@@ -73,7 +73,13 @@ class ModelSource:
 
     def tensor(self, path: str, name: str) -> Tensor:
         """A tensor of a module by its name in it."""
-        return self._load(path)[name]
+        return self._given(path)[name]
+
+    def _given(self, path: str) -> Mapping[str, Tensor]:
+        given = self._load(path)
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"load({path!r}) gave a {type(given).__name__}; it must give tensors by name")
+        return given
 
 
 _Places = list[tuple[str, dict[str, Any], str]]
@@ -140,7 +146,7 @@ class _Hooked(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, int]]:
+def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
     """The model of a folder with its weights left in the files."""
     architectures = Folder(path).config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
@@ -158,9 +164,13 @@ def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, int]]:
             f"{path} names the architecture {name!r:.80}, which transformers {transformers.__version__} does not have; "
             "give a model on the meta device with load="
         )
-    model = cls.from_pretrained(path, dtype="auto", device_map={"": "disk"}, offload_folder=copies)
+    try:
+        model = cls.from_pretrained(path, dtype="auto", device_map={"": "disk"}, offload_folder=copies)
+    except Exception as error:  # of transformers, safetensors or Accelerate: any
+        raise CheckpointError(f"{path} cannot be opened by transformers: {type(error).__name__}: {error}") from error
     hooks = {name: vars(one).get("_hf_hook") for name, one in model.named_modules()}
     weights = {name: hook.weights_map for name, hook in hooks.items() if getattr(hook, "weights_map", None) is not None}
     remove_hook_from_module(model, recurse=True)
-    sizes = {one.name: one.stat().st_size for one in sorted(path.glob("*.safetensors"))}
-    return model.eval(), lambda path: _Hooked(weights, path), sizes
+    stats = {one.name: one.stat() for one in sorted(path.glob("*.safetensors"))}
+    states = {name: (one.st_size, one.st_mtime_ns) for name, one in stats.items()}
+    return model.eval(), lambda path: _Hooked(weights, path), states

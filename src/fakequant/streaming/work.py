@@ -19,8 +19,10 @@ from fakequant.model.state.json_values import plain_of, value_of
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.model.state.tensor_file import file_content
 from fakequant.ptq.results import LayerResult
+from fakequant.text import listed
 
-_RUN, _RESULTS = "run.json", "layers.json"
+_RESULTS = "layers.json"
+_OWN = "run-*.json", "block-*", "hidden-*", "copies-*"
 
 
 class Work:
@@ -38,15 +40,20 @@ class Work:
 
     def __init__(self, folder: Path, run: Mapping[str, str], rank: int) -> None:
         self.folder, self._rank = writable_folder(folder), rank
-        path = self.folder / _RUN
-        if path.exists():
-            held = _json(path)
-            if other := [what for what in run if held.get(what) != run[what]]:
-                raise CheckpointError(
-                    f"{self.folder} holds a run with another {' and another '.join(other)}; continue with what it had, "
-                    "remove the folder, or give another one by work="
-                )
-        elif rank == 0:
+        own = {path for pattern in _OWN for path in self.folder.glob(pattern)}
+        if others := sorted(
+            path.name for path in self.folder.iterdir() if path not in own and not path.name.startswith(".")
+        ):
+            raise CheckpointError(f"{self.folder} holds other files, {listed(others)}; give an empty folder by work=")
+        path = self.folder / f"run-{rank}.json"
+        held = _json(path) if path.exists() else {}
+        if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
+            raise CheckpointError(
+                f"{self.folder} holds {self.finished} blocks of a call with other {listed(other)}; call with the same "
+                "arguments, remove the folder, or give another one by work="
+            )
+        if held != run:
+            self._clear("hidden-*")
             write_whole(path, json.dumps(run).encode())
         self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number)))
 
@@ -80,12 +87,13 @@ class Work:
         with temporary_file(self.folder, file_content(tensors, {})) as ready:
             write_in_order({self._hidden(number): ready})
 
-    def put_block(self, number: int, block: nn.Module, layers: Sequence[LayerResult]) -> None:
-        """Keep a finished block; the hidden states before it are not needed any more."""
+    def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult]) -> None:
+        """Keep a finished block; None where it has no quantizers."""
         if self._rank == 0:
-            save(block, self._block(number), packed=True)
+            if block is not None:
+                save(block, self._block(number), packed=True)
             content = json.dumps([plain_of(layer) for layer in layers]).encode()
-            write_whole(self._block(number) / _RESULTS, content)
+            write_whole(writable_folder(self._block(number)) / _RESULTS, content)
 
     def forget_hidden(self, number: int) -> None:
         """Remove the hidden states before a block."""
@@ -102,8 +110,19 @@ class Work:
         return value_of(_json(path), str(path), list[LayerResult])
 
     def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what this class wrote, and the folder if nothing else is in it."""
+        self._clear(*_OWN)
+        with suppress(OSError):
+            for lock in self.folder.glob(".*"):
+                lock.unlink()
+            self.folder.rmdir()
+
+    def _clear(self, *patterns: str) -> None:
+        for path in [path for pattern in patterns for path in self.folder.glob(pattern)]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif self._rank == 0 or path.name.endswith(f"-{self._rank}.safetensors"):
+                path.unlink(missing_ok=True)
 
     def _block(self, number: int) -> Path:
         return self.folder / f"block-{number:05}"
