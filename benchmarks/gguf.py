@@ -164,7 +164,7 @@ def by_auto_round(model: Any, name: str, batches: list[Any], steps: int) -> nn.M
 
 @torch.no_grad()
 def perplexity(model: Any, batches: list[Any]) -> float:
-    """Of the next byte."""
+    """The perplexity of the next byte."""
     losses = [float(model(**one, labels=one["input_ids"]).loss) for one in batches]
     return math.exp(sum(losses) / len(losses))
 

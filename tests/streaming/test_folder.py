@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, ExportError, OutputError
+from fakequant.files import locked
 from fakequant.streaming import choosing, improve_folder
 from fakequant.streaming.work import Work
 from tests.support.streamed import Block, Decoder, batches, decoder, without_weights
@@ -193,6 +194,14 @@ class Cache(Decoder):
         return hidden
 
 
+class Pair(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden, _ = block(hidden, torch.ones(()))
+        return hidden
+
+
 class Backwards(Decoder):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embed(ids)
@@ -218,12 +227,13 @@ HEAD = fq.Config("head", [fq.Rule("head", weight="int8 per_channel(0)")])
         ({"model": of_class(Twice)}, ConfigError, "calls its blocks in the order .0, 1, 2, 0, 1, 2."),
         ({"model": of_class(Number)}, ConfigError, "blocks.1 gets more of an earlier block"),
         ({"model": of_class(Cache)}, ConfigError, "gets a dict, which may keep values"),
+        ({"model": of_class(Pair)}, ConfigError, "does not run with its blocks replaced, .*improve it in memory"),
         ({"model": of_class(Backwards)}, ConfigError, "calls its blocks in the order .2, 1, 0."),
         ({"steps": ["smooth", "gptq"]}, ConfigError, "'smooth' puts a transform"),
         ({"preset": "GGUF_Q4_0"}, ExportError, "compressed-tensors cannot hold .*blocks.0.down"),
         ({"preset": HEAD}, ConfigError, "nothing is quantized in the blocks"),
     ],
-    ids=["shares", "between", "twice", "number", "cache", "order", "smooth", "format", "nothing"],
+    ids=["shares", "between", "twice", "number", "cache", "pair", "order", "smooth", "format", "nothing"],
 )
 def test_what_cannot_be_done_is_refused_before_the_work(
     change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
@@ -352,3 +362,26 @@ def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(
     for model, mask in ((other, None), (decoder(), unmasked)):
         with pytest.raises(CheckpointError, match="other weights, batches, masks or forward"):
             streamed(model, tmp_path, "int4_group32", "fast", mask)
+
+
+def test_a_target_has_one_run_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished").mkdir()
+    with locked(tmp_path / ".unfinished"), pytest.raises(OutputError, match="another process"):
+        streamed(decoder(), tmp_path, "int4_group32", "fast")
+    streamed(decoder(), tmp_path, "int4_group32", "fast")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("shard 3"), ValueError("damaged"), KeyError("up.weight")], ids=repr
+)
+@pytest.mark.parametrize("path", ["", "blocks.1"])
+def test_what_fails_while_a_block_is_loaded_names_the_block(path: str, error: Exception, tmp_path: Path) -> None:
+    empty, load = without_weights(decoder())
+
+    def failing(own: str) -> Any:
+        if own == path:
+            raise error
+        return load(own)
+
+    with pytest.raises(CheckpointError, match=f"{path or 'the model'}.* cannot be loaded: {type(error).__name__}"):
+        improve_folder(empty, tmp_path, "int4_group32", batches(), load=failing)

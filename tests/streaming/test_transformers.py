@@ -80,3 +80,12 @@ def test_a_folder_of_something_else_is_refused(content: str | None, tmp_path: Pa
         (tmp_path / "source" / "config.json").write_text(content)
     with pytest.raises(CheckpointError):
         improve_folder(tmp_path / "source", tmp_path / "target", "int4_group32", texts())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_without_one_of_its_shards_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "source", max_shard_size="200KB")
+    shard = sorted((tmp_path / "source").glob("model-*.safetensors"))[-2]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"cannot be (opened|loaded)"):
+        improve_folder(tmp_path / "source", tmp_path / "target", "int4_group32", texts(), GPTQ)

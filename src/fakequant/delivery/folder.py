@@ -146,29 +146,41 @@ class ShardedTensors(Mapping[str, Tensor]):
         return len(self._places)
 
 
+def class_of(path: Path, cure: str) -> Any:
+    """The class of transformers that the `config.json` of a folder names; code in the folder is not run.
+
+    Args:
+        cure: what to do where there is none, for the message.
+
+    Raises:
+        CheckpointError: transformers is not installed, or does not have the class.
+    """
+    names = Folder(path).config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is of a model of transformers, which is not installed; install it, or {cure}"
+        ) from error
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if cls is None or not hasattr(cls, "config_class"):
+        raise CheckpointError(
+            f"{path / CONFIG} names the architecture {name!r:.80}, which transformers {transformers.__version__} does "
+            f"not have; {cure}"
+        )
+    return cls
+
+
 def build(path: Path) -> nn.Module:
     """A model of transformers by the `config.json` of a folder, in eval mode; code in the folder is not run.
 
     Raises:
         CheckpointError: transformers is not installed, or does not know the architecture.
     """
-    config = Folder(path).config
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    try:
-        import transformers
-        from transformers.initialization import no_init_weights
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is of a model of transformers, which is not installed; install it, or give the float model: "
-            "fakequant.read(path, model)"
-        ) from error
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if cls is None or not hasattr(cls, "config_class"):
-        raise CheckpointError(
-            f"{path / CONFIG} names the architecture {name!r:.80}, which transformers {transformers.__version__} does "
-            "not have; give the float model: fakequant.read(path, model)"
-        )
+    cls, config = class_of(path, "give the float model: fakequant.read(path, model)"), Folder(path).config
+    from transformers.initialization import no_init_weights
+
     values = {key: value for key, value in config.items() if key != "quantization_config"}
     own = cls.config_class.from_dict(values)
     with no_init_weights():

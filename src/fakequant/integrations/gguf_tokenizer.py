@@ -86,6 +86,8 @@ def _tokenizer_of(model: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError):  # no files, or those of a model alone
         return None
+    if not tokenizer("a").input_ids:  # transformers makes one without a vocabulary where there are no files
+        return None
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"the tokenizer in {source} has no tokenizer.json; save it as a fast one, then deliver again"

@@ -315,7 +315,6 @@ class ModelConfig(Config):
     make: Callable[[nn.Module], Config] = field(kw_only=True)
 
     def for_model(self, model: nn.Module) -> Config:
-        """The configuration with all rules for a float model."""
         return Config(self.name, self.make(model).rules + self.rules)
 
 

@@ -165,6 +165,10 @@ def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, t
         ):
             break
     else:
+        if recorder.failed is not None:
+            raise ConfigError(
+                f"the model does not run with its blocks replaced, {recorder.failed}; improve it in memory"
+            ) from recorder.failed
         raise ConfigError(_CHANGED.format(*blocks))
     found = [own[first] for own in recorder.found]
     recorder.factor = 0.5
@@ -199,38 +203,40 @@ class _Recorder:
         place: of the hidden states among the arguments.
         learned: whether the last run found another place.
         factor: of the hidden states that a block returns.
+        failed: the error that ended the last run behind a block.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], batches: KeptBatches) -> None:
         self._model, self._blocks, self._batches = model, blocks, batches
         self.as_tuple, self.place, self.learned, self.factor = False, -1, False, 1.0
-        self.before = set[str]()
+        self.before, self.failed = set[str](), None
         self.found: list[dict[int, BlockCall]] = [{} for _ in blocks]
         self._order, self._present, self._fits, self._to_the_end = list[int](), 0, True, False
         self._given: Tensor | None = None
 
     place: Place
+    failed: BatchError | None
 
     def run(self, number: int, *, to_the_end: bool = False) -> bool:
         """Record the calls for a batch; whether each block gets what the one before it returns.
 
         Raises:
-            ConfigError: blocks are called in another order than that of their list, or the model fails without them.
+            ConfigError: blocks are called in another order than that of their list.
+            BatchError: the model fails before its blocks.
         """
         self._order.clear()
         self._present, self._fits, self._to_the_end, self._given = number, True, to_the_end, None
-        self.learned, hooks = False, []
+        self.learned, self.failed, hooks = False, None, []
         try:
             for path, module in self._model.named_modules():
                 hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._entered(path)))
             with in_place_of(self._model, self._blocks, self._see), torch.no_grad(), suppress(_AllSeen):
                 self._batches.run(self._model, self._batches.numbered[number])
         except BatchError as error:
-            if self._fits and len(self._order) <= 1:  # before the blocks, or as a block alone would
+            if not self._order:  # before the blocks: of the batch
                 raise
-            raise ConfigError(
-                f"the model does not run with its blocks replaced; improve it in memory: {error}"
-            ) from error
+            self.failed = error
+            return False
         finally:
             for hook in hooks:
                 hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.distributed import Together, process_number, processes_of
 from fakequant.errors import ConfigError, OutputError
-from fakequant.files import check_path
+from fakequant.files import check_path, locked, writable_folder
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.state.snapshots import QuantizedState, snapshot
@@ -114,30 +115,33 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
     folder = own / ".unfinished" if work is None else Path(work)
     _check_places(source, own, folder, is_file=bool(chosen.suffix))
-    opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
-    processes = Together(processes_of(opened.model, group))
-    with processes:
-        prepare(opened.model, config)
-        found = blocks_of(opened.model, blocks)
-        _refuse_format(chosen, opened.model)
-        chooser = Blocks(opened, found, given, processes)
-        run = {
-            "version of fakequant": __version__,
-            "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
-            "weights, batches, masks or forward": chooser.begin(),
-            "steps": ", ".join(chosen_steps),
-        }
-        rank = 0 if processes.group is None else processes.group.rank()
-        kept = Work(folder, run, rank)
-        chooser.improve(kept, chosen_steps, progress)
-        with opened.loaded("", opened.model, found.values()):
-            layers = chooser.improve_rest(chosen_steps)
-            if rank == 0:
-                state = joined_state(opened, found, kept, chooser.quantized)
-                deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
-        processes.all(None)
-        if rank == 0:
-            kept.remove()
+    with ExitStack() as stack:
+        if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
+            stack.enter_context(locked(writable_folder(folder), wait=False))
+        opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
+        processes = Together(processes_of(opened.model, group))
+        with processes:
+            prepare(opened.model, config)
+            found = blocks_of(opened.model, blocks)
+            _refuse_format(chosen, opened.model)
+            chooser = Blocks(opened, found, given, processes)
+            run = {
+                "version of fakequant": __version__,
+                "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
+                "weights, batches, masks or forward": chooser.begin(),
+                "steps": ", ".join(chosen_steps),
+            }
+            rank = 0 if processes.group is None else processes.group.rank()
+            kept = Work(folder, run, rank)
+            chooser.improve(kept, chosen_steps, progress)
+            with opened.loaded("", opened.model, found.values()):
+                layers = chooser.improve_rest(chosen_steps)
+                if rank == 0:
+                    state = joined_state(opened, found, kept, chooser.quantized)
+                    deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
+            processes.all(None)
+    if rank == 0:
+        kept.remove()
     return Improvement(layers, notes=[_NOT_MEASURED])
 
 

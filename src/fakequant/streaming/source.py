@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import Folder
+from fakequant.delivery.folder import class_of
 from fakequant.errors import CheckpointError, ConfigError
+from fakequant.model.state.packing import Made
 from fakequant.nn.paths import join
 from fakequant.text import listed, module_name
 
+_CURE = "give a model on the meta device with load="
 Load = Callable[[str], Mapping[str, Tensor]]
 """The tensors of the module at a path by their names in it; those of "" may be the ones outside of the blocks alone."""
 
@@ -73,13 +76,26 @@ class ModelSource:
 
     def tensor(self, path: str, name: str) -> Tensor:
         """A tensor of a module by its name in it."""
-        return self._given(path)[name]
+        with _named_errors(path):
+            return self._given(path)[name]
 
     def _given(self, path: str) -> Mapping[str, Tensor]:
-        given = self._load(path)
+        with _named_errors(path):
+            given = self._load(path)
         if not isinstance(given, Mapping):
             raise CheckpointError(f"load({path!r}) gave a {type(given).__name__}; it must give tensors by name")
         return given
+
+
+@contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """A context in which errors of what loads a module, such as those of a missing shard, name the module."""
+    try:
+        yield
+    except Exception as error:  # of the user's function, or of files: any
+        raise CheckpointError(
+            f"the tensors of {module_name(path)} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 _Places = list[tuple[str, dict[str, Any], str]]
@@ -103,7 +119,8 @@ def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tens
     name = next((name for name in names if name in given), None)
     if name is None:
         raise CheckpointError(f"{module_name(path)} has no values for {listed(names)}")
-    values = given[name].detach()
+    with _named_errors(path):
+        values = given[name].detach()
     if values.shape != tensor.shape:
         raise CheckpointError(
             f"{join(path, name)} has the shape {[*values.shape]}, and the model expects {[*tensor.shape]}"
@@ -119,58 +136,36 @@ def _named(module: nn.Module, without: set[nn.Module], path: str = "") -> Iterat
             yield from _named(child, without, f"{path}.{name}" if path else name)
 
 
-class _Hooked(Mapping[str, Tensor]):
-    """The tensors of a module that Accelerate leaves in files, read at each access.
-
-    Args:
-        weights: by the path of a module, its own tensors.
-        path: of the module.
-    """
-
-    def __init__(self, weights: Mapping[str, Mapping[str, Tensor]], path: str) -> None:
-        self._weights, self._path = weights, path
-
-    def __getitem__(self, name: str) -> Tensor:
-        where, _, own = join(self._path, name).rpartition(".")
-        return self._weights[where][own]
-
-    def __contains__(self, name: object) -> bool:
-        where, _, own = join(self._path, str(name)).rpartition(".")
-        return where in self._weights and own in self._weights[where]
-
-    def __iter__(self) -> Iterator[str]:
-        own = self._weights if not self._path else (name for name in self._weights if name.startswith(self._path))
-        return (join(where, name)[len(self._path) :].lstrip(".") for where in own for name in self._weights[where])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
     """The model of a folder with its weights left in the files."""
-    architectures = Folder(path).config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    cls = class_of(path, _CURE)
     try:
-        import transformers
         from accelerate.hooks import remove_hook_from_module
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{path} is of a model of transformers, and {error.name} is not installed; install it, or give a model on "
-            "the meta device with load="
+            f"{path} is opened by Accelerate, which is not installed; run pip install accelerate, or {_CURE}"
         ) from error
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if cls is None or not hasattr(cls, "config_class"):
-        raise CheckpointError(
-            f"{path} names the architecture {name!r:.80}, which transformers {transformers.__version__} does not have; "
-            "give a model on the meta device with load="
-        )
     try:
         model = cls.from_pretrained(path, dtype="auto", device_map={"": "disk"}, offload_folder=copies)
     except Exception as error:  # of transformers, safetensors or Accelerate: any
         raise CheckpointError(f"{path} cannot be opened by transformers: {type(error).__name__}: {error}") from error
-    hooks = {name: vars(one).get("_hf_hook") for name, one in model.named_modules()}
-    weights = {name: hook.weights_map for name, hook in hooks.items() if getattr(hook, "weights_map", None) is not None}
+    kept = {
+        join(name, own): (hook.weights_map, own)
+        for name, module in model.named_modules()
+        if getattr(hook := vars(module).get("_hf_hook"), "weights_map", None) is not None
+        for own in (*module._parameters, *module._buffers)
+    }
     remove_hook_from_module(model, recurse=True)
+
+    def load(path: str) -> Mapping[str, Tensor]:
+        start = join(path, "") and f"{path}."
+        return Made(
+            {
+                name.removeprefix(start): partial(weights.__getitem__, own)
+                for name, (weights, own) in kept.items()
+                if name.startswith(start) and own in weights
+            }
+        )
+
     stats = {one.name: one.stat() for one in sorted(path.glob("*.safetensors"))}
-    states = {name: (one.st_size, one.st_mtime_ns) for name, one in stats.items()}
-    return model.eval(), lambda path: _Hooked(weights, path), states
+    return model.eval(), load, {name: (one.st_size, one.st_mtime_ns) for name, one in stats.items()}

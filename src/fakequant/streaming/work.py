@@ -113,8 +113,6 @@ class Work:
         """Remove what this class wrote, and the folder if nothing else is in it."""
         self._clear(*_OWN)
         with suppress(OSError):
-            for lock in self.folder.glob(".*"):
-                lock.unlink()
             self.folder.rmdir()
 
     def _clear(self, *patterns: str) -> None:

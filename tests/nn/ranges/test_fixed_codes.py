@@ -131,7 +131,7 @@ def test_training_by_learned_scales_ends_without_a_warning() -> None:
     torch.optim.SGD([weight], lr=1.0).step()
     quantizer.stop_learning()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # whoever trains knows that codes change
+        warnings.simplefilter("error")  # no warning: training changes codes on purpose
         found = quantizer.eval()(weight).detach()
     assert_same_bits(found, fq.fake_quantize(weight.detach(), quantizer.spec, scale=quantizer.scale))
 

@@ -45,7 +45,7 @@ _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPE = "fakequant.dtype"
 """The dtype of the model's numbers, which a file of blocks alone does not say."""
 _LLAMA_CPP = 1e-2
-"""Of the peak. Single codes move outputs of two layers by up to 3e-3 on average, a wrong order of rows by 0.1."""
+"""The tolerance of outputs, as a share of the peak: single codes move them by up to 3e-3, a wrong order by 0.1."""
 _REST = "fakequant.rest."
 """Before the name of a tensor that the file has with 1 added: what that sum, rounded, lacks of the model's number."""
 

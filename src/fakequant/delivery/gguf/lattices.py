@@ -44,7 +44,7 @@ def spec_of(kind: str) -> QuantSpec:
 
 
 def for_rows(kind: str, columns: int) -> str:
-    """The type that llama.cpp stores in place of one whose blocks rows of so many weights do not fill."""
+    """The type that llama.cpp stores instead, where rows are no whole blocks of a type."""
     return kind if columns % LAYOUTS[kind].weights == 0 else _INSTEAD.get(kind, kind)
 
 
