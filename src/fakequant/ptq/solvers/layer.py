@@ -112,7 +112,7 @@ def _chosen(
     params, values = tried[best]
     result = LayerResult(
         name,
-        plain.loss(tried["nearest"][1]) / energy,
+        losses["nearest"] if solved is plain else plain.loss(tried["nearest"][1]) / energy,
         losses[best],
         {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
