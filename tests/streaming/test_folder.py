@@ -385,3 +385,10 @@ def test_what_fails_while_a_block_is_loaded_names_the_block(path: str, error: Ex
 
     with pytest.raises(CheckpointError, match=f"{path or 'the model'}.* cannot be loaded: {type(error).__name__}"):
         improve_folder(empty, tmp_path, "int4_group32", batches(), load=failing)
+
+
+@pytest.mark.parametrize("name", ["layers", "", ["blocks"], nn.Linear(2, 2)], ids=str)
+def test_other_names_of_blocks_are_refused_with_those_that_there_are(name: Any, tmp_path: Path) -> None:
+    empty, load = without_weights(decoder())
+    with pytest.raises(ConfigError, match=r"for blocks=; its lists are 'blocks'$"):
+        improve_folder(empty, tmp_path, "int4_group32", batches(), load=load, blocks=name)

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.data.batches import KeptBatches
 from fakequant.data.failures import BatchError
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, shown
 from fakequant.nn.paths import join
 from fakequant.text import listed
 
-See = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+BlockFunction = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Gets the number of a block and the arguments of a call; returns the block's output."""
 
 
@@ -68,8 +68,9 @@ def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
     ['layers.0', 'layers.1']
     """
     lists = {path: one for path, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))}
-    if name is not None and name not in lists:
-        raise ConfigError(f"the model has no list of modules {name!r} for blocks=; it has {listed([*lists])}")
+    if name is not None and not (isinstance(name, str) and name in lists):
+        known = listed([repr(path) for path in lists]) or "none"
+        raise ConfigError(f"the model has no list of modules {shown(name)} for blocks=; its lists are {known}")
     if not lists:
         raise ConfigError("the model has no list of modules whose items could be its blocks")
     chosen = max(lists, key=lambda path: _size(lists[path])) if name is None else name
@@ -83,29 +84,29 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class _Stand(nn.Module):
+class _Substitute(nn.Module):
     """Stands in the place of a block; other attributes are those of the block."""
 
-    def __init__(self, number: int, block: nn.Module, see: See) -> None:
+    def __init__(self, number: int, block: nn.Module, see: BlockFunction) -> None:
         super().__init__()
-        self.__dict__.update(_number=number, _block=block, _see=see)
+        self.__dict__.update(_number=number, _block=block, _function=see)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._see(self._number, args, kwargs)
+        return self._function(self._number, args, kwargs)
 
 
 @contextmanager
-def in_place_of(model: nn.Module, blocks: Iterable[str], see: See) -> Iterator[None]:
+def in_place_of(model: nn.Module, blocks: Iterable[str], see: BlockFunction) -> Iterator[None]:
     """A context in which a function is called in the place of each block."""
     places = [(model.get_submodule(path.rpartition(".")[0])._modules, path.rpartition(".")[2]) for path in blocks]
     own = [modules[key] for modules, key in places]
     try:
         for number, ((modules, key), block) in enumerate(zip(places, own, strict=True)):
             assert block is not None
-            modules[key] = _Stand(number, block, see)
+            modules[key] = _Substitute(number, block, see)
         yield
     finally:
         for (modules, key), block in zip(places, own, strict=True):
@@ -127,8 +128,8 @@ class Calls(NamedTuple):
     as_tuple: bool
     place: Place
 
-    def giving(self, hidden: Callable[[], Tensor]) -> See:
-        """What stands in the place of blocks, of which the last one gives hidden states."""
+    def substitute(self, hidden: Callable[[], Tensor]) -> BlockFunction:
+        """The function that replaces each block; in place of the last block it returns `hidden()`."""
 
         def see(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             last = number == len(self.of_blocks) - 1
@@ -230,7 +231,7 @@ class _Recorder:
         try:
             for path, module in self._model.named_modules():
                 hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._entered(path)))
-            with in_place_of(self._model, self._blocks, self._see), torch.no_grad(), suppress(_AllSeen):
+            with in_place_of(self._model, self._blocks, self._called), torch.no_grad(), suppress(_AllSeen):
                 self._batches.run(self._model, self._batches.numbered[number])
         except BatchError as error:
             if not self._order:  # before the blocks: of the batch
@@ -251,7 +252,7 @@ class _Recorder:
         if not self._order:
             self.before.add(path)
 
-    def _see(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places = _places(args, kwargs)
         if self._given is not None:
             here = next((place for place, value in places.items() if value is self._given), None)

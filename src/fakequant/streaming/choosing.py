@@ -102,7 +102,7 @@ class Blocks:
             return call.run(model, self._batches)
 
         floats, quantized = (Batches(own, _CALLER, forward=run, mask=mask).kept() for own in (wanted, given))
-        see = self._calls.giving(lambda: _PRESENT.get().hidden)
+        see = self._calls.substitute(lambda: _PRESENT.get().hidden)
         with in_place_of(model, self._blocks, see), _without_cache(model), evaluating(model), torch.no_grad():
             if _needs_ranges(self._outside.values()):
                 calibrate(model, wanted, forward=run, mask=mask, group=self._processes.group or False)
