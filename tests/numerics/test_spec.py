@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import itertools
 import json
 import pickle
@@ -140,3 +141,8 @@ def test_specifications_that_are_read_are_kept_within_bounds():
         assert str(fq.QuantSpec.parse(f"int8 per_block(-1:{size})")) == f"int8 per_block(-1:{size})"
     assert len(_parsed) <= _MOST_PARSED
     assert fq.QuantSpec.parse("int8 per_channel(3)") == first
+
+
+def test_fields_have_no_default_in_the_class():
+    """Torch before 2.13 compiles a field that is False as the default that its class has."""
+    assert [field.name for field in dataclasses.fields(fq.QuantSpec) if hasattr(fq.QuantSpec, field.name)] == []

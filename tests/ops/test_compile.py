@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import fakequant as fq
 from fakequant.ops import library
+from fakequant.ops.decomposition import Decomposed, tensors_of
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES
@@ -164,3 +166,20 @@ def test_a_text_is_read_within_what_is_compiled(text):
     x = torch.randn(4, 64)
     compiled = torch.compile(lambda x: fq.fake_quantize(x, text), backend="aot_eager", fullgraph=True)
     assert_same_bits(compiled(x), fq.fake_quantize(x, text))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_compiled_result_is_no_tensor_of_another_operation(dtype):
+    """Torch before 2.13 loses the gradient of such a result: dx is 0."""
+    seen: list[torch.Tensor] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function(*args, **(kwargs or {})))
+            return seen[-1]
+
+    spec, x = fq.QuantSpec("int8"), torch.randn(4, 8, dtype=dtype)
+    params = fq.choose_qparams(x, spec)
+    with Seen():
+        y = Decomposed.forward(x, *tensors_of(params), spec)
+    assert sum(one is y for one in seen) == 1

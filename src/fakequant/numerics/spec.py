@@ -78,7 +78,7 @@ class Rounding(Enum):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class QuantSpec:
     """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient, format of the scales, rounding.
 
@@ -108,14 +108,15 @@ class QuantSpec:
     True
     """
 
+    # Without defaults, which `__init__` has: where a class has a default, torch before 2.13 compiles False as True.
     format: Format
-    granularity: Granularity = PerTensor()
-    symmetric: bool = True
-    arithmetic: Arithmetic = Arithmetic.DIVIDE
-    gradient: Gradient = Gradient.CODE_RANGE
-    scale: ScaleSpec = ScaleSpec()
-    rounding: Rounding = Rounding.NEAREST_EVEN
-    offset: OffsetSpec | None = None
+    granularity: Granularity
+    symmetric: bool
+    arithmetic: Arithmetic
+    gradient: Gradient
+    scale: ScaleSpec
+    rounding: Rounding
+    offset: OffsetSpec | None
 
     def __init__(  # noqa: PLR0913  all but the first two by name
         self,

@@ -27,7 +27,10 @@ class Decomposed(torch.autograd.Function):
         seed: Tensor | None,
         spec: QuantSpec,
     ) -> Tensor:
-        return reference.fake_quantize(x, params_of(scale, zero_point, lo, hi, seed), spec)
+        values = reference.fake_quantize(x, params_of(scale, zero_point, lo, hi, seed), spec)
+        # A tensor of its own: before torch 2.13 a compiled graph returns every intermediate, and where the result is
+        # one of these (a `.to` of its own dtype returns its input), the gradient of the result is lost, and dx is 0.
+        return values.view_as(values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
