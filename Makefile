@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
+LLAMA_CPP_VERSION := 0.3.36
+LLAMA_CPP := build/llama_cpp_python-$(LLAMA_CPP_VERSION)
 
 # For what runs on a GPU, with torch and numpy alone: $(PYTHON) if it is given, else the first of these with CUDA.
 GPU_PYTHONS = $(wildcard $(BIN)/python) python3
@@ -40,10 +42,27 @@ SECONDS = 300
 test-slow: setup
 	$(SUITE) -m 'slow and not exhaustive' --seconds $(SECONDS) --order $$(git rev-parse --short HEAD)
 
-# Files of other programs, loaded by these programs; without the extra most of the tests are skipped.
-test-delivery: setup
+# Files of other programs, loaded by these programs; without them most of the tests are skipped.
+test-delivery: setup $(LLAMA_CPP)/made
 	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[delivery]'
-	$(SUITE) tests/delivery
+	LLAMA_CPP_BINDINGS=$(abspath $(LLAMA_CPP)) LLAMA_CPP_LIB_PATH=$(abspath $(LLAMA_CPP)/libraries/bin) \
+		$(SUITE) tests/delivery
+
+# llama.cpp's libraries `llama` and `ggml` from the sources of llama-cpp-python, 4 minutes of two cores.
+# Without GGML_NATIVE they have the same instructions, and so the same sums, on every x86-64 processor with AVX2.
+LLAMA_CPP_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF \
+	$(patsubst %,-DLLAMA_%=OFF,BUILD_COMMON BUILD_TESTS BUILD_TOOLS BUILD_EXAMPLES BUILD_SERVER BUILD_APP OPENSSL)
+$(LLAMA_CPP)/made:
+	rm -rf $(LLAMA_CPP)
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet --constraint constraints.txt cmake ninja
+	build/tools/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build \
+		llama-cpp-python==$(LLAMA_CPP_VERSION)
+	tar -xf $(LLAMA_CPP).tar.gz -C build
+	export PATH="$(abspath build/tools/bin):$$PATH" && \
+		cmake -G Ninja -S $(LLAMA_CPP)/vendor/llama.cpp -B $(LLAMA_CPP)/libraries $(LLAMA_CPP_OPTIONS) && \
+		cmake --build $(LLAMA_CPP)/libraries --target llama ggml
+	touch $@
 
 test-all: setup
 	$(MAKE) lint
