@@ -32,7 +32,7 @@ LIMIT = torch.finfo(torch.float32).max * (1.0 - torch.finfo(torch.float32).eps)
 def amaxes(element: fq.Format) -> Tensor:
     """Zero, every power of two, the numbers at which a rule steps, their neighbours, subnormals, the largest."""
     powers = torch.ldexp(torch.ones(277, dtype=torch.float64), torch.arange(-149, 128)).float()
-    steps = [1.0, element.bound, 2.0 - 2.0 ** -(element.fraction_bits + 1), element.bound / 2]
+    steps = [1.0, 1.75, element.bound, 2.0 - 2.0 ** -(element.fraction_bits + 1), element.bound / 2]
     points = torch.cat([powers * step for step in steps])
     points = torch.cat([points, points.nextafter(points * 2), points.nextafter(points * 0)])
     points = torch.cat([points, torch.tensor([0.0, 1e-45, torch.finfo(torch.float32).max])])
@@ -40,7 +40,7 @@ def amaxes(element: fq.Format) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["float4_e2m1fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "int8_narrow"])
-@pytest.mark.parametrize("rule", ["floor", "ceil", "even"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "even_fp4"])
 @pytest.mark.parametrize("largest", [1.0, 65504.0 / torch.finfo(torch.float32).max], ids=["float32", "float16"])
 def test_powers_of_two_by_cast(rule: str, name: str, largest: float) -> None:
     spec = fq.QuantSpec.parse(f"{name} per_tensor scale=float8_e8m0fnu:{rule}")

@@ -39,7 +39,7 @@ def test_a_step_that_is_never_reached_is_nan_and_one_from_the_start_is_the_lowes
     assert found[2].isnan()
 
 
-@pytest.mark.parametrize("rounding", ["floor", "ceil", "even"])
+@pytest.mark.parametrize("rounding", ["floor", "ceil", "even", "even_fp4"])
 def test_power_of_two_scales_begin_where_the_definition_says(rounding: str) -> None:
     spec, fmt = ScaleSpec.parse(f"scale=float8_e8m0fnu:{rounding}"), fq.parse_format("float8_e4m3fn")
 

@@ -75,7 +75,18 @@ def even_rule(amax, name):
     return exponent_field(raised) - int(exponent_field(np.float32(ELEMENTS[name][0])))
 
 
-RULES = {ScaleRounding.FLOOR: floor_rule, ScaleRounding.CEIL: ceil_rule, ScaleRounding.EVEN: even_rule}
+def even_fp4_rule(amax, name):
+    """compressed-tensors' `round_to_power_2` with its mantissa of 1 digit for MXFP8, too."""
+    raised = (amax.view(np.int32) + (1 << 21)).view(np.float32)
+    return exponent_field(raised) - int(exponent_field(np.float32(ELEMENTS[name][0])))
+
+
+RULES = {
+    ScaleRounding.FLOOR: floor_rule,
+    ScaleRounding.CEIL: ceil_rule,
+    ScaleRounding.EVEN: even_rule,
+    ScaleRounding.EVEN_FP4: even_fp4_rule,
+}
 
 
 def mx_formula(x, name, rounding):
@@ -290,7 +301,7 @@ def test_half_precision_is_float32_rounded_once(name, dtype):
 
 
 ERRORS = [
-    (lambda: ScaleSpec(E8M0, ScaleRounding.NEAREST), r"rounded by floor, ceil or even, not by nearest"),
+    (lambda: ScaleSpec(E8M0, ScaleRounding.NEAREST), r"rounded by floor, ceil, even or even_fp4, not by nearest"),
     (
         lambda: ScaleSpec("float8_e4m3fn", ScaleRounding.CEIL, fq.PerTensor()),
         r"e4m3fn are .*nearest, .* not by ce",

@@ -19,6 +19,7 @@ SCALES = {
     "e8m0 floor": ScaleSpec("float8_e8m0fnu", ScaleRounding.FLOOR),
     "e8m0 ceil": ScaleSpec("float8_e8m0fnu", ScaleRounding.CEIL),
     "e8m0 even": ScaleSpec("float8_e8m0fnu", ScaleRounding.EVEN),
+    "e8m0 even_fp4": ScaleSpec("float8_e8m0fnu", ScaleRounding.EVEN_FP4),
     "e4m3 under float32": ScaleSpec("float8_e4m3fn", granularity=WHOLE),
     "fnuz under float32": ScaleSpec("float8_e4m3fnuz", granularity=WHOLE),
     "uint8 under float32": ScaleSpec("uint8", granularity=WHOLE),

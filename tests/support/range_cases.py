@@ -14,6 +14,7 @@ SCALES = (
     "float8_e8m0fnu:floor",
     "float8_e8m0fnu:ceil",
     "float8_e8m0fnu:even",
+    "float8_e8m0fnu:even_fp4",
     "float8_e4m3fn@per_tensor",
     "uint8@per_tensor",
 )
@@ -35,7 +36,7 @@ PLACES = {
 # Every format with every scale in ragged blocks, and every place with both kinds of scales.
 CASES = sorted(
     {(f, "per_block(-1:16,pad)", s) for f in FORMATS for s in SCALES}
-    | {("float4_e2m1fn", place, s) for place in PLACES for s in (SCALES[0], SCALES[3])}
+    | {("float4_e2m1fn", place, s) for place in PLACES for s in (SCALES[0], SCALES[4])}
     | {("float6_e2m3fn", "per_token", SCALES[1]), ("float8_e5m2", "per_block(-1:16)", SCALES[1])}
     | {("int8", place, SCALES[0]) for place in ("per_block(1:3,2:8,pad)", "per_channel(1)", "per_tensor")}
     | {("float4_e2m1fn", "per_block(-1:16)", "float8_e4m3fn@per_channel(0,2)")}

@@ -21,12 +21,29 @@ Scheme = Mapping[str, Any]
 def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
     """Whether transformers loads the same weights only where it dequantizes them at once."""
     weights = [one for one in schemes if ROLES["weight"] in one]
-    if any("scale_dtype" in one["weights"] for one in weights):
+    if dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights)):
         return True
     if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
         return True
     scales = (name for name in tensors if name.endswith(".weight_scale"))
     return dtype is not torch.float32 and any(tensors[name].dtype is torch.float32 for name in scales)
+
+
+def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
+    """Whether the package has a weight in bfloat16, whatever the dtype of the model; under powers of two it is exact."""
+    return "scale_dtype" in scheme["weights"]
+
+
+def _has_scales_of_inputs(scheme: Scheme) -> bool:
+    """Whether a program chooses scales of inputs that are no powers of two."""
+    args = scheme.get(ROLES["input"], {})
+    return bool(args.get("dynamic")) and "scale_dtype" not in args
+
+
+def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
+    """Whether transformers quantizes inputs, and multiplies them by weights in bfloat16."""
+    weights = [one for one in schemes if ROLES["weight"] in one]
+    return any(ROLES["input"] in one for one in weights) and all(map(_is_decompressed_in_bfloat16, weights))
 
 
 def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
@@ -48,16 +65,20 @@ def engine_of(path: Path, dtype: torch.dtype, groups: Sequence[Scheme]) -> Engin
 
     coded = [one for one in groups if "weights" in one]
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
-    if needs_dequantize(coded, Folder(path).tensors(), dtype):
+    if any(one["weights"]["strategy"] == "tensor_group" for one in coded):
+        note = "decompresses NVFP4 in bfloat16"
+    elif needs_dequantize(coded, Folder(path).tensors(), dtype) and not runs_in_bfloat16(coded):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
         if len(coded) > 1:
             note = "dequantizes all layers by one scheme, and the file has several"
         elif ROLES["input"] in coded[0]:
             note = "leaves activations in float where it dequantizes at once"
-        elif coded[0]["weights"]["strategy"] == "tensor_group":
-            note = "decompresses NVFP4 in bfloat16"
+    elif dtype is not torch.float32 and any(map(_has_scales_of_inputs, coded)):
+        note = f"rounds scales of dynamic inputs to {dtype}"
     if note:
         return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}."])
-    loaded = by_transformers(path, dtype, **options)
+    loaded: Any = by_transformers(path, dtype, **options)
+    if runs_in_bfloat16(coded):  # which the first call would do, and which other dtypes need before
+        loaded.hf_quantizer.compressor.decompress_model(loaded)
     # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
     return Engine(name, model=loaded.to(dtype) if dtype is torch.float32 else loaded)

@@ -170,7 +170,10 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
     elif spec.scale.format is not None:
         return f"scales of activations are float32, or {_POWERS} for groups of 32"
     if config.dynamic and not _is_their_rule(spec, args):
-        return "programs take other scales of dynamic ranges: for integers amax / (2**bits - 1) * 2"
+        return (
+            "programs take other scales of dynamic ranges: for integers amax / (2**bits - 1) * 2, for floats under "
+            f"powers of two {_POWERS}:even, and of 8 bits {_POWERS}:even_fp4"
+        )
     return args
 
 
@@ -180,12 +183,20 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
     if not spec.symmetric:
         return spec.format.quant_max - spec.format.quant_min == (1 << spec.format.bits) - 1
     if "scale_dtype" in args:
-        mantissa, exponent = torch.frexp(_PROBE)  # 1.75 and above become the next power of two
-        theirs = torch.ldexp(torch.ones_like(_PROBE), exponent + (mantissa >= 0.875).int() - torch.frexp(largest)[1])
+        mantissa, exponent = torch.frexp(_PROBE)
+        up = mantissa >= ScaleSpec(_POWERS, _of_powers(spec.format.bits, dynamic=True)).up_from(spec.format)
+        theirs = torch.ldexp(torch.ones_like(_PROBE), exponent + up.int() - torch.frexp(largest)[1])
     else:
         steps = torch.tensor(float((1 << spec.format.bits) - 1)) if args["type"] == "int" else 2 * largest
         theirs = _PROBE / (steps / 2)
     return torch.equal(choose_qparams(Range(-_PROBE, _PROBE), spec).scale, theirs)
+
+
+def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
+    """The rule for scales of powers of two: `generate_mx_scales` has the precision of FP4 for 8 bits, too."""
+    if not dynamic:
+        return ScaleRounding.FLOOR
+    return ScaleRounding.EVEN_FP4 if bits == 8 else ScaleRounding.EVEN
 
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
@@ -241,7 +252,7 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
         raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
     scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:
-        powers = ScaleSpec(_POWERS, ScaleRounding.EVEN if dynamic else ScaleRounding.FLOOR)
+        powers = ScaleSpec(_POWERS, _of_powers(bits, dynamic=dynamic))
         scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers
     elif dynamic and kind == "int" and args["symmetric"]:
         scale = ScaleSpec(None, ScaleRounding.HALF_RANGE)

@@ -126,9 +126,8 @@ def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result:
     else:
         below = _power_below(to, amax)
         power = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
-        if spec.scale.rounding is ScaleRounding.EVEN:
-            # From `near` on, amax rounds to the next power of two at the precision of the element.
-            near = to.emit("Mul", below, to.number("near", 2.0 - 2.0 ** -(element.fraction_bits + 1)))
+        if (up_from := spec.scale.up_from(element)) < 1:  # of the mantissa, whose powers begin with 0.5
+            near = to.emit("Mul", below, to.number("near", 2 * up_from))
             power = _double_where(to, to.emit("GreaterOrEqual", amax, near), power)
     power = to.emit("Max", power, to.number("smallest", fmt.grid.quant_min))
     largest = 2.0 ** min(fmt.exponent_bias, math.frexp(limit)[1] - 1)

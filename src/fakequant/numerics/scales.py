@@ -47,10 +47,12 @@ class ScaleRounding(Enum):
     """Power-of-two scales: ceil(log2(amax / bound)), with which nothing saturates. NVIDIA."""
     EVEN = "even"
     """Power-of-two scales: as FLOOR after rounding amax to the element format's precision. torchao, Quark."""
+    EVEN_FP4 = "even_fp4"
+    """As EVEN at the precision of float4_e2m1fn for every element: MXFP8 inputs of compressed-tensors."""
 
 
 _Spec = TypeVar("_Spec", bound="ScaleSpec")
-_OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN)
+_OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN, ScaleRounding.EVEN_FP4)
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,11 @@ class ScaleSpec:
         """The same specification with a changed granularity, if it has one."""
         return self if self.granularity is None else replace(self, granularity=change(self.granularity))
 
+    def up_from(self, element: Format) -> float:
+        """The mantissa in [0.5, 1) of an extent from which its power of two is the next one; 1 if there is none."""
+        digits = {ScaleRounding.EVEN: element.fraction_bits, ScaleRounding.EVEN_FP4: 1}.get(self.rounding)
+        return 1.0 if digits is None else 1 - 2.0 ** -(digits + 2)
+
     @property
     def needs_values(self) -> bool:
         """Whether scales follow from all values of a group, and not from their range alone."""
@@ -212,7 +219,7 @@ class ScaleSpec:
         """
         bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):
-            return _powers_of_two(extent, element, self.rounding, self.format.exponent_bias, limit)
+            return self._power_of_two(extent, element, self.format.exponent_bias, limit)
         if self.format is None:
             scale = divide(extent, torch.full_like(extent, bound)).clamp(min=torch.finfo(extent.dtype).tiny)
             return scale.clamp(max=limit)
@@ -222,6 +229,24 @@ class ScaleSpec:
         if self.rounding is ScaleRounding.FOUR_OVER_SIX:  # under a power of two, of which 6 / 4 is a code, too
             whole = 2.0 ** (math.frexp(self.format.quant_max)[1] - 1) * element.bound
         return self._under_a_scale(extent, bound, whole).clamp(max=limit)
+
+    def _power_of_two(self, amax: Tensor, element: Format, largest: int, limit: float) -> Tensor:
+        """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
+        if self.rounding is ScaleRounding.CEIL:
+            measured = divide(amax, torch.full_like(amax, element.bound))
+            mantissa, exponent = torch.frexp(measured)
+            exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+        else:
+            measured = amax
+            mantissa, exponent = torch.frexp(measured)
+            exponent = exponent - 1 - (math.frexp(element.bound)[1] - 1)
+            exponent = exponent + (mantissa >= self.up_from(element)).to(exponent.dtype)
+        # At most the largest power of two that is not beyond the limit.
+        exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
+        # frexp gives 0, to which a quotient may underflow, the exponent 0 instead of one below all.
+        exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
+        # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
+        return power_of_two(exponent).to(amax.dtype)
 
     def _shared(self, extent: Tensor, divisor: float) -> Tensor:
         """The farthest of the extents that share a scale, divided, at each of them."""
@@ -322,27 +347,6 @@ class OffsetSpec(ScaleSpec):
         """The offsets that shift the lowest value of every group to 0: -lo rounded, [groups, axes kept]."""
         offset = -lo + 0.0
         return offset if self.format is None else self._exact(offset, 1.0, limit, keeps_small=False)
-
-
-def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, largest: int, limit: float) -> Tensor:
-    """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
-    if rounding is ScaleRounding.CEIL:
-        measured = divide(amax, torch.full_like(amax, element.bound))
-        mantissa, exponent = torch.frexp(measured)
-        exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    else:
-        measured = amax
-        mantissa, exponent = torch.frexp(measured)
-        exponent = exponent - 1 - (math.frexp(element.bound)[1] - 1)
-        if rounding is ScaleRounding.EVEN:
-            # The mantissa rounds up to the next power of two at the precision of the element.
-            exponent = exponent + (mantissa >= 1 - 2.0 ** -(element.fraction_bits + 2)).to(exponent.dtype)
-    # At most the largest power of two that is not beyond the limit.
-    exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
-    # frexp gives 0, to which a quotient may underflow, the exponent 0 instead of one below all.
-    exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
-    # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
-    return power_of_two(exponent).to(amax.dtype)
 
 
 def _default_rounding(fmt: Format | None) -> ScaleRounding:

@@ -218,9 +218,7 @@ def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:
     )
     if rounding is ScaleRounding.CEIL:
         return rule._replace(divisor=bound, offset=0, down_at=0.5)
-    if rounding is ScaleRounding.EVEN:
-        return rule._replace(up_from=1 - 2.0 ** -(spec.format.fraction_bits + 2))
-    return rule
+    return rule._replace(up_from=spec.scale.up_from(spec.format))
 
 
 def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> ScaleRule:

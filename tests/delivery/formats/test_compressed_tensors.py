@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fakequant as fq
+from fakequant.delivery.folder import by_transformers
 from fakequant.errors import ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, logits, mixtral
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
 _MX = "per_block(-1:32) scale=float8_e8m0fnu:floor"
+_OWN, _FP4_OWN = (f"per_block(-1:32) scale=float8_e8m0fnu:{rule} dynamic" for rule in ("even", "even_fp4"))
 _NV = f"{_FP4} per_block(-1:16) scale=float8_e4m3fn@per_tensor"
 
 
@@ -32,6 +34,15 @@ def rules(weight: str, input: str | None = None, pattern: str = "*proj") -> fq.C
     return fq.Config("own", [fq.Rule(pattern, weight=weight, input=activation)])
 
 
+INPUTS = [
+    rules(f"{_FP4} {_MX}", f"{_FP4} {_OWN}"),
+    rules(f"{_FP4} {_MX}", f"{_FP8} {_FP4_OWN}"),
+    rules(f"{_FP4} {_MX}", f"{_FP8} per_block(-1:128) dynamic"),
+    rules(f"float6_e2m3fn {_MX}", f"float6_e2m3fn {_OWN}"),
+    rules(f"float6_e2m3fn {_MX}", f"{_FP8} {_FP4_OWN}"),
+    rules(f"{_FP8} {_MX}", f"{_FP8} {_FP4_OWN}"),
+]
+"""Inputs that are quantized beside weights under powers of two."""
 LAYOUTS = {
     "pack-quantized": [
         *(rules(f"int{bits} per_block(-1:32)") for bits in range(2, 9)),
@@ -57,9 +68,9 @@ LAYOUTS = {
         rules(f"{_FP8} per_block(0:96,-1:128,pad)", f"{_FP8} dynamic"),
     ],
     "naive-quantized": [rules(f"{_FP8} per_channel(0)"), rules(f"{_FP8} per_block(-1:64)")],
-    "mxfp4-pack-quantized": [rules(f"{_FP4} {_MX}"), rules(f"{_FP4} per_block(-1:32) scale=float8_e8m0fnu:ceil")],
-    "mxfp6-pack-quantized": [rules(f"float6_e2m3fn {_MX}")],
-    "mxfp8-quantized": [rules(f"{_FP8} {_MX}")],
+    "mxfp4-pack-quantized": [rules(f"{_FP4} {_MX}"), rules(f"{_FP4} per_block(-1:32) scale=float8_e8m0fnu:ceil"), *INPUTS[:3]],
+    "mxfp6-pack-quantized": [rules(f"float6_e2m3fn {_MX}"), *INPUTS[3:5]],
+    "mxfp8-quantized": [rules(f"{_FP8} {_MX}"), *INPUTS[5:]],
     "nvfp4-pack-quantized": [rules(_NV)],
 }
 CASES = [(name, one) for name, held in LAYOUTS.items() for one in held]
@@ -159,6 +170,33 @@ def test_models_in_bfloat16(scale: str, tmp_path: Path) -> None:
     again = fq.read(folder)
     assert torch.equal(logits(again), logits(model))
     assert {str(q.spec.scale) for q in quantizers(again).values()} == {scale.strip()}
+
+
+@pytest.mark.parametrize("config", [one for one in INPUTS if "e8m0" in str(one.rules[0].input)], ids=range(5))
+def test_inputs_under_powers_of_two(config: fq.Config, tmp_path: Path) -> None:
+    """transformers runs them in bfloat16 by its usual call, and in float32 not at all."""
+    model = prepared(config, llama(dtype=torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = fq.deliver(model, tmp_path / "half", "compressed-tensors")
+    assert torch.equal(logits(by_transformers(folder, torch.bfloat16)), logits(model))
+    with pytest.warns(UserWarning, match="loads these files in bfloat16, which the model is not"):
+        folder = fq.deliver(prepared(config), tmp_path / "whole", "compressed-tensors")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(by_transformers(folder, torch.float32))
+
+
+def test_other_inputs_in_bfloat16_are_not_compared(tmp_path: Path) -> None:
+    model = prepared(INPUTS[2], llama(dtype=torch.bfloat16))
+    report = fq.verify_delivery(fq.deliver(model, tmp_path, "compressed-tensors"), model, BATCHES)
+    assert report.passed, str(report)
+    assert "rounds scales of dynamic inputs to torch.bfloat16" in report.not_run[0]
+
+
+def test_inputs_have_the_rule_of_the_package(tmp_path: Path) -> None:
+    config = rules(f"{_FP8} {_MX}", f"{_FP8} {_OWN}")
+    with pytest.raises(ExportError, match=r"14 parts.*programs take other scales.*:even_fp4"):
+        fq.deliver(prepared(config), tmp_path, "compressed-tensors")
 
 
 @pytest.mark.parametrize("spec", [_FP8, "int8"])

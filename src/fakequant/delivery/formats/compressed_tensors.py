@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.attention import attention_sites
-from fakequant.delivery.decompressing import decompressed, engine_of, needs_dequantize
+from fakequant.delivery.decompressing import decompressed, engine_of, needs_dequantize, runs_in_bfloat16
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
@@ -230,7 +230,9 @@ def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme]) -> 
         )
     if needs_dequantize(schemes, writer.tensors, next(model.parameters()).dtype):
         way = "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
-        if len(schemes) > 1:
+        if runs_in_bfloat16(schemes):
+            way = "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
+        elif len(schemes) > 1:
             way = "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
         notes.append(f"transformers loads these files {way}")
     if notes:
