@@ -134,7 +134,10 @@ class QuantSpec:
         if symmetric is None:
             symmetric = offset is None and _symmetric_by_default(fmt, arithmetic)
         try:
-            arithmetic, gradient, rounding = Arithmetic(arithmetic), Gradient(gradient), Rounding(rounding)
+            # Only what is none yet: before torch 2.13 a compiled graph ends where an enumeration is called.
+            arithmetic = arithmetic if isinstance(arithmetic, Arithmetic) else Arithmetic(arithmetic)
+            gradient = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
+            rounding = rounding if isinstance(rounding, Rounding) else Rounding(rounding)
         except ValueError as error:
             raise SpecError(
                 f"{error}; expected an Arithmetic, a Gradient and a Rounding, such as Arithmetic.DIVIDE"
