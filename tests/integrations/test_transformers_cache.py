@@ -137,7 +137,8 @@ def test_errors() -> None:
         FakeQuantCache([Quantizer("int8")])
     with pytest.raises(ConfigError, match="values of a cache must be a QuantSpec, its text, or a quantizer for each"):
         FakeQuantCache(PER_TOKEN, 8)  # type: ignore[arg-type]
-    quantizer = Quantizer(QuantSpec("int8", PerTensor()), dynamic=True)
+    quantizer = Quantizer(QuantSpec("int8", PerTensor()))
+    quantizer.set_qparams(fq.QParams(torch.tensor(0.01)))
     model = ARCHITECTURES["llama"].make(num_hidden_layers=2)
     with pytest.raises(ConfigError, match="writes keys of layer 1 to a cache with quantizers for 1 layers"):
         generated(model, FakeQuantCache([quantizer]))

@@ -8,15 +8,17 @@ them with transformers, which calls it as one function that rules name: `attenti
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fakequant.errors import ConfigError
-from fakequant.nn.sites.sites import attention_function
+from fakequant.nn.sites.sites import attention_function, sites_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +63,73 @@ def name_attention(model: Model) -> Model:
     return model
 
 
+class Run(NamedTuple):
+    """Queries of a call, one behind the other, that see the same keys and values."""
+
+    first: int
+    stop: int
+    quantized: list[int]
+    """The length of what is quantized of each sequence of the batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByQuery:
+    """Keys, or values, that are not the same for all queries of a call: each sees more of them quantized.
+
+    Every function of torch refuses it; the attention functions of this module take it.
+    """
+
+    floats: Tensor
+    """[n, heads, length, features]"""
+    settled: Tensor
+    runs: list[Run]
+
+    def seen_by(self, run: Run) -> Tensor:
+        """The keys of some queries, to the last of these."""
+        length = self.floats.shape[2] - self.runs[-1].stop + run.stop
+        ends = torch.tensor(run.quantized, device=self.floats.device).view(-1, 1, 1, 1)
+        is_quantized = torch.arange(length, device=ends.device).view(-1, 1) < ends
+        return torch.where(is_quantized, self.settled[:, :, :length], self.floats[:, :, :length])
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(_BY_QUERY)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is attention_function:
+            *factors, run = args
+            return run(*factors)
+        raise ConfigError(_BY_QUERY)
+
+
+_BY_QUERY = (
+    "the queries of this call see different keys and values, because the cache has groups of tokens or its newest "
+    "tokens in float: call name_attention(model) first, of a model with attn_implementation='sdpa' and without "
+    "quantizers of keys and values, or write one token at a call"
+)
+
+
+def _attend_by_query(
+    name: str, module: nn.Module, query: Tensor, key: ByQuery, value: ByQuery, mask: Any, *args: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of each query to the keys and values that it sees, as if its token had been written alone."""
+    is_causal = options.get("is_causal")
+    if name != "sdpa" or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ConfigError(_BY_QUERY)
+    length, queries = key.floats.shape[2], query.shape[2]
+    if mask is None:
+        mask = query.new_ones(queries, length, dtype=torch.bool).tril(length - queries)[None, None]
+    found = [
+        ALL_ATTENTION_FUNCTIONS[name](
+            *(module, query[:, :, run.first : run.stop], keys := key.seen_by(run), value.seen_by(run)),
+            *(mask[:, :, run.first : run.stop, : keys.shape[2]], *args),
+            **options,
+        )[0]
+        for run in key.runs
+    ]
+    return torch.cat(found, 1), None
+
+
 def _own_config(model: nn.Module) -> None:
     """Copy the configuration of a model, because models may share one."""
     copies: dict[int, Any] = {}
@@ -72,12 +141,18 @@ def _own_config(model: nn.Module) -> None:
 
 def _register(name: str) -> None:
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
     ) -> Any:
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        if isinstance(key, ByQuery) and (own := sites_of(module)) is not None and "attention_function" in own.counted:
+            raise ConfigError(_BY_QUERY)
+
+        def run(query: Tensor, key: Any, value: Any) -> Any:
+            if isinstance(key, ByQuery):
+                return _attend_by_query(name, module, query, key, value, attention_mask, *args, **options)
             return ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, attention_mask, *args, **options)
 
-        return attention_function(query, key, value, run)
+        factors: tuple[Any, Any, Any] = (query, key, value)
+        return attention_function(*factors, run)
 
     AttentionInterface.register(PREFIX + name, attend)
     if name in ALL_MASK_ATTENTION_FUNCTIONS:

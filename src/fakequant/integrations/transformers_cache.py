@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from math import lcm
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.integrations.transformers_attention import ByQuery, Run
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.transforms import walsh_hadamard
 from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Quantizers = QuantSpec | str | Iterable[Quantizer]
+_BATCH, _TOKENS = 0, 2
+"""Axes of keys and values."""
 
 
 class FakeQuantCache(DynamicCache):
     """A `DynamicCache` of fake-quantized keys and values [n, heads, length, features].
 
-    Every call of an attention module writes the keys and values of its new positions. They are quantized then, after
-    the rotary embedding, and never again. The states of linear attention and of indexers stay in float.
+    Every call of an attention module writes the keys and values of its new positions. They are quantized after the
+    rotary embedding, once. What they become depends on the tokens and their places alone, not on padding, on other
+    sequences or on the number of positions in a call. The states of linear attention and of indexers stay in float.
 
-    With a specification the range is that of what one call writes. Per token, or in blocks of features, every position
-    has its own range, so that results do not depend on padding or on the number of positions in a call. Coarser
-    granularities need fixed ranges for that: give the calibrated quantizers of every layer.
+    Per token, or in blocks of features, a position is quantized when it is written. In blocks of tokens
+    ("per_block(-2:32)": per channel, in groups of 32 tokens) a group is quantized when its last token is written, and
+    `residual_length` newest tokens or more stay in float: the layout of KIVI (arXiv 2402.02750). A token's query sees
+    the cache as it is after that token. A call of several tokens may then need `name_attention(model)` before it.
 
     Args:
         keys: how to quantize keys: one specification for all layers, or one quantizer with a range for each layer.
         values: how to quantize values; by default as keys.
+        residual_length: the least number of newest tokens in float.
+        rotate: whether keys are quantized after a Hadamard rotation of every head, which spreads outliers. They are
+            rotated back, so that queries stay as they are: q (Q(k H) H) is (q H) Q(k H).
+        attention_mask: which tokens of the prompt [n, length] are none but padding; batches need it where tokens are
+            quantized in groups or stay in float.
         config: of the model, as for `DynamicCache`: layers with a sliding window keep the positions of it alone.
 
     Raises:
         CalibrationError: a quantizer has no range.
-        ConfigError: something that is neither a specification nor quantizers.
+        ConfigError: something that is neither a specification nor quantizers; a specification whose range is that of
+            all tokens or sequences of a call; blocks of tokens or a residual length for sliding windows.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -48,23 +63,227 @@ class FakeQuantCache(DynamicCache):
     torch.Size([1, 5])
     >>> list(cache.layers[0].keys.shape)
     [1, 2, 4, 4]
+    >>> FakeQuantCache("uint4 per_block(-2:32)", "int4 per_token", residual_length=64)
+    FakeQuantCache(keys uint4 per_block(-2:32), values int4 per_token, the newest 64 to 95 tokens in float)
     """
 
     def __init__(
-        self, keys: Quantizers, values: Quantizers | None = None, *, config: PreTrainedConfig | None = None
+        self,
+        keys: Quantizers,
+        values: Quantizers | None = None,
+        *,
+        residual_length: int = 0,
+        rotate: bool = False,
+        attention_mask: Tensor | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> None:
         own_keys = _quantizers(keys, "keys")
         own_values = own_keys if values is None else _quantizers(values, "values")
+        if residual_length < 0:
+            raise ConfigError(f"residual_length is a number of tokens from 0 on, got {residual_length}")
         super().__init__(config=config)
         self._key_quantizers, self._value_quantizers = own_keys, own_values
+        self._rotate, self._residual = rotate, residual_length
+        self._group = lcm(*(_tokens_in_group(one, "keys") for one in _each(own_keys)))
+        self._group = lcm(self._group, *(_tokens_in_group(one, "values") for one in _each(own_values)))
+        self._padding = [0] if attention_mask is None else _padding(attention_mask)
+        self._knows_padding = attention_mask is not None
+        self._past: dict[int, _Past] | None = None
+        if self._waits and any(self.is_sliding):
+            raise ConfigError(_SLIDING)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether tokens are in float before they are quantized."""
+        return self._group > 1 or self._residual > 0
+
+    def __repr__(self) -> str:
+        words = [f"keys {_named(self._key_quantizers)}{' rotated' * self._rotate}"]
+        words.append(f"values {_named(self._value_quantizers)}")
+        if self._waits:
+            most = self._residual + self._group - 1
+            words.append(f"the newest {f'{self._residual} to ' * (self._group > 1)}{most} tokens in float")
+        return f"FakeQuantCache({', '.join(words)})"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write new positions of a layer; all of its keys and values are returned."""
-        keys = _of_layer(self._key_quantizers, layer_idx, "keys")(key_states)
-        values = _of_layer(self._value_quantizers, layer_idx, "values")(value_states)
-        return super().update(keys, values, layer_idx, *args, **kwargs)
+    ) -> tuple[Any, Any]:
+        """Write new positions of a layer; all of its keys and values are returned, by query where these see others."""
+        if not self._waits:
+            keys, values = self._quantized(layer_idx, key_states, value_states)
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        start, past = self.get_seq_length(layer_idx), self._past_of(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        if layer.is_sliding:
+            raise ConfigError(_SLIDING)
+        layer.keys, layer.values = found = self._settled(layer_idx, keys, values, start)
+        if self._past is not None and past is None:
+            self._past[layer_idx] = _Past(start, keys, values, layer.keys)
+        elif self._past is not None and past is not None:
+            grown = torch.cat([past.keys, key_states], _TOKENS), torch.cat([past.values, value_states], _TOKENS)
+            self._past[layer_idx] = _Past(past.start, *grown, layer.keys)
+        runs = list(self._runs(start, keys.shape[_TOKENS], self._padding_of(len(keys))))
+        return found if len(runs) == 1 else (ByQuery(keys, found[0], runs), ByQuery(values, found[1], runs))
+
+    def _quantized(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as their quantizers make them."""
+        quantizer = _of_layer(self._key_quantizers, layer, "keys")
+        keys = walsh_hadamard(quantizer(walsh_hadamard(keys))) if self._rotate else quantizer(keys)
+        return keys, _of_layer(self._value_quantizers, layer, "values")(values)
+
+    def _count(self, tokens: int) -> int:
+        """How many of so many tokens of a sequence are quantized: the first ones."""
+        return self._group * (max(tokens - self._residual, 0) // self._group)
+
+    def _settled(self, layer: int, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values with all that is due quantized, where all that was due at the length `start` is."""
+        padding, length = self._padding_of(len(keys)), keys.shape[_TOKENS]
+        for pad in sorted({*padding}):
+            first, stop = pad + self._count(start - pad), pad + self._count(length - pad)
+            if stop > first:
+                rows = torch.tensor([row for row, own in enumerate(padding) if own == pad], device=keys.device)
+                part = rows, slice(None), slice(first, stop)
+                new = self._quantized(layer, keys[part], values[part])
+                keys, values = keys.clone(), values.clone()
+                keys[part], values[part] = new
+        return keys, values
+
+    def _runs(self, start: int, length: int, padding: list[int]) -> Iterator[Run]:
+        """The new queries that see the same, with how many tokens of each sequence are quantized for them."""
+        due = {
+            tokens
+            for pad in {*padding}
+            for tokens in range(pad + self._residual + self._group, length + 1, self._group)
+            if tokens > start
+        }
+        firsts = sorted({start + 1, *due})
+        for first, after in zip(firsts, [*firsts[1:], length + 1], strict=True):
+            yield Run(first - 1 - start, after - 1 - start, [pad + self._count(first - pad) for pad in padding])
+
+    def _padding_of(self, sequences: int) -> list[int]:
+        """The padding before each of the sequences, of which beams have several for one of the prompt."""
+        if sequences > 1 and not self._knows_padding:
+            raise ConfigError(
+                f"{sequences} sequences may begin with padding, which belongs to no group of tokens: give "
+                "FakeQuantCache(..., attention_mask=) that of the prompt, of ones where there is no padding"
+            )
+        if sequences % len(self._padding):
+            raise ConfigError(
+                f"the attention_mask of the cache has {len(self._padding)} sequences, and the model writes {sequences}"
+            )
+        return [pad for pad in self._padding for _ in range(sequences // len(self._padding))]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the sequences."""
+        if self._knows_padding:
+            for _, layer in list(self._written())[:1]:
+                self._padding = torch.tensor(self._padding_of(len(layer.keys)))[indices.cpu()].tolist()
+        super().batch_select_indices(indices)
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` brings back, until the next `crop`: the floats of new positions."""
+        self._past = {}
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest positions, of which `tokens_to_remove` is the negative number.
+
+        Raises:
+            ConfigError: quantized positions would be in float again, and `activate_past_recording` was not called
+                before they were written.
+        """
+        found = {}
+        if self._waits and tokens_to_remove < 0:
+            found = {index: self._before(index, layer, -tokens_to_remove) for index, layer in self._written()}
+        super().crop(tokens_to_remove)
+        for index, layer in self._written():
+            if (states := found.get(index)) is not None:
+                layer.keys, layer.values = states
+        if self._past is not None:
+            self._past = {}
+
+    def _written(self) -> Iterator[tuple[int, Any]]:
+        """The layers that have keys, by their index."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
+                yield index, layer
+
+    def _past_of(self, index: int) -> _Past | None:
+        """What is recorded of a layer, as long as nothing else has changed the layer."""
+        past = None if self._past is None else self._past.get(index)
+        layer: Any = self.layers[index] if past is not None else None
+        return past if past is not None and layer.keys is past.seen else None
+
+    def _before(self, index: int, layer: Any, removed: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values without the newest positions; None where these are those of now, cut."""
+        length = layer.keys.shape[_TOKENS]
+        wanted, past = length - removed, self._past_of(index)
+        if past is not None and past.start <= wanted:
+            return self._settled(index, past.keys[:, :, :wanted], past.values[:, :, :wanted], past.start)
+        if any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
+            raise ConfigError(
+                f"to remove {removed} positions, quantized ones would have to be in float again; call "
+                "cache.activate_past_recording() before they are written, as assisted generation does"
+            )
+        return None
+
+
+class _Past(NamedTuple):
+    """A layer since the last `crop`: new positions are in float."""
+
+    start: int
+    """Its length at that `crop`."""
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+    """The keys that the layer has since it was recorded."""
+
+
+_SLIDING = (
+    "a sliding window drops positions of a group before the group is quantized; give keys and values specifications "
+    "that quantize each token by itself, such as 'int8 per_token', without a residual_length"
+)
+
+
+def _each(quantizers: Quantizer | list[Quantizer]) -> list[Quantizer]:
+    return [quantizers] if isinstance(quantizers, Quantizer) else quantizers
+
+
+def _named(quantizers: Quantizer | list[Quantizer]) -> str:
+    return ", ".join(dict.fromkeys(str(one.spec) for one in _each(quantizers)))
+
+
+def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
+    """How many neighbouring tokens share a scale.
+
+    Raises:
+        ConfigError: all tokens of a call, or several sequences.
+    """
+    if not quantizer.dynamic:
+        return 1
+    shape, group = (0, 0, 0, 0), 1
+    for granularity in (quantizer.spec.granularity, *quantizer.spec.shared_granularities):
+        blocks = granularity.block_shape(shape)
+        shape, group = granularity.group_shape(shape), group * blocks[_TOKENS]
+        if group == 0 or blocks[_BATCH] != 1:
+            raise ConfigError(
+                f"{quantizer.spec} gives {what} a range that other sequences, or the number of tokens in a call, "
+                "change: give each token or block of tokens its own, by per_token, per_block(-2:32), or @per_token for "
+                "a scale of scales, or give calibrated quantizers, one for each layer"
+            )
+    return group
+
+
+def _padding(attention_mask: Tensor) -> list[int]:
+    """How many tokens of padding each sequence begins with."""
+    mask = attention_mask.bool()
+    if mask.dim() != 2 or bool(((mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
+        raise ConfigError(
+            "the attention_mask of a cache has an axis of sequences and one of tokens, with padding before and behind "
+            f"the tokens alone; got one of shape {list(mask.shape)}"
+        )
+    return (mask.cumsum(-1) == 0).sum(-1).tolist()
 
 
 def _quantizers(given: Quantizers, what: str) -> Quantizer | list[Quantizer]:

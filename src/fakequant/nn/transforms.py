@@ -174,6 +174,26 @@ def hadamard(size: int) -> Tensor:
     return matrix / size**0.5
 
 
+def walsh_hadamard(x: Tensor) -> Tensor:
+    """Blocks of the last axis times `hadamard(block)`, which is its own inverse; x [..., features].
+
+    The block is the largest power of two that divides the features. The bits of a row depend on that row alone, as
+    those of a product of matrices need not: sums of pairs, in float32 for narrower numbers.
+
+    >>> walsh_hadamard(torch.tensor([[2.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
+    tensor([[1., 1., 1., 1.],
+            [2., 0., 0., 0.]])
+    """
+    block = x.shape[-1] & -x.shape[-1]
+    y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, block))
+    apart = 1
+    while apart < block:
+        first, second = y.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        y = torch.stack([first + second, first - second], -2).flatten(-3)
+        apart *= 2
+    return (y * block**-0.5).flatten(-2).to(x.dtype)
+
+
 def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
     """A transform by its name.
 
