@@ -30,7 +30,7 @@ def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | L
 
 
 def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
-    """Whether the package has a weight in bfloat16, whatever the dtype of the model; under powers of two it is exact."""
+    """Whether the package has a weight in bfloat16 for models of any dtype; under powers of two it is exact."""
     return "scale_dtype" in scheme["weights"]
 
 

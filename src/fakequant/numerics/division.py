@@ -1,18 +1,17 @@
 """Division of float32 numbers that gives eager mode's bits, even if a compiler divides approximately.
 
-Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU. It writes a
-division by a constant as a product with the reciprocal. So float32 numbers are divided in float64, and the quotient is
-rounded to float32. That gives the same bits: 53 bits are at least 2 * 24 + 2, so the error in float64 never moves a
-quotient across a tie of float32, and float64 has the larger range. float64 numbers are divided directly.
+Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU; a division by a
+constant as a product with the reciprocal; and it lets a product be contracted with the sum that follows. So a graph for
+such a device holds a quotient, and the gradients of it, as nodes, which compute what eager mode computes. float64
+numbers are divided directly: compilers divide them exactly.
 
 Each division asks whether a compiler runs it; its caller does not. After a graph break in the caller, the compiler may
 still compile the functions that the caller calls.
-
-Source: Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     >>> divide(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.5000])
     """
-    return Quotient.apply(a, b) if a.dtype == torch.float32 and is_approximate(a) else a / b
+    return divide_as_node(a, b) if a.dtype == torch.float32 and is_approximate(a) else a / b
 
 
 def reciprocal(x: Tensor) -> Tensor:
@@ -36,58 +35,48 @@ def reciprocal(x: Tensor) -> Tensor:
     >>> reciprocal(torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.2500])
     """
-    return Reciprocal.apply(x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
+    return reciprocal_as_node(x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
 
 
-class Quotient(torch.autograd.Function):
-    """a / b, with the gradients as autograd rounds them: dy / b and -dy * ((a / b) / b)."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return _quotient(a, b)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        dy, (a, b, y) = grad_outputs[0], ctx.saved_tensors
-        da = _quotient(dy, b).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None
-        db = _product(-dy, _quotient(y, b)).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None
-        return da, db
+def _node(function: Callable[..., Tensor]) -> Any:
+    """The function as an operator of torch; of fake tensors it computes fake results, with the strides of real ones."""
+    made = torch.library.custom_op(f"fakequant::{function.__name__.strip('_')}", function, mutates_args=())
+    made.register_fake(function)
+    return made
 
 
-class Reciprocal(torch.autograd.Function):
-    """1 / x, with the gradient as autograd rounds it: -dy * (y * y)."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _quotient(torch.ones_like(x), x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return _product(-grad_outputs[0], y * y)
+@_node
+def divide_as_node(a: Tensor, b: Tensor) -> Tensor:
+    """a / b as a node of a graph."""
+    return a / b
 
 
-def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    return (_negative(a) / _negative(b)).to(a.dtype)
+@_node
+def reciprocal_as_node(x: Tensor) -> Tensor:
+    """1 / x as a node of a graph."""
+    return x.reciprocal()
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a * b, exact in float64 and rounded once: no compiler contracts it with a sum of gradients that follows."""
-    return (_negative(a) * _negative(b)).to(a.dtype)
+@_node
+def _grad_of_divisor(dy: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As autograd rounds it, summed where b was broadcast."""
+    return (-dy * (y / b)).sum_to_size(b.shape)
 
 
-def _negative(x: Tensor) -> Tensor:
-    """-x in float64.
+@_node
+def _grad_of_reciprocal(dy: Tensor, y: Tensor) -> Tensor:
+    return -dy * (y * y)
 
-    An operation must stand between two conversions. Before torch 2.13, Inductor drops the rounding to float32 of a
-    result that is converted back to float64 at once, such as a quotient or its gradient.
-    """
-    return (-x).double()
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _through_quotient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    a, b, y = ctx.saved_tensors
+    da = divide_as_node(dy, b).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None
+    return da, _grad_of_divisor(dy, b, y) if ctx.needs_input_grad[1] else None
+
+
+divide_as_node.register_autograd(_through_quotient, setup_context=_keep)
+reciprocal_as_node.register_autograd(lambda ctx, dy: _grad_of_reciprocal(dy, ctx.saved_tensors[1]), setup_context=_keep)

@@ -68,7 +68,11 @@ LAYOUTS = {
         rules(f"{_FP8} per_block(0:96,-1:128,pad)", f"{_FP8} dynamic"),
     ],
     "naive-quantized": [rules(f"{_FP8} per_channel(0)"), rules(f"{_FP8} per_block(-1:64)")],
-    "mxfp4-pack-quantized": [rules(f"{_FP4} {_MX}"), rules(f"{_FP4} per_block(-1:32) scale=float8_e8m0fnu:ceil"), *INPUTS[:3]],
+    "mxfp4-pack-quantized": [
+        rules(f"{_FP4} {_MX}"),
+        rules(f"{_FP4} per_block(-1:32) scale=float8_e8m0fnu:ceil"),
+        *INPUTS[:3],
+    ],
     "mxfp6-pack-quantized": [rules(f"float6_e2m3fn {_MX}"), *INPUTS[3:5]],
     "mxfp8-quantized": [rules(f"{_FP8} {_MX}"), *INPUTS[5:]],
     "nvfp4-pack-quantized": [rules(_NV)],
