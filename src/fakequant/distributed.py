@@ -39,8 +39,27 @@ def _first_sharded(model: nn.Module) -> str:
     """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
-    roots = (module_name(path) for path, one in modules if hasattr(type(one), "set_reshard_after_forward"))
+    roots = (module_name(path) for path, one in modules if _is_fully_sharded(one))
     return next(names, "") or next(roots, "")
+
+
+def parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The processes among which `parallelize_module` shared layers of a model out; None where it did not.
+
+    What `fully_shard` shares out is whole in every call, and does not count.
+    """
+    gathered = {id(p) for module in model.modules() if _is_fully_sharded(module) for p in module.parameters()}
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            mesh, placements = cast("Any", parameter).device_mesh, cast("Any", parameter).placements
+            # Over two axes `fully_shard` alone makes copies along the first.
+            if id(parameter) not in gathered or (mesh.ndim > 1 and not placements[0].is_replicate()):
+                return mesh.get_group(mesh.ndim - 1)
+    return None
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return hasattr(type(module), "set_reshard_after_forward")
 
 
 def refuse_sharded(model: nn.Module, action: str, *, offloading: bool = True) -> None:
@@ -77,12 +96,19 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     """Return the processes that calibrate a model together, or None if this process works alone.
 
     Args:
-        model: it gives the default group: that of DistributedDataParallel, or that of a mesh with one axis.
+        model: it gives the default group: that of DistributedDataParallel, or of a mesh.
         group: a process group, False for none, or None for the default.
 
     Raises:
-        ConfigError: `group` has another type, or torch.distributed is not initialised.
+        ConfigError: `group` has another type, torch.distributed is not initialised, or `group` is False where processes
+            share layers out.
     """
+    parallel = parallel_group(model) if group is False else None
+    if parallel is not None and parallel.size() > 1:
+        raise ConfigError(
+            "parallelize_module shared the layers out, so that a process sees parts of tensors, and group=False would "
+            "give each process a range of its own; leave group= out, or give the group of all processes"
+        )
     if group is False or not dist.is_available() or not dist.is_initialized():
         if group is not False and group is not None:
             raise ConfigError("a group was given, but torch.distributed is not initialised; call init_process_group")
@@ -120,7 +146,11 @@ def is_data_parallel(model: nn.Module) -> bool:
 
 def _group_of_mesh(model: nn.Module) -> Any:
     sharded = next((cast("Any", p) for p in model.parameters() if is_sharded(p)), None)
-    return sharded.device_mesh.get_group() if sharded is not None and sharded.device_mesh.ndim == 1 else None
+    if sharded is None:
+        return None
+    if sharded.device_mesh.ndim == 1:
+        return sharded.device_mesh.get_group()
+    return dist.group.WORLD if sharded.device_mesh.size() == dist.get_world_size() else None
 
 
 def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:

@@ -41,6 +41,7 @@ from fakequant.nn.quantized.fast_paths import leave_fast_paths
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
+from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of
 from fakequant.text import module_name
@@ -126,6 +127,7 @@ def prepare(
         if sites is not None:
             apply_sites(model, sites)
         leave_fast_paths(model)
+        share_mesh(model)
         recording = None if run is None else record(model, run)
         counted = () if recording is None or not _quantizes_inputs(config) else operations_of(recording)
         computed = () if recording is None else quantized_parameters(model, recording)

@@ -21,8 +21,9 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import look
 from fakequant.nn.ranges.fixed_codes import FixedCodes
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
+from fakequant.nn.ranges.sharded import Mesh, known_part
 from fakequant.nn.weight_cache import WeightCache
-from fakequant.numerics.qparams import QParams, Range, is_concrete, lend, shape_of
+from fakequant.numerics.qparams import PLAIN, QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
@@ -77,6 +78,10 @@ class Quantizer(FixedCodes):
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     follows: bool | None = None
     """Whether a weight was zero when its range was looked for, and goes on without one."""
+    mesh: Mesh | None = None
+    """What the quantizers of a model know together of tensor parallelism."""
+    is_same_everywhere = False
+    """Whether its processes were seen to have the same values."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -125,6 +130,10 @@ class Quantizer(FixedCodes):
         # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
+        if (
+            type(x) not in PLAIN or (self.mesh is not None and self.mesh.group is not None)
+        ) and self.mode is not Mode.OFF:
+            x = x if self.mode is Mode.OFF else known_part(self, x)
         return nn.Module.__call__(self, x)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,14 +36,25 @@ def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     values, axes = values.unsqueeze(-1), (*axes, values.dim())
     is_finite = values.isfinite()
     finite, others = torch.where(is_finite, values, 0.0), torch.where(is_finite, 0.0, values.detach())
-    total = _sum_of_finite(finite.detach(), axes) + others.sum(axes)
+    total = _sum_of_finite(finite.detach(), axes) + whole_sums(others.sum(axes))
     # Zeros, which carry the gradient: integers have none.
     return total + (finite - finite.detach()).sum(axes) if finite.requires_grad else total
 
 
+def whole_sums(values: Tensor) -> Tensor:
+    """Sums or extremes of a DTensor with the parts of all processes; plain tensors as they are."""
+    placements = getattr(values, "placements", None)
+    if placements is None or not any(placement.is_partial() for placement in placements):
+        return values
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return values.redistribute(placements=whole)  # type: ignore[attr-defined]
+
+
 def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     # The exponent field: the largest is below 2**(field - 1022), for subnormals too.
-    field = torch.bitwise_right_shift(values.abs().amax(axes, keepdim=True).view(torch.int64), 52)
+    field = torch.bitwise_right_shift(whole_sums(values.abs().amax(axes, keepdim=True)).view(torch.int64), 52)
     power = (field - 1022 + (DIGIT_BITS - 1)) // DIGIT_BITS
     # The first digit becomes the integer part. Halved, because float64 lacks 2**1050, by which subnormals are scaled.
     half = power_of_two((1 - power) * (DIGIT_BITS // 2))
@@ -51,7 +62,7 @@ def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     digits = []
     for _ in range(DIGITS):
         digit = rest.trunc()
-        digits.append(digit.to(torch.int64).sum(axes))
+        digits.append(whole_sums(digit.to(torch.int64).sum(axes)))
         rest = (rest - digit) * 2.0**DIGIT_BITS
     back = power_of_two((power.squeeze(axes) - 1) * (DIGIT_BITS // 2))
     return _as_float(digits) * back * back

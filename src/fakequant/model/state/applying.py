@@ -26,6 +26,7 @@ from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_cl
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.codes import as_integers
@@ -88,6 +89,7 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
     restore_sites(model, plan)
     share_learned(model)
     leave_fast_paths(model)
+    share_mesh(model)
 
 
 def settle(model: nn.Module, plan: Plan) -> None:

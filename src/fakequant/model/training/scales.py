@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.distributed import is_data_parallel, refuse_sharded, whole
+from fakequant.distributed import is_data_parallel, parallel_group, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, give_range, note_weight, quantized_weights, warn_of_zeros
@@ -90,7 +90,8 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
 
 def _refuse_new_parameters(model: nn.Module) -> None:
     """Raise where gradients of new parameters would not be summed over the processes that train the model."""
-    refuse_sharded(model, "call set_scales(LEARNED) on")
+    if parallel_group(model) is None:  # layers that are shared out sum the gradients of what is whole in each process
+        refuse_sharded(model, "call set_scales(LEARNED) on")
     if is_data_parallel(model):
         raise ConfigError(
             "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "

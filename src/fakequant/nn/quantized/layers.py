@@ -25,6 +25,7 @@ from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.products.windows import WindowProduct
 from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.ranges.sharded import is_shared_out, note_style
 from fakequant.nn.transforms import InputTransform
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
@@ -101,9 +102,17 @@ class QuantizedLayer(nn.Module):
         return cast("LowRank | None", self._modules.get("_low_rank"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        y = super().__call__(*args, **kwargs)
         quantizer = self._modules.get("_output_quantizer")
-        return y if quantizer is None else _quantized_output(quantizer, y)
+        if quantizer is None:
+            return super().__call__(*args, **kwargs)
+        if is_shared_out(self, quantizer):  # before a hook of torch takes the part of this process
+            with self.register_forward_hook(lambda _, __, y: _quantized_output(quantizer, y), prepend=True):
+                return super().__call__(*args, **kwargs)
+        return _quantized_output(quantizer, super().__call__(*args, **kwargs))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        note_style(self, name, param)
+        super().register_parameter(name, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch registers a module under the name it is given, before it looks for a property of that name.

@@ -1,0 +1,161 @@
+"""What a quantizer needs to know of processes that share a model's layers out: DTensors, and plain parts of tensors.
+
+The values of a DTensor are those of the whole tensor, whichever process holds them. A plain tensor between layers that
+`parallelize_module` shared out may be the part of one process: its range alone would be another one than in one
+process, and nothing about the tensor tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.distributed import gather, is_sharded, parallel_group
+from fakequant.errors import ConfigError, NoWeightError
+from fakequant.numerics.granularity import PerBlock, PerTensor
+from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.numerics.sums import whole_sums
+from fakequant.numerics.tables import TableFormat
+
+
+class Mesh:
+    """The processes that share the layers of one prepared model out; `group` is None while none do."""
+
+    group: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        copy = memo[id(self)] = Mesh()
+        copy.group = self.group
+        return copy
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[()]]:
+        return Mesh, ()  # a group belongs to these processes alone
+
+
+def share_mesh(model: nn.Module) -> None:
+    """Let the quantizers of a model know together which processes share its layers out, now or later."""
+    mesh = Mesh()
+    mesh.group = parallel_group(model)
+    for module in model.modules():
+        if hasattr(module, "is_same_everywhere"):
+            cast("_Parallel", module).mesh = mesh
+
+
+def note_style(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Look at a parameter that a layer gets: a style of `parallelize_module` gives it anew, shared out.
+
+    Raises:
+        NoWeightError: a name of a learned range, which torch's styles share out, too.
+    """
+    if "." in name:
+        raise NoWeightError
+    if parameter is not None and is_sharded(parameter):
+        for module in layer.children():
+            mesh = getattr(module, "mesh", None)
+            if isinstance(mesh, Mesh):
+                mesh.group = cast("Any", parameter).device_mesh.get_group(-1)
+
+
+def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
+    """Whether `parallelize_module` shared a layer out, so that its hooks turn the result into the part of a process."""
+    mesh = getattr(quantizer, "mesh", None)
+    if mesh is None or mesh.group is None:
+        return False
+    return any(parameter is not None and is_sharded(parameter) for parameter in layer._parameters.values())
+
+
+class _Parallel(Protocol):
+    """The part of a `Quantizer` that is read here."""
+
+    spec: QuantSpec
+    name: str
+    kind: Any
+    dynamic: bool
+    mesh: Mesh | None
+    is_same_everywhere: bool
+
+    @property
+    def learned(self) -> object | None: ...
+
+
+def known_part(quantizer: _Parallel, x: Tensor) -> Tensor:
+    """What a quantizer gets, where it may be a tensor that processes share; sums that they hold parts of are added up.
+
+    Raises:
+        ConfigError: they cut through its blocks, hold plain parts that do not tell the range of the whole, or it is
+            quantized by what DTensors cannot do.
+    """
+    if is_sharded(x):
+        return _of_dtensor(quantizer, x)
+    if quantizer.kind.value == "input" and type(x) is Tensor:
+        _check_same(quantizer, x)
+    return x
+
+
+def _of_dtensor(quantizer: _Parallel, x: Any) -> Tensor:
+    spec, name = quantizer.spec, quantizer.name or quantizer
+    if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
+        raise ConfigError(
+            f"{name}: {spec} is not there for tensors that are shared out over processes; round to nearest in a format "
+            "without a table, or leave the layer out of the plan of parallelize_module"
+        )
+    x = whole_sums(x)
+    for place, placement in enumerate(x.placements):
+        if placement.is_shard():
+            _check_borders(str(name), spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
+    return x
+
+
+def _check_borders(name: str, spec: QuantSpec, shape: tuple[int, ...], axis: int, processes: int) -> None:
+    """Raise if the parts of an axis that processes hold do not end where blocks end."""
+    what, values = "blocks", shape[axis]
+    for granularity in (spec.granularity, spec.scale.granularity):
+        if granularity is None:
+            return
+        size, length = granularity.block_shape(shape)[axis], shape[axis]
+        if size not in (1, length) and length // size % processes:
+            each, blocks = -(-values // processes), size * values // length
+            raise ConfigError(
+                f"{name}: {what} of {blocks} do not divide the {each} values of a process: axis {axis} has {values}, "
+                f"which {processes} processes share. Choose blocks that divide {each}, or leave the layer out of the "
+                "plan of parallelize_module"
+            )
+        shape, what = granularity.group_shape(shape), "super-blocks"
+
+
+def _check_same(quantizer: _Parallel, x: Tensor) -> None:
+    """Raise if a plain activation is the part of one process, and its range would be another one than the whole has.
+
+    One scale that calibration found for the data of all processes fits every part, and blocks have ranges of their own.
+    For others the processes compare what they have, in the first call whose values tell.
+
+    Raises:
+        ConfigError: the processes have different values.
+    """
+    spec, mesh = quantizer.spec, quantizer.mesh
+    if quantizer.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
+        return
+    granularity, fits = spec.granularity, spec.scale.granularity is None and quantizer.learned is None
+    if fits and isinstance(granularity, PerTensor) and not quantizer.dynamic:
+        return
+    if fits and isinstance(granularity, PerBlock) and not granularity.pad and quantizer.dynamic:
+        return
+    if torch.compiler.is_compiling():
+        raise ConfigError(f"{quantizer.name}: call the model once before it is compiled, so that processes compare it")
+    found = gather(_fingerprint(x.detach()), mesh.group)
+    if any(one != found[0] for one in found):
+        raise ConfigError(
+            f"{quantizer.name or quantizer}: each process has another part of this tensor, of shape {list(x.shape)} "
+            f"here, because parallelize_module shared out the layers before it. With {spec}"
+            f"{' dynamic' if quantizer.dynamic else ''} each part would have a range of its own. Quantize it by a "
+            "static per_tensor range that is not learned, by dynamic blocks, or leave it in float by a rule"
+        )
+    quantizer.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
+
+
+def _fingerprint(x: Tensor) -> tuple[tuple[int, ...], bytes]:
+    values = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple(x.shape), hashlib.sha256(values).digest()
