@@ -56,7 +56,7 @@ INPUTS = [
     ),
     *(f"float8_e4m3fn per_block(-1:32) {_POWERS} dynamic", f"float4_e2m1fn per_block(-1:32) {_POWERS} dynamic"),
     *(
-        "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor dynamic",
+        "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn:four_over_six@per_tensor dynamic",
         "float8_e4m3fn per_block(-1:36,pad) dynamic",
     ),
 ]
@@ -107,7 +107,7 @@ def test_activations(spec: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "nearest"),
-    [("NVFP4", "NVFP4_WEIGHT_ONLY"), ("MXFP4", "GGUF_MXFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")],
+    [("MXFP4", "NVFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")],
 )
 def test_the_nearest_preset_has_the_format_of_the_weight(preset: str, nearest: str, tmp_path: Path) -> None:
     assert refused(getattr(fq.presets, preset), tmp_path).endswith(f"; the nearest preset that it holds is {nearest}")

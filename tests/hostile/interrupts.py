@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fakequant as fq
-from fakequant.delivery import llama_cpp_inputs
+from fakequant.delivery import fix_global_scales, llama_cpp_inputs
 from fakequant.nn import cached_weights, fixed_ranges
 from fakequant.ptq.advising.advice import advise
 from fakequant.ptq.advising.trial import Halves
@@ -180,6 +180,11 @@ CASES = {
     "llama_cpp_inputs": Case(
         lambda: fq.prepare(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "gguf_q8_0", skip=[]),
         llama_cpp_inputs,
+        changes=True,
+    ),
+    "fix_global_scales": Case(
+        lambda: fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "nvfp4", skip=[]),
+        lambda m: fix_global_scales(m, [X]),
         changes=True,
     ),
     "set_execution": Case(calibrated, lambda m: fq.set_execution(m, "auto"), changes=True),

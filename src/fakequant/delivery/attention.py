@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from fakequant.delivery.format import Part
+from fakequant.delivery.schemes import attention_args
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.config import Config, Rule
 from fakequant.model.run.recording import record
@@ -15,6 +17,7 @@ from fakequant.model.sites.sites import plan_sites
 from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry
 from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.quantized.forms import own_class
 from fakequant.nn.quantizer import quantizers
 
 
@@ -52,3 +55,16 @@ def _entry(model: nn.Module, plan: SitePlan, operands: set[str]) -> SitesEntry:
         }
         owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
     return SitesEntry(owners, list(plan.shielded))
+
+
+def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
+    """Why files of compressed-tensors cannot hold some keys and values beside others, by the name of the part."""
+    calls = {part.path: part for part in parts if part.call}
+    classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
+    others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
+    schemes = {part.name: attention_args(part) for part in calls.values()}
+    first = next(iter(schemes.values()), None)
+    found = {
+        name: "files have one scheme of keys and values for all layers" for name, one in schemes.items() if one != first
+    }
+    return found | dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")

@@ -46,6 +46,17 @@ def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
     return any(ROLES["input"] in one for one in weights) and all(map(_is_decompressed_in_bfloat16, weights))
 
 
+def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
+    """Under which conditions transformers has the same weights, for a message; "" if always."""
+    if not needs_dequantize(schemes, tensors, dtype):
+        return ""
+    if runs_in_bfloat16(schemes):
+        return "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
+    if len(schemes) > 1:
+        return "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
+    return "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
+
+
 def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
     """The values of a weight by the package compressed-tensors, by their names in files."""
     # Packages of the extra `delivery`, which type checkers need not have.

@@ -39,6 +39,8 @@ _ALIKE = {"naive-quantized", "float-quantized", "int-quantized"}
 """Names of layouts that hold the same tensors."""
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 """Types in which files have scales."""
+LOCAL = "local"
+"""How dynamic inputs are whose blocks have their own scales under the fixed scale of the tensor."""
 EXACT = "exact global scale of "
 """Before the name of a layer in the header of a file: the number whose rounded reciprocal the file has."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
@@ -165,6 +167,9 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
         return "ranges of activations are fixed for the whole tensor, or dynamic of tensors, tokens or groups"
     else:
         args |= {"strategy": "token"} if width >= columns else {"strategy": "group", "group_size": width}
+    own = _own_scales(spec, (6, columns // width)) if (args["num_bits"], width) == (4, 16) else None
+    if own and spec.scale.rounding is ScaleRounding.NEAREST:
+        return {**args, **own, "dynamic": LOCAL}
     if spec.scale.format == _POWERS and args.get("group_size") == 32:
         args["scale_dtype"] = _DTYPES[_POWERS]
     elif spec.scale.format is not None:
@@ -247,17 +252,23 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
         places[strategy] = PerBlock({-1: args["group_size"]}, pad=True)
     elif strategy == "block":
         places[strategy] = PerBlock(dict(zip((0, -1), args["block_structure"], strict=True)), pad=True)
+    is_local = dynamic == LOCAL and strategy == "tensor_group"
     known = bits in range(2, 9) if kind == "int" else kind == "float" and bits in _FORMATS
-    if not known or strategy not in places or dynamic not in (True, False) or args.get("actorder") == "group":
+    if (
+        not known
+        or strategy not in places
+        or not (dynamic in (True, False) or is_local)
+        or args.get("actorder") == "group"
+    ):
         raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
     scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:
-        powers = ScaleSpec(_POWERS, _of_powers(bits, dynamic=dynamic))
+        powers = ScaleSpec(_POWERS, _of_powers(bits, dynamic=bool(dynamic)))
         scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers
     elif dynamic and kind == "int" and args["symmetric"]:
         scale = ScaleSpec(None, ScaleRounding.HALF_RANGE)
     format: Format = IntegerFormat.of(bits) if kind == "int" else _FORMATS[bits]
-    return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), dynamic)
+    return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), bool(dynamic))
 
 
 def groups_of(folder: Folder) -> list[Args]:

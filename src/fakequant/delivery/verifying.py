@@ -28,6 +28,7 @@ from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantizer import Kind, Mode, quantizers
+from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.codes import lowest_of, patterns_of
 from fakequant.numerics.format import Format
@@ -165,6 +166,11 @@ def _compare_ranges(report: DeliveryReport, live: QuantizedState, stored: Quanti
             _count(ranges, *(_range(state, path, spec) for state, spec in zip((live, stored), specs, strict=True)))
         elif f"{path}.scale" in live.tensors or f"{path}.scale" in stored.tensors:
             report.rows.append(_alone(f"{path}.scale"))
+        key = f"{path}.{GLOBAL_SCALE}"
+        if key in live.tensors and key in stored.tensors:
+            _count(ranges, [live.tensors[key]], [stored.tensors[key]])
+        elif key in live.tensors or key in stored.tensors:
+            report.rows.append(_alone(key))
     report.rows += [ranges] if ranges.elements else []
 
 

@@ -284,6 +284,8 @@ def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None
     """
     if quantizer.mode is Mode.OBSERVE:
         raise ExportError("is observing; finish the calibration")
+    if quantizer.global_scale is not None:
+        raise ExportError("has a fixed global_scale, which ONNX files cannot have; set it to None")
     is_weight = quantizer.kind is Kind.WEIGHT
     spec = quantizer.spec
     encoding = check(spec, style, shape, constant=is_weight, dynamic=quantizer.dynamic)

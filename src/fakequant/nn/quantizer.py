@@ -15,11 +15,11 @@ from torch.nn.modules import module as _all_modules
 from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
-from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.adapters import join_adapters
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import look
 from fakequant.nn.ranges.fixed_codes import FixedCodes
+from fakequant.nn.ranges.global_scale import GlobalScale
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.ranges.sharded import Mesh, known_part
 from fakequant.nn.weight_cache import WeightCache
@@ -50,7 +50,7 @@ class Kind(Enum):
     """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
 
 
-class Quantizer(FixedCodes):
+class Quantizer(GlobalScale, FixedCodes):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -97,6 +97,7 @@ class Quantizer(FixedCodes):
         self.fitted_to = self.seen = self.follows = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
+        self.register_buffer("global_scale", None)
         join_adapters(self)
 
     @property
@@ -156,7 +157,7 @@ class Quantizer(FixedCodes):
             except ShapeError as error:
                 raise self._misfit(x) from error
         if self.follows_input and not self.needs_calibration:
-            return library.fake_quantize_dynamic(x, self.spec)
+            return self.fake_quantize_by_input(x)
         return self._by_learned(x)
 
     def _by_learned(self, x: Tensor) -> Tensor:
@@ -206,7 +207,7 @@ class Quantizer(FixedCodes):
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
         if self.follows_input:
-            return qparams_of_tensor(x, self.spec)
+            return self.qparams_by_input(x)
         return self._fitted(self._current(self._elements(x)), x)
 
     def _fitted(self, params: QParams, x: Tensor) -> QParams:
@@ -270,7 +271,7 @@ class Quantizer(FixedCodes):
         """Forget the parameters."""
         self._take_away_learned()
         self.release_codes()
-        self.scale = self.zero_point = self.fitted_to = self.seen = self.follows = None
+        self.scale = self.zero_point = self.global_scale = self.fitted_to = self.seen = self.follows = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.
@@ -385,7 +386,9 @@ class Quantizer(FixedCodes):
         if self.mode is not Mode.QUANTIZE:
             words.append(self.mode.value)
         if self.dynamic:
-            words.append("dynamic")
+            words.append(
+                "dynamic" if self.global_scale is None else f"dynamic under {1 / self.global_scale.item():.4g}"
+            )
         elif not self.calibrated:
             words.append("follows the weight" if self.kind is Kind.WEIGHT else "not calibrated")
         else:

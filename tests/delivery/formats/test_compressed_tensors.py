@@ -247,6 +247,52 @@ def test_the_global_scale_of_nvfp4_comes_back_exactly(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(exact, found, strict=True))
 
 
+def nvfp4_inputs() -> nn.Module:
+    return fq.delivery.fix_global_scales(prepared(rules(_NV, f"{_NV} dynamic")), BATCHES)
+
+
+def test_nvfp4_inputs_under_a_fixed_scale(tmp_path: Path) -> None:
+    """transformers fails on the bfloat16 weights that the package makes; inputs are compared with the package alone."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    model = nvfp4_inputs()
+    folder = fq.deliver(model, tmp_path / "one", "compressed-tensors")
+    (group,) = quantization(folder)["config_groups"].values()
+    assert group["input_activations"]["dynamic"] == "local"
+    report = fq.verify_delivery(folder, model, BATCHES)
+    assert report.passed, str(report)
+    assert "decompresses NVFP4 in bfloat16" in report.not_run[0]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(by_transformers(folder, torch.float32))
+    loaded, x = by_transformers(folder, torch.float32), torch.randn(3, 512) * torch.logspace(-4, 2, 3)[:, None]
+    for path, layer in loaded.named_modules():
+        if path.endswith("proj"):
+            args = QuantizationArgs.model_validate(group["input_activations"])
+            columns = x[:, : model.get_submodule(path).in_features]
+            theirs = forward_quantize(layer, columns, "input", args)
+            assert torch.equal(theirs, quantizers(model)[f"{path}._input_quantizer"](columns)), path
+    again = fq.read(folder)
+    assert torch.equal(logits(again), logits(model))
+    assert_same_tensors(folder, fq.deliver(again, tmp_path / "two", "compressed-tensors"))
+
+
+def test_any_fixed_scale_of_a_file_comes_back(tmp_path: Path) -> None:
+    model = nvfp4_inputs()
+    for number, quantizer in enumerate(one for one in quantizers(model).values() if one.dynamic):
+        quantizer.fix_global_scale(torch.tensor([1 + number / 41]))
+    again = fq.read(fq.deliver(model, tmp_path, "compressed-tensors"))
+    assert torch.equal(logits(again), logits(model))
+    quantizers(model)["model.layers.1.mlp.down_proj._input_quantizer"].global_scale *= 2
+    assert not fq.verify_delivery(tmp_path, model).passed
+
+
+def test_nvfp4_inputs_without_a_fixed_scale_are_refused(tmp_path: Path) -> None:
+    model = prepared(rules(_NV, f"{_NV} dynamic"))
+    with pytest.raises(ExportError, match=r"14 parts.*call fakequant\.delivery\.fix_global_scales\(model, batches\)"):
+        fq.deliver(model, tmp_path, "compressed-tensors")
+
+
 def test_what_one_should_know_is_said_once(tmp_path: Path) -> None:
     model = prepared(fq.Config("own", [fq.Rule("*", weight="uint4 per_block(-1:32)"), fq.Rule("lm_head")]))
     with warnings.catch_warnings(record=True) as caught:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.attention import attention_sites
-from fakequant.delivery.decompressing import decompressed, engine_of, needs_dequantize, runs_in_bfloat16
+from fakequant.delivery.attention import attention_sites, conflicts_of_calls
+from fakequant.delivery.decompressing import decompressed, engine_of, how_to_load
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
@@ -28,6 +28,7 @@ from fakequant.delivery.places import places_of
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
+    LOCAL,
     PACKED,
     ROLES,
     attention_args,
@@ -47,7 +48,8 @@ from fakequant.model.state.codecs import Files
 from fakequant.model.state.packing import Made
 from fakequant.model.state.plan import SitesEntry
 from fakequant.model.state.snapshots import QuantizedState
-from fakequant.nn.quantized.forms import own_class
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.text import listed
 
 Scheme = Mapping[str, Any]
@@ -74,17 +76,13 @@ class CompressedTensors(LayeredFormat):
         return found if isinstance(found, str) else None
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        calls = {part.path: part for part in parts if part.call}
-        classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
-        others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
-        schemes = {part.name: attention_args(part) for part in calls.values()}
-        first = next(iter(schemes.values()), None)
-        found = {
-            name: "files have one scheme of keys and values for all layers"
-            for name, one in schemes.items()
-            if one != first
+        found = conflicts_of_calls(model, parts)
+        fixed = {path for path, one in quantizers(model).items() if one.global_scale is not None}
+        found |= {
+            part.name: "files fix the scale of NVFP4 inputs: call fakequant.delivery.fix_global_scales(model, batches)"
+            for part in parts
+            if _is_local(part) and part.paths["input"] not in fixed
         }
-        found |= dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")
         return {**found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
@@ -130,6 +128,9 @@ class CompressedTensors(LayeredFormat):
             for what, kind in (("scale", torch.float32), ("zero_point", torch.int32))
             if not config.dynamic and not (what == "zero_point" and config.spec.symmetric)
         }
+        for role in configs:
+            if scheme[ROLES[role]]["dynamic"] == LOCAL:
+                ranges[f"{role}.{GLOBAL_SCALE}"] = module.get(f"{role}_{GLOBAL_SCALE}", torch.float32, (1,), ())
         return CodedWeight(spec, make, configs.get("input"), configs.get("output"), ranges)
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
@@ -168,6 +169,12 @@ class CompressedTensors(LayeredFormat):
             yield engine_of(path, next(model.parameters()).dtype, groups_of(folder))
 
 
+def _is_local(part: Part) -> bool:
+    """Whether a part's input has NVFP4's two scales."""
+    scheme = {} if part.call else scheme_of(part)
+    return not isinstance(scheme, str) and scheme.get(ROLES["input"], {}).get("dynamic") == LOCAL
+
+
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:
     scheme, spec = scheme_of(part), part.operands["weight"].spec
     assert not isinstance(scheme, str), scheme
@@ -189,6 +196,8 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
             if held is not None:
                 point = held.reshape(1) - shift_of(part.operands[role].spec.format)
                 writer.tensors[f"{base}.{role}_{what}"] = held.reshape(1) if what == "scale" else point.to(torch.int8)
+        if (held := writer.state.tensors.get(f"{part.paths.get('input')}.{GLOBAL_SCALE}")) is not None:
+            writer.tensors[f"{base}.input_{GLOBAL_SCALE}"] = held
         if scheme["weights"]["strategy"] == "tensor_group":
             key = base if f"{base}.weight" not in writer.field(part.weight, "shared") else f"{base}.weight"
             exact = writer.field(part.weight, "shared")[key].flatten()[0]
@@ -228,12 +237,7 @@ def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme]) -> 
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    if needs_dequantize(schemes, writer.tensors, next(model.parameters()).dtype):
-        way = "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
-        if runs_in_bfloat16(schemes):
-            way = "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
-        elif len(schemes) > 1:
-            way = "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
+    if way := how_to_load(schemes, writer.tensors, next(model.parameters()).dtype):
         notes.append(f"transformers loads these files {way}")
     if notes:
         warn_user(f"compressed-tensors: {'; '.join(notes)}")

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
 from fakequant.delivery.packing import unpack
-from fakequant.errors import warn_user
+from fakequant.delivery.schemes import reciprocal
 from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerToken
 from fakequant.numerics.spec import QuantSpec
 
@@ -98,12 +99,9 @@ def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
         ranges = {} if scale is None else {"input.scale": scale}
         return replace(coded, input=TensorConfig(_STATIC[method]), ranges=ranges, transform=transform)
     if method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
-        if scale is not None:
-            warn_user(
-                "modelopt: inputs in NVFP4 take the scale of the tensor from each call; input_scale of the file, which "
-                "fixes it, is left out"
-            )
-        return replace(coded, input=TensorConfig(_DYNAMIC[method], dynamic=True), transform=transform)
+        fixed = scale if _DYNAMIC[method] == _NVFP4 else None
+        ranges = {} if fixed is None else {f"input.{GLOBAL_SCALE}": reciprocal(fixed)}
+        return replace(coded, input=TensorConfig(_DYNAMIC[method], dynamic=True), ranges=ranges, transform=transform)
     return replace(coded, transform=transform)
 
 

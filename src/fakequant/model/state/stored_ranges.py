@@ -17,6 +17,8 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
+from fakequant.nn.ranges.global_scale import check_global_scale
 from fakequant.nn.ranges.learned import LearnedRange
 from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.codes import check_codes, integers_of, of_integers
@@ -110,6 +112,9 @@ def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: 
     if learned is not None:
         _check_learned(spec, learned, held, weight, wide)
         return
+    if (global_scale := held.get(GLOBAL_SCALE)) is not None and entry.tensor.dynamic:
+        check_global_scale(global_scale, spec)
+        held = {key: value for key, value in held.items() if key != GLOBAL_SCALE}
     if unknown := sorted(set(held) - {"scale", "zero_point"}):
         raise QParamsError(f"it holds {', '.join(unknown)}, but learns no range")
     if "scale" in held:
