@@ -1,8 +1,8 @@
 """Time everything: `python -m benchmarks [TEXT ...]`. What is timed: `benchmarks/cases.py`.
 
 Every case is compared with the reference first, and has no time if a bit differs. Results are written to
-benchmarks/results/bench.jsonl, whole or not at all. From that file come the tables of docs/performance.md and
-docs/peers.md, and the plot. With a TEXT only the cases that have it in "name, direction, dtype, elements, other" are
+benchmarks/results/bench.jsonl, whole or not at all. From that file come the tables of performance.md and peers.md in
+docs/notes/, and the plot. With a TEXT only the cases that have it in "name, direction, dtype, elements, other" are
 timed, and nothing is written unless `--add` puts these results among the others. `--pages` times nothing and writes
 the pages from the file. Exits with 1 if a bit differs or a limit of `benchmarks/limits.py` is missed.
 """

@@ -1,4 +1,4 @@
-"""One row of docs/bars.md."""
+"""One row of docs/notes/bars.md."""
 
 from __future__ import annotations
 

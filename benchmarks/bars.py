@@ -1,7 +1,7 @@
 """The figures that the project promises, measured in one run: `python -m benchmarks.bars`.
 
-Prints a table, writes what it measured to benchmarks/results/bars.json, all rows to docs/bars.md, and five of them to
-README.md. Exits with 1 if a bar is missed. Some rows come from files of other commands: the demo's from
+Prints a table, writes what it measured to benchmarks/results/bars.json, all rows to docs/notes/bars.md, and five of
+them to README.md. Exits with 1 if a bar is missed. Some rows come from files of other commands: the demo's from
 demo-output/results.json (`make demo`), the language model's from transformer-output/results.json (`python
 examples/transformer.py`), other libraries' from benchmarks/results/bench.jsonl (`make bench`), and those of
 `benchmarks/records.py`. Rows whose file is missing are left out, with a line that says so. Times are those of the cases
@@ -39,9 +39,9 @@ from .records import record_bars
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "bars.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "notes" / "bars.md"
 STUDY = ROOT / "transformer-output" / "results.json"
-MICROSCALING = ROOT / "docs" / "microscaling.md"
+MICROSCALING = ROOT / "docs" / "notes" / "microscaling.md"
 PROCESSES = 3
 BEGIN, END = "<!-- bars:begin -->", "<!-- bars:end -->"
 FIGURES_BEGIN, FIGURES_END = "<!-- figures:begin -->", "<!-- figures:end -->"

@@ -1,8 +1,8 @@
 """How the time of every function that takes a model grows with the model: `python -m benchmarks.grow`.
 
 Each size runs in a process of its own, on one thread; `python -m benchmarks.grow summary load` times these alone and
-writes nothing. Writes benchmarks/results/grow.json and the table of docs/performance.md; ends with 1 if a function
-grows faster than it may.
+writes nothing. Writes benchmarks/results/grow.json and the table of docs/notes/performance.md; ends with 1 if a
+function grows faster than it may.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import fakequant as fq
 from .record import ROOT, machine, put_between, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "grow.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "notes" / "performance.md"
 BEGIN, END = "<!-- grow:begin -->", "<!-- grow:end -->"
 SIZES = (8, 32, 128, 512)
 MOST = 1.15

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/peers.md, and the plot, from lines of results."""
+"""The tables of docs/notes/performance.md and docs/notes/peers.md, and the plot, from lines of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .record import ROOT, Line, put_between
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PERFORMANCE, PEERS_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "peers.md"
+PERFORMANCE, PEERS_PAGE = ROOT / "docs" / "notes" / "performance.md", ROOT / "docs" / "notes" / "peers.md"
 PLOT = ROOT / "docs" / "cost-by-size.svg"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"

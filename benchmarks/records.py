@@ -1,4 +1,4 @@
-"""Rows of docs/bars.md from the records that other commands write into benchmarks/results/; none without a record."""
+"""Rows of docs/notes/bars.md from the records of other commands in benchmarks/results/; none without a record."""
 
 from __future__ import annotations
 

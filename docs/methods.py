@@ -1,4 +1,4 @@
-"""Write the table of docs/methods.md from the figures in docs/accuracy-measured.md: part of `make docs`."""
+"""Write the table of docs/methods.md from the figures in docs/notes/accuracy-measured.md: part of `make docs`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("methods.md")
-FIGURES = Path(__file__).with_name("accuracy-measured.md")
+FIGURES = Path(__file__).parent / "notes" / "accuracy-measured.md"
 BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
 _COLUMNS = {"nearest": "fakequant nearest", "fast": "fakequant fast", "best": "fakequant best"}
 _FLOAT = re.compile(r"^## .*: ([\d.]+) % in float$")

@@ -41,6 +41,34 @@ def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
     assert generate.STYLES_PAGE.read_text() == generate.styles_page(), "run `make docs`"
 
 
+ROOT = DOCS.parent
+PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that the site gives the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", one).strip().lower()) for one in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for link, anchor in LINK.findall(FENCED.sub("", page.read_text())):
+        if "://" in link or link.startswith("gallery/"):  # which `make site` writes
+            continue
+        target = page.parent / link if link else page
+        assert target.is_file(), link
+        assert not anchor or anchor in headings(target), f"{link}#{anchor}"
+
+
+def test_a_missing_heading_is_seen():
+    assert "data-for-calibration" in headings(DOCS / "guide.md")
+    assert "data-for-nothing" not in headings(DOCS / "guide.md")
+
+
 # Blocks without prompts, which doctest does not run, by page: the test that runs them.
 RUN_BY = {
     "jobs.md": "cli/test_jobs.py",
@@ -51,8 +79,7 @@ RUN_BY = {
 
 
 def test_every_block_of_a_page_is_run_by_a_test():
-    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
-    plain = {page for page in pages if any(">>> " not in block.code for block in blocks(page.read_text()))}
+    plain = {page for page in PAGES if any(">>> " not in block.code for block in blocks(page.read_text()))}
     tutorials = set((DOCS / "tutorials").glob("*.md"))  # run by test_tutorials.py
     assert {page.name for page in plain - tutorials} == set(RUN_BY)
     for page, test in RUN_BY.items():

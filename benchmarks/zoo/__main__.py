@@ -1,7 +1,8 @@
 """Every step of the package with other people's architectures: `make zoo`.
 
-Writes benchmarks/results/zoo.json and, from it, docs/zoo.md, after each architecture. What is in the record for this
-commit is not run again, so that an interrupted run is continued. Exits with 1 if a step fails that works in float.
+Writes benchmarks/results/zoo.json and, from it, docs/notes/zoo.md, after each architecture. What is in the record
+for this commit is not run again, so that an interrupted run is continued. Exits with 1 if a step fails that works in
+float.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .runner import TOO_LONG, cell_of, left_to_run, read_record, run_all, run_ar
 from .steps import STEPS, USUAL
 
 RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
-PAGE = ROOT / "docs" / "zoo.md"
+PAGE = ROOT / "docs" / "notes" / "zoo.md"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

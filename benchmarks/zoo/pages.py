@@ -1,4 +1,4 @@
-"""docs/zoo.md: the matrix, what is quantized, and what fails, from the record."""
+"""docs/notes/zoo.md: the matrix, what is quantized, and what fails, from the record."""
 
 from __future__ import annotations
 

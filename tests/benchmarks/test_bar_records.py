@@ -1,4 +1,4 @@
-"""Rows of docs/bars.md from records of other commands: each says what the record holds, and sees a missed bar."""
+"""Rows of docs/notes/bars.md from records of other commands: each says what the record holds, and sees a missed bar."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Simulated and integer layers beside ONNX Runtime: the files of the exporter, and models of integer operators.
 
-The figures of docs/execution.md are printed by `python -m pytest -rP tests/export/test_execution_runtime.py`.
+The figures of docs/notes/execution.md are printed by `python -m pytest -rP tests/export/test_execution_runtime.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.matrix import full, sweep  # noqa: E402
 from tests.support.processor import needs_exact_sums  # noqa: E402
 
 pytestmark = needs_exact_sums()
-PAGE = Path(__file__).parents[2] / "docs" / "execution.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notes" / "execution.md"
 
 
 class Case(NamedTuple):

@@ -71,7 +71,7 @@ def main() -> int:
     """Try the wheels; 1 if one is not good."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", type=Path, help="a wheel or a folder of wheels")
-    parser.add_argument("--record", type=Path, help="the file that gets the figures, for docs/bars.md")
+    parser.add_argument("--record", type=Path, help="the file that gets the figures, for docs/notes/bars.md")
     arguments = parser.parse_args()
     place = arguments.place
     wheels = [place] if place.suffix == ".whl" else sorted(place.glob("*.whl"))
