@@ -27,10 +27,8 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
 from fakequant.integrations.transformers_cache import FakeQuantCache  # noqa: E402
 
-KEYS, VALUES = (
-    "uint4 per_block(-2:3) scale=float16 offset=float16",
-    "uint4 per_block(-1:4) scale=float16 offset=float16",
-)
+KEYS = "uint4 per_block(-2:3) scale=float16 offset=float16:signed"
+VALUES = "uint4 per_block(-1:4) scale=float16 offset=float16"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "groups": {"keys": KEYS, "values": VALUES},
     "groups and window": {"keys": KEYS, "values": VALUES, "residual_length": 2},

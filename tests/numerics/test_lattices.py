@@ -116,6 +116,21 @@ def test_hostile_values(name):
     assert_same_bits(fq.fake_quantize(wide, spec), y)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_signed_offsets_are_the_lowest_values(bits):
+    """KIVI's formula: the lowest value and (highest - lowest) / (2**bits - 1) of each group, in float16."""
+    x = weights(64, 8) + 20 * weights(1, 8, seed=1)
+    groups, last = x.numpy().reshape(2, 32, 8), 2**bits - 1
+    low = groups.min(1, keepdims=True).astype(np.float16).astype(np.float32)
+    step = ((groups.max(1, keepdims=True) - low) / np.float32(last)).astype(np.float16).astype(np.float32)
+    expected = np.clip(np.rint((groups - low) / step), 0, last).astype(np.float32) * step + low
+    spec = f"uint{bits} per_block(0:32) scale=float16 offset=float16:signed"
+    found = fq.fake_quantize(x, spec)
+    assert_same_bits(found, torch.from_numpy(expected.reshape(64, 8)))
+    plain = fq.fake_quantize(x, spec.replace(":signed", ""))
+    assert (found - x).square().sum() < (plain - x).square().sum() / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_other_dtypes(name, dtype):

@@ -25,6 +25,8 @@ OTHERS = {
     "per_channel": "int8 per_channel(0) scale=float16",
     "ue4m3": "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn",
     "binary": "binary per_block(-1:32) scale=float16",
+    "signed_offset": "uint2 per_block(-1:32) scale=float16 offset=float16:signed",
+    "signed_offset_in_float32": "uint4 per_block(-1:32) offset=float32:signed",
     "plain_offset": "uint8 per_channel(0) offset=float32",
     "reciprocal": f"uint4 per_block(-1:32) reciprocal scale={_K} offset={_K}",
 }

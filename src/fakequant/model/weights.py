@@ -174,7 +174,7 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
         quantizer.follows = True
     elif is_searched(quantizer.spec, method):
         quantizer.set_qparams(nearest_params(whole(weight.tensor), quantizer.spec))
-    elif quantizer.spec.scale.needs_values:
+    elif quantizer.spec.needs_values:
         quantizer.reset()
         quantizer.freeze(weight.tensor)
     else:

@@ -142,11 +142,16 @@ def is_readable_without_sync(values: Tensor, *, traced: bool = True) -> bool:
     return values.device.type == "cpu" and (not traced or is_concrete(values))
 
 
-def measure(x: Tensor, granularity: Granularity) -> Range:
+def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> Range:
     """The range of the finite values of every group, extended to contain 0.0.
 
     inf and NaN are left out, so that one of them does not spoil its whole group: NaN then stays NaN, and inf becomes
     the largest finite value. A group without elements has the range 0 to 0.
+
+    Args:
+        x: any shape that the granularity accepts.
+        granularity: of the groups.
+        with_zero: whether ranges are extended; else 0 is in those of groups that are padded or have no finite value.
 
     >>> measure(torch.tensor([[-1.0, 2.0], [3.0, float("inf")]]), PerChannel(0)).hi
     tensor([[2.],
@@ -159,8 +164,12 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
         zeros = x.new_zeros(groups, dtype=compute_dtype(x.dtype))
         return Range(zeros, zeros)
     values = blocked(x.to(compute_dtype(x.dtype)), blocks)
-    values = torch.where(values.isfinite(), values, 0.0)
-    axes = block_axes(x.shape, blocks)
+    axes, finite = block_axes(x.shape, blocks), values.isfinite()
+    if not with_zero:
+        lowest, highest = torch.where(finite, values, torch.inf), torch.where(finite, values, -torch.inf)
+        lo, hi = (lowest.amin(axes), highest.amax(axes)) if axes else (lowest, highest)
+        return Range(*(torch.where(end.isfinite(), end, 0.0).reshape(groups) for end in (lo, hi)))
+    values = torch.where(finite, values, 0.0)
     lo, hi = (values.amin(axes), values.amax(axes)) if axes else (values, values)
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
@@ -234,10 +243,11 @@ def choose_qparams(
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
         return QParams(_symmetric_scale(range, spec, limit, bound), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
-    lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
+    if spec.offset is None or not spec.offset.needs_values:
+        lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
     if spec.offset is not None:
         offset = spec.offset.choose_offset(lo, largest)
-        scale = spec.scale.choose(hi + offset, fmt, largest / fmt.quant_max, fmt.quant_max)
+        scale = spec.scale.choose((hi + offset).clamp(min=0.0), fmt, largest / fmt.quant_max, fmt.quant_max)
         return QParams(scale, offset, Range(lo, hi))
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)

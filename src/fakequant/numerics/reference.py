@@ -132,6 +132,8 @@ def choose_from(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
     if spec.scale.rounding is ScaleRounding.MEAN:
         amax = _mean_magnitude(x, spec.granularity) * spec.format.bound
         range = Range(-amax, amax)
+    if spec.offset is not None and spec.offset.needs_values:
+        range = measure(x, spec.granularity, with_zero=False)
     params = choose_qparams(range, spec, largest=largest)
     if spec.scale.rounding is not ScaleRounding.FOUR_OVER_SIX:
         return params

@@ -324,7 +324,10 @@ class ScaleSpec:
 
 @dataclass(frozen=True, init=False, repr=False)
 class OffsetSpec(ScaleSpec):
-    """The stored form of offsets, in units of x: like scales, unsigned, rounded to the nearest; 0 has a code.
+    """The stored form of offsets, in units of x: like scales, rounded to the nearest; 0 has a code.
+
+    Ranges contain 0, so that offsets are not negative. Those that are SIGNED follow from the lowest value of a group
+    itself, whose range then need not contain 0 (KIVI, arXiv 2402.02750).
 
     >>> OffsetSpec.parse("offset=uint6@per_block(-1:8)/float16").granularity
     PerBlock(sizes=((-1, 8),), pad=False)
@@ -333,10 +336,17 @@ class OffsetSpec(ScaleSpec):
     word: ClassVar[str] = "offset"
 
     def _roundings(self) -> tuple[ScaleRounding, ...]:
-        return (ScaleRounding.NEAREST,)
+        is_signed_float = self.format is None or (self.format.signed and not self.format.has_zero_point)
+        return (ScaleRounding.NEAREST, *([ScaleRounding.SIGNED] if is_signed_float else []))
+
+    @property
+    def needs_values(self) -> bool:
+        return self.rounding is ScaleRounding.SIGNED
 
     def _check(self) -> None:
         super()._check()
+        if self.needs_values and self.granularity is not None:
+            raise SpecError(f"signed offsets are stored as they are: leave @{self.granularity} out")
         if self.format is not None and not self.is_exact:
             raise SpecError(f"offsets in {self.format} under float32: give the shared scale a format, such as /float16")
 

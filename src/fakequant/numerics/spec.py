@@ -206,6 +206,11 @@ class QuantSpec:
         return self.offset is None and self.scale == ScaleSpec()
 
     @property
+    def needs_values(self) -> bool:
+        """Whether parameters follow from the values of a group, and not from their range with 0 alone."""
+        return any(own is not None and own.needs_values for own in (self.scale, self.offset))
+
+    @property
     def shared_granularities(self) -> list[Granularity]:
         """The granularities by which scales, and offsets, share a scale; empty if they have none."""
         return [own.granularity for own in (self.scale, self.offset) if own is not None and own.granularity is not None]

@@ -86,6 +86,8 @@ def cannot_choose(
         return f"the kernels choose zero points by float32 scales only, not by those in {scale.format}"
     if spec.offset is not None and scale.format is not None and not scale.is_exact:
         return f"the kernels choose offsets by exact or float32 scales only, not by {scale}"
+    if spec.needs_values:
+        return "its offsets may be negative, and the kernels know ranges that contain 0"
     for stored in (scale, spec.offset):
         if stored is not None and stored.format is not None and (reason := _cannot_store(stored, dtype, groups, order)):
             return reason
