@@ -92,6 +92,15 @@ def _written(incomplete: str) -> list[str]:
     return [name for name, one in delivery_formats().items() if one.writes and name.startswith(incomplete)]
 
 
+Format = Annotated[
+    str, typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written)
+]
+Floats = Annotated[
+    list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
+]
+Rules = Annotated[
+    list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
 
 
@@ -137,12 +146,8 @@ def quantize(  # noqa: PLR0913  the command's options
         str | None,
         _one_of("choose weights by the error of their layers: best, or fast, which takes less", "best", "fast"),
     ] = None,
-    floats: Annotated[
-        list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
-    ] = None,
-    rule: Annotated[
-        list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
-    ] = None,
+    floats: Floats = None,
+    rule: Rules = None,
     packed: Annotated[
         bool, typer.Option("--packed", help="store codes instead of float weights in the checkpoint, which is smaller")
     ] = False,
@@ -268,10 +273,7 @@ def deliver(
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
     checkpoint: Annotated[Path, typer.Option(help="checkpoint of the quantized model")] = Path("quantized/checkpoint"),
-    format: Annotated[
-        str,
-        typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written),
-    ] = "compressed-tensors",
+    format: Format = "compressed-tensors",
     text: TextFile = None,
     trust: Trust = False,
 ) -> None:
@@ -284,6 +286,29 @@ def deliver(
     path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
     words = ("fakequant", "verify", f"{path}", "--recipe", recipe, "--checkpoint", f"{checkpoint}")
     Console(soft_wrap=True).print(Text(f"Written: {path}. Compare it: {shlex.join(words)}"))
+
+
+@app.command("improve-folder")
+def improve_folder(  # noqa: PLR0913  the command's options
+    folder: Annotated[Path, typer.Argument(help="a folder of Hugging Face, with its tokenizer")],
+    out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
+    text: TextFile = None,
+    preset: Annotated[str, _one_of("configuration, such as int4_group128 or nvfp4", *_PRESETS)] = "int4_group128",
+    steps: Annotated[str, _one_of("fast, or best, which takes more time", "fast", "best")] = "fast",
+    format: Format = "compressed-tensors",
+    floats: Floats = None,
+    rule: Rules = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")] = False,
+) -> None:
+    """Quantize a model larger than memory: choose its weights a block at a time, and write it as `deliver` does.
+
+    The same command goes on after the last finished block of a run that was interrupted.
+    """
+    from fakequant.cli.folder import improve_by_text
+    from fakequant.cli.job import Job
+
+    config = Job(folder, preset, DEFAULT_METHOD, out, floats=tuple(floats or ()), rules=tuple(rule or ())).config()
+    improve_by_text(folder, out, text, config, steps, format, Console(quiet=quiet))
 
 
 @app.command()

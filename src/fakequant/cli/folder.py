@@ -9,10 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 
 from fakequant.cli.examples import first_line
+from fakequant.cli.steps import Steps
 from fakequant.errors import RecipeError
+from fakequant.model.config import Config
+from fakequant.streaming import improve_folder
 
 _ROWS, _TOKENS, _LINES = 8, 128, 256
 
@@ -68,6 +72,35 @@ def folder_functions(folder: Path, text: Path | None, trust: bool = False) -> di
             yield batch
 
     return {"model": model, "calibration_batches": calibration_batches}
+
+
+def improve_by_text(
+    folder: Path, out: Path, text: Path | None, config: Config, steps: str, format: str, console: Console
+) -> None:
+    """Quantize a folder a block at a time by lines of text, see `fakequant.improve_folder`.
+
+    Args:
+        folder, text: as for `folder_functions`.
+        out: the folder, or the file, that is written.
+        config, steps, format: as for `fakequant.improve_folder`.
+        console: gets the progress and the result.
+
+    Raises:
+        RecipeError: it is no such folder, or there is no text.
+        KeyboardInterrupt: with a message that says how to go on.
+        The errors of `fakequant.improve_folder`.
+    """
+    if not (folder / "config.json").is_file():
+        raise RecipeError(f"{folder} has no config.json; give a folder that save_pretrained of Hugging Face wrote")
+    batches, line = [*folder_functions(folder, text)["calibration_batches"]()], Steps(console, 1)
+    try:
+        with line.step("choosing weights a block at a time"):
+            found = improve_folder(folder, out, config, batches, steps, format=format, mask="attention_mask")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: {out} is not written; the same command goes on with the first block that is not finished"
+        ) from None
+    line.note("\n".join([*found.conclusions, f"Written: {out}"]))
 
 
 @contextmanager

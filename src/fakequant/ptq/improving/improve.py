@@ -138,6 +138,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     *,
     finished: Finished | None = None,
     floats: KeptBatches | None = None,
+    has_effect: bool = True,
     progress: bool | None = None,
 ) -> Improvement:
     """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
@@ -150,16 +151,18 @@ def improved(  # noqa: PLR0913  all but the first five by name
         processes: that choose together.
         finished: what an earlier run chose.
         floats: what the float model is called with where that is something else, by the same numbers.
+        has_effect: whether the error of the output is measured, and the model restored after an error.
         progress: see `improve`.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), torch.no_grad():
-        judging = split.judging(processes)
-        layers, recorded, fixed, result = _looked_at(model, weights, split.all, judging.batches.numbered)
+        judging = split.judging(processes) if has_effect else None
+        keep = () if judging is None else judging.batches.numbered
+        layers, recorded, fixed, result = _looked_at(model, weights, split.all, keep)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        before = _states(layers.values())
+        before = {} if judging is None else _states(layers.values())
         with restore_on_error(in_order(*before.values())):
-            effect = Effect(model, judging, recorded, processes)
+            effect = None if judging is None else Effect(model, judging, recorded, processes)
             with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
             collector = Collector(layers, split.all, recorded, processes)
             choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
@@ -169,10 +172,11 @@ def improved(  # noqa: PLR0913  all but the first five by name
             split.all.mask.warn_unmasked()
             now = _digests(weights, processes)
             _check_same(processes, now, "computed other weights; their processors round otherwise")
-            changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
-            undone = effect.keep_what_helps(changed, choices.state_of)
-            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
-            effect.put_into(result, "improve")
+            if effect is not None:
+                changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
+                undone = effect.keep_what_helps(changed, choices.state_of)
+                result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
+                effect.put_into(result, "improve")
             result.notes += [
                 *_parted(stages.parted),
                 *remarks_of(result.layers),

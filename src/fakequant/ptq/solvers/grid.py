@@ -36,13 +36,15 @@ class WeightGrid:
         # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
         # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
         blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
-        scale = of_elements(params.scale, shape, blocks)
+        runs = torch.arange(params.scale[:1].numel()).reshape(params.scale[:1].shape)
+        self._runs = of_elements(runs, torch.Size([1, *shape[1:]]), (1, *blocks[1:])).flatten().tolist()
+        scale = _of_runs(params.scale, shape[0], blocks[0])
         self._zero = self._sign = self._zero_point = self._offset = None
         if spec.scale.is_exact:
             self._zero = _if_any(scale == 0)
             self._sign = None if _if_any(scale < 0) is None else torch.ones_like(scale).copysign(scale)
             scale = torch.where(scale == 0, 1.0, scale.abs())
-        points = None if params.zero_point is None else of_elements(params.zero_point, shape, blocks)
+        points = None if params.zero_point is None else _of_runs(params.zero_point, shape[0], blocks[0])
         if spec.offset is None:
             self._zero_point = points
         else:
@@ -51,11 +53,12 @@ class WeightGrid:
 
     def column(self, index: int, values: Tensor) -> Tensor:
         """The nearest values of a column [out], in the dtype of the given ones."""
-        return self._nearest(values[:, None], slice(index, index + 1))[:, 0]
+        run = self._runs[index]
+        return self._nearest(values[:, None], slice(run, run + 1))[:, 0]
 
     def nearest(self, values: Tensor) -> Tensor:
         """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
-        return self._nearest(values, slice(None))
+        return self._nearest(values, self._runs)
 
     def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The values at or just below and at or just above those of a matrix [out, columns].
@@ -82,9 +85,10 @@ class WeightGrid:
         pair = torch.where(rises, near, other), torch.where(rises, other, near)
         return pair[0].to(values.dtype), pair[1].to(values.dtype)
 
-    def _nearest(self, values: Tensor, columns: slice) -> Tensor:
-        scale, others = self._scale[:, columns].contiguous(), (self._zero_point, self._offset, self._sign, self._zero)
-        zero_point, offset, sign, zero = (None if own is None else own[:, columns].contiguous() for own in others)
+    def _nearest(self, values: Tensor, runs: slice | list[int]) -> Tensor:
+        held = (self._scale, self._zero_point, self._offset, self._sign, self._zero)
+        scale, zero_point, offset, sign, zero = (None if own is None else own[runs].T.contiguous() for own in held)
+        assert scale is not None
         x = values.float() if offset is None else values.float() + offset
         x = x if sign is None else x * sign
         y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), self._spec)
@@ -95,12 +99,17 @@ class WeightGrid:
     def rows(self, part: slice) -> WeightGrid:
         """The grid of some rows of the matrix."""
         grid = object.__new__(WeightGrid)
-        vars(grid).update({name: own[part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
+        vars(grid).update({name: own[:, part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
         return grid
 
 
 def _if_any(mask: Tensor) -> Tensor | None:
     return mask if bool(mask.any()) else None
+
+
+def _of_runs(values: Tensor, rows: int, block: int) -> Tensor:
+    """One value per run of columns that share one, and per row [runs, rows], from one per group."""
+    return values.flatten(1).T.repeat_interleave(block, 1)[:, :rows].contiguous()
 
 
 def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:

@@ -88,36 +88,53 @@ def _chosen(
     if not any(seen[0]):
         return Choice(matrix.params, matrix.nearest, None, LayerResult(name), *seen)
     parts, spec = Parts.of(product), matrix.spec
-    float_weight = parts.split(matrix.weight.clone())
+    float_weight = parts.split(matrix.weight)
     whole = InputSums()
     whole.merge(fit)
     whole.merge(held)
     bias = product.bias[0] if "bias" in steps else None
     plain = Problem(float_weight, whole)
     solved = plain if bias is None else Problem(float_weight, whole.about_mean())
+    energy, tried = plain.energy(), dict[str, _Tried]()
+
+    def judge(step: str, params: QParams, values: Callable[[], Tensor]) -> None:
+        now = values()
+        tried[step] = _Tried(params, values, solved.loss(now) / energy, solved.unseen(now))
+
     params = parts.split_params(matrix.params)
-    tried = {"nearest": (params, parts.split(matrix.nearest))}
+    judge("nearest", params, lambda: parts.split(matrix.nearest))
     if "ranges" in steps:
-        params = searched_params(float_weight, spec, solved.sums.moments, parts)
-        tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
+        found = params = searched_params(float_weight, spec, solved.sums.moments, parts)
+        judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)
         setting = _setting(float_weight, grid, solving, fit, held, centred=bias is not None)
         for step, values in _solved(solved, grid, solving, setting).items():
-            tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
-    energy = plain.energy()
-    losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
-    sound = [step for step, loss in losses.items() if loss <= losses["nearest"]]
-    best = min(sound, key=lambda step: losses[step] * energy + solved.unseen(tried[step][1]))
-    params, values = tried[best]
+            own = values.reshape(float_weight.shape).to(float_weight.dtype)
+            judge(step, params, lambda own=own: own)
+    first = tried["nearest"]
+    sound = [step for step, own in tried.items() if own.loss <= first.loss]
+    best = min(sound, key=lambda step: tried[step].loss * energy + tried[step].unseen)
+    params, values = tried[best].params, tried[best].values()
     result = LayerResult(
         name,
-        losses["nearest"] if solved is plain else plain.loss(tried["nearest"][1]) / energy,
-        losses[best],
-        {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
+        first.loss if solved is plain else plain.loss(first.values()) / energy,
+        tried[best].loss,
+        {("bias" if k == "nearest" else k): v.loss for k, v in tried.items() if k != "nearest" or bias is not None},
     )
     change = None if bias is None else _bias_change(plain, values).reshape(parts.count, -1).sum(0)
     return Choice(parts.join_params(params), parts.join(values), change, result, *seen)
+
+
+class _Tried(NamedTuple):
+    """Parameters and values of a weight, and what they lose."""
+
+    params: QParams
+    values: Callable[[], Tensor]
+    """Makes them anew where that is fast: as many as columns times outputs."""
+    loss: float
+    """As a share of the energy."""
+    unseen: float
 
 
 class _Part(NamedTuple):
@@ -185,9 +202,9 @@ def _setting(
 
 def _bias_change(problem: Problem, values: Tensor) -> Tensor:
     """What the bias must make good: the mean of the wanted output less that of the output."""
-    values = values.double().reshape(problem.weight.shape)
-    wanted = torch.einsum("gok,gk->go", problem.weight, problem.sums.wanted_mean())
-    return (wanted - torch.einsum("gok,gk->go", values, problem.sums.mean())).reshape(-1)
+    wanted, mean = problem.sums.wanted_mean()[:, :, None], problem.sums.mean()[:, :, None]
+    values = values.reshape(problem.weight.shape)
+    return (problem.weight.double() @ wanted - values.double() @ mean).reshape(-1)
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:

@@ -12,6 +12,8 @@ _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
 _PRIOR_OF_DRIFT = 4.0
 """How many times larger the ridge of the target is with as many rows as columns, likewise."""
+_PANEL = 1024  # columns that are multiplied at once
+_VALUES = 2**18  # that are added at once: they stay in a cache
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
 
 
@@ -30,7 +32,7 @@ class Problem:
     def __init__(self, weight: Tensor, sums: InputSums) -> None:
         self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
         self.sums = sums
-        self.weight = weight.double().reshape(self._matrix_shape)
+        self.weight = weight.float().reshape(self._matrix_shape)
         """[groups, outputs, columns]"""
         self._pull = None if sums.drift is None else sums.drift.products
         self._constant = 0.0 if sums.drift is None else float(sums.drift.output_squares.sum())
@@ -42,17 +44,20 @@ class Problem:
 
     def loss(self, chosen: Tensor) -> float:
         """The error of values in the shape of the weight."""
-        error = self.weight - chosen.double().reshape(self._matrix_shape)
+        error = self._error(chosen)
         found = _trace(error, self.sums.moments)
         if self._pull is None:
             return found
         # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
-        return max(found + 2 * float((self._pull * error).sum()) + self._constant, 0.0)
+        return max(found + 2 * _inner(self._pull, error) + self._constant, 0.0)
+
+    def _error(self, chosen: Tensor) -> Tensor:
+        return self.weight - chosen.float().reshape(self._matrix_shape)
 
     def unseen(self, chosen: Tensor) -> float:
         """What new rows may add to the error of values."""
-        error = self.weight - chosen.double().reshape(self._matrix_shape)
-        return float((error.square().sum((1, 2)) * self.prior * self._mean_squares()).sum())
+        squares = self._error(chosen).square_().sum((1, 2), dtype=torch.float64)
+        return float((squares * self.prior * self._mean_squares()).sum())
 
     def moments(self, group: int) -> Tensor:
         """A copy of the moments of a group with the prior; columns that are always 0 stay so."""
@@ -69,7 +74,7 @@ class Problem:
         """The sum of squares of the output in the float model."""
         found = _trace(self.weight, self.sums.moments)
         if self._pull is not None:
-            found += 2 * float((self._pull * self.weight).sum()) + self._constant
+            found += 2 * _inner(self._pull, self.weight) + self._constant
         return max(found, torch.finfo(torch.float64).tiny)
 
     def target(self, ridge: float | None) -> Tensor:
@@ -84,19 +89,21 @@ class Problem:
         if ridge is None or self._pull is None:
             return self.weight
         damping = self.prior + ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
-        found = self.weight.clone()
-        for group, moments in enumerate(self.sums.moments):
-            factor = damped_factor(moments, damping)  # two solutions, because cholesky_solve copies it
-            half = torch.linalg.solve_triangular(factor, self._pull[group].mT, upper=False)
-            found[group] += torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
-        return found
+        found = torch.empty_like(self.weight)
+        for group, (moments, pull) in enumerate(zip(self.sums.moments, self._pull, strict=True)):
+            unit = _unit(moments)  # float32 is enough, because the ridge bounds the condition
+            factor = damped_factor(_by_unit(moments, unit), damping)
+            found[group] = _by_unit(pull, unit)
+            half = torch.linalg.solve_triangular(factor.mT, found[group], upper=True, left=False)
+            torch.linalg.solve_triangular(factor, half, upper=False, left=False, out=found[group])
+        return found.add_(self.weight)
 
 
 def damped_factor(moments: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
     """The lower Cholesky factor of moments [columns, columns] with a damped diagonal; more damping where it fails.
 
     Args:
-        moments: float64.
+        moments: float64 or float32.
         damping: added to the diagonal, as a share of its mean; a diagonal value of 0 is replaced by the mean.
         order: of the columns; by default their own.
 
@@ -107,10 +114,10 @@ def damped_factor(moments: Tensor, damping: float, order: Tensor | None = None) 
     # A sum is finite only where all values are, and takes no matrix of its own.
     if not bool(moments.sum().isfinite()):
         raise CalibrationError("the sums of inputs are not finite")
-    mean = diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    mean = diagonal.mean().clamp(min=torch.finfo(moments.dtype).tiny)
     for step in _LADDER:
         damped = moments.clone() if order is None else moments[order[:, None], order]
-        damped.diagonal().add_(step * damping * mean + (diagonal <= 0).double() * mean)
+        damped.diagonal().add_(step * damping * mean + (diagonal <= 0) * mean)
         if factored(damped.mT):
             return damped.mT
     raise CalibrationError("the sums of inputs are not positive semidefinite")
@@ -130,4 +137,34 @@ def factored(matrix: Tensor, *, upper: bool = False) -> bool:
 
 
 def _trace(matrix: Tensor, moments: Tensor) -> float:
-    return float(((matrix @ moments) * matrix).sum())
+    """tr(M H M^T) of float32 [groups, outputs, columns] and float64 [groups, columns, columns], by products in float32.
+
+    The moments are sums of such products, too. They are symmetric: each product of two columns is made once.
+    """
+    found, unit = 0.0, _unit(moments)
+    for start in range(0, matrix.shape[2], _PANEL):
+        end = min(start + _PANEL, matrix.shape[2])
+        panel = _by_unit(moments[:, start:, start:end], unit)
+        panel[:, end - start :] *= 2
+        found += _inner(matrix[:, :, start:] @ panel, matrix[:, :, start:end])
+    return found * float(unit)
+
+
+def _unit(moments: Tensor) -> Tensor:
+    """The mean of the diagonals, by which tiny moments stay in the range of float32."""
+    return moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _by_unit(values: Tensor, unit: Tensor) -> Tensor:
+    """Float64 values by a unit, in float32; some rows at a time."""
+    found = torch.empty_like(values, dtype=torch.float32)
+    for rows, own in zip(found.split(_PANEL, -2), values.split(_PANEL, -2), strict=True):
+        rows.copy_(own / unit)
+    return found
+
+
+def _inner(one: Tensor, other: Tensor) -> float:
+    """The sum of products of two tensors, added in float64; some rows at a time."""
+    rows = max(_VALUES // max(one[0, :1].numel(), 1), 1)
+    pairs = zip(one.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
+    return float(sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), torch.zeros(())))

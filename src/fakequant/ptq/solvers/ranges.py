@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ _FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
 """Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
 4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
+_ELEMENTS = 2**18
+"""Of the rows that are searched at once: what is computed of them stays in a cache."""
 GAIN = 0.9
 """A transform or another range of an input must lower the error to this share. A transform costs an operation at run
 time where nothing can hold it, and small wins on a few batches are often none on others."""
@@ -43,20 +46,26 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
         parts: the parts that the weight is searched in.
     """
-    if searches(spec) and parts.count == 1 and (len(moments) == 1 or rows_are_apart(weight, spec)):
+    apart = rows_are_apart(weight, spec)
+    if searches(spec) and parts.count == 1 and (len(moments) == 1 or apart):
         rows = zip(weight.chunk(len(moments)), moments, strict=True)
         return joined([search_params(own, spec, inside) for own, inside in rows])
+    inside = _inside_groups(weight, spec, moments)
+    if not apart or parts.count > 1 or len(moments) > 1:
+        return _searched(weight, spec, inside, parts)
+    size = max(_ELEMENTS // max(weight[0].numel(), 1), 1)
+    return joined([_searched(own, spec, inside, parts) for own in weight.split(size)])
+
+
+def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts) -> QParams:
     whole = library.measure(weight, spec.granularity)
     whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
     best = Range(whole.lo.clone(), whole.hi.clone())
-    least = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device)
-    inside = _inside_groups(weight, spec, moments)
+    least, exact = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device), weight.float()
     for factor in _FACTORS:
         tried = Range(whole.lo * factor, whole.hi * factor)
-        error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - weight.float()
-        rows = error.reshape(len(inside), -1, *inside.shape[1:3]).transpose(1, 2)
-        shares = ((rows @ inside) * rows).double().transpose(1, 2).reshape(weight.shape)
-        found = parts.tied(_per_group(shares, spec).reshape(least.shape), torch.sum)
+        error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - exact
+        found = parts.tied(_of_groups(error, spec, inside).reshape(least.shape), torch.sum)
         better = found < least
         least = torch.where(better, found, least)
         best = Range(*(torch.where(better, new, old) for new, old in zip(tried, best, strict=True)))
@@ -77,6 +86,15 @@ def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
         return (moments * (columns[:, None] == columns[None, :])).float()[:, None]
     blocks = moments.unflatten(2, (count, -1)).unflatten(1, (count, -1)).diagonal(dim1=1, dim2=3)
     return blocks.permute(0, 3, 1, 2).float()
+
+
+def _of_groups(error: Tensor, spec: QuantSpec, inside: Tensor) -> Tensor:
+    """The errors d H d^T of groups, float64, for the errors of a weight."""
+    rows = error.reshape(len(inside), -1, *inside.shape[1:3]).transpose(1, 2)
+    shares, groups = (rows @ inside).mul_(rows), spec.granularity.group_shape(error.shape)
+    if groups[0] == len(error) and math.prod(groups[1:]) == inside.shape[1]:  # a run of a row is a group
+        return shares.sum(3, dtype=torch.float64).transpose(1, 2)
+    return _per_group(shares.double().transpose(1, 2).reshape(error.shape), spec)
 
 
 def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:

@@ -6,20 +6,27 @@ matrix to come close to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fakequant.errors import CalibrationError
 from fakequant.ptq.solvers.grid import WeightGrid
-from fakequant.ptq.solvers.problem import damped_factor, factored
+from fakequant.ptq.solvers.problem import damped_factor
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
+_INNER = 16  # likewise within a block, whose sums stay in a cache
 
 
 def gptq(target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.05) -> Tensor:
     """Values of a grid for a matrix [out, columns], column by column: later ones make good the errors of earlier ones.
 
     Columns with the largest moments come first. A column whose input is always 0 gets the nearest values.
+
+    With the damped moments L L^T, columns in reverse order, the error of a row e of T - Q is |e L|^2. Column k of e L
+    is e_k L_kk plus the sum of e_i L_ik over the columns i > k, which are chosen before it: so k comes near to T_k plus
+    this sum by L_kk. These are the steps of GPTQ without the inverse that it factors (arXiv 2507.18553). The sums are
+    of float32, as what the operator rounds.
 
     Args:
         target: the matrix.
@@ -30,30 +37,40 @@ def gptq(target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.0
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
     """
-    order = moments.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(moments, damping, order)
-    left = target[:, order].double()
-    chosen = torch.empty_like(left)
-    columns = order.tolist()
-    for start in range(0, len(columns), _BLOCK):
-        end = min(start + _BLOCK, len(columns))
-        errors = torch.zeros(left.shape[0], end - start, dtype=torch.float64, device=left.device)
-        for place in range(start, end):
-            chosen[:, place] = grid.column(columns[place], left[:, place])
-            error = (left[:, place] - chosen[:, place]) / factor[place, place]
-            left[:, place + 1 : end] -= error[:, None] * factor[place, place + 1 : end]
-            errors[:, place - start] = error
-        left[:, end:] -= errors @ factor[start:end, end:]
-    return chosen[:, order.argsort()].to(target.dtype)
-
-
-def _inverse_factor(moments: Tensor, damping: float, order: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of damped moments, in the memory of one matrix."""
+    order = moments.diagonal().argsort(descending=True, stable=True).flip(0)
     factor = damped_factor(moments, damping, order)
-    torch.cholesky_inverse(factor, out=factor)
-    if not factored(factor, upper=True):
-        raise CalibrationError("the sums of inputs are not positive semidefinite")
-    return factor
+    chosen, errors = torch.empty_like(target), target.new_empty(target.T.shape, dtype=torch.float32)
+    for end in range(len(order), 0, -_BLOCK):
+        start = max(end - _BLOCK, 0)
+        columns = order[start:end]
+        left = target[:, columns].T.float().contiguous()
+        shares = (factor[start:, start:end] / factor.diagonal()[start:end]).float()  # L_ik / L_kk
+        wanted = torch.addmm(left, shares[end - start :].T, errors[end:])
+        _choose(wanted, left, shares[: end - start], errors[start:end], grid, columns.tolist())
+        chosen[:, columns] = wanted.T.to(target.dtype)
+    return chosen
+
+
+def _choose(
+    wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, grid: WeightGrid, columns: Sequence[int]
+) -> None:
+    """Choose the values of some columns, the last one first, each [out].
+
+    Args:
+        wanted: what to come near to, without the errors of these columns; becomes the values.
+        left: the matrix.
+        shares: of the error of a column that others make good.
+        errors: of the values; written.
+        grid: of the matrix.
+        columns: their numbers in it.
+    """
+    for end in range(len(columns), 0, -_INNER):
+        part = slice(max(end - _INNER, 0), end)
+        wanted[part].addmm_(shares[end:, part].T, errors[end:])
+        for place in range(end - 1, part.start - 1, -1):
+            wanted[place].addmv_(errors[place + 1 : end].T, shares[place + 1 : end, place])
+            wanted[place] = grid.column(columns[place], wanted[place])
+            torch.sub(left[place], wanted[place], out=errors[place])
 
 
 def descend(target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, passes: int = 2) -> Tensor:

@@ -1,0 +1,104 @@
+"""`fakequant improve-folder`: a folder of Hugging Face is quantized a block at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import fakequant as fq
+from fakequant.cli.commands import app
+from fakequant.cli.folder import folder_functions
+from fakequant.streaming import choosing, improve_folder
+from tests.support.language_models import llama
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, ["improve-folder", *(str(word) for word in words)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model, its tokenizer, and lines of text."""
+    found = tmp_path / "model"
+    llama().save_pretrained(found)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(200)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(found)
+    lines = [" ".join(f"w{(7 * line + 3 * n) % 199 + 1}" for n in range(20 + line)) for line in range(12)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    return found
+
+
+def words_for(folder: Path, out: str) -> list[Any]:
+    text = folder.parent / "lines.txt"
+    return [folder, "--out", folder.parent / out, "--text", text, "--preset", "int4_group32", "--float", "lm_head"]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_the_files_are_those_of_the_function(folder: Path) -> None:
+    done = invoke(*words_for(folder, "out"))
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("[1/1] choosing weights a block at a time ...")
+    assert f"Written: {folder.parent / 'out'}\n" in done.output
+    batches = [*folder_functions(folder, folder.parent / "lines.txt")["calibration_batches"]()]
+    config = fq.presets.INT4_GROUP32.with_rule(fq.Rule("lm_head"))
+    improve_folder(folder, folder.parent / "own", config, batches, mask="attention_mask")
+    assert bytes_of(folder.parent / "out") == bytes_of(folder.parent / "own")
+    assert "lm_head.weight" in dict(fq.read(folder.parent / "out").named_parameters())
+
+
+def test_it_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke(*words_for(folder, "whole")).exit_code == 0
+    own, calls = choosing.improved, list[None]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(choosing, "improved", interrupted)
+    done = invoke(*words_for(folder, "out"))
+    assert (done.exit_code, len(calls)) == (130, 2)
+    assert "goes on with the first block that is not finished" in done.output
+    assert invoke(*words_for(folder, "out")).exit_code == 0
+    assert len(calls) == 4  # the second block and the table of tokens; the first block was finished
+    assert bytes_of(folder.parent / "out") == bytes_of(folder.parent / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (["--preset", "int5"], "unknown preset"),
+        (["--steps", "slow"], "unknown steps 'slow'"),
+        (["--format", "safetensor"], "unknown format"),
+        (["--text", "nothing.txt"], "there is no nothing.txt"),
+        (["--out", "FOLDER"], "is the source, too"),
+    ],
+)
+def test_mistakes_are_one_line(folder: Path, change: list[Any], text: str) -> None:
+    words = [*words_for(folder, "out"), *(folder if word == "FOLDER" else word for word in change)]
+    done = invoke(*words)
+    assert done.exit_code == 1
+    assert text in done.output
+    assert done.output.splitlines()[-1].startswith("error: ")
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    done = invoke(tmp_path, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert (
+        done.output
+        == f"error: {tmp_path} has no config.json; give a folder that save_pretrained of Hugging Face wrote\n"
+    )
