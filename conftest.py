@@ -61,7 +61,7 @@ def _examples(request: pytest.FixtureRequest) -> None:
     if isinstance(request.node, DoctestItem):
         torch.manual_seed(0)  # else an example's numbers depend on the tests before it
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
-        if {"transformers", "delivery", "engines"} & {request.node.path.stem, *request.node.path.parts}:  # import torchvision
+        if {"transformers", "delivery", "engines"} & {request.node.path.stem, *request.node.path.parts}:
             import_torchvision()
         for name, value in NAMES.items():
             request.node.dtest.globs.setdefault(name, value)
