@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.functional import fake_quantize
+from fakequant.model.sizes import spec_bits
+from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import hadamard, walsh_hadamard
 from tests.support.transformers_models import ARCHITECTURES, tokens
 from tests.support.vision import import_torchvision
@@ -34,9 +38,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "groups and window": {"keys": KEYS, "values": VALUES, "residual_length": 2},
     "window": {"keys": "int4 per_token", "residual_length": 3},
     "two groups": {"keys": KEYS, "values": "uint4 per_block(-2:2)", "residual_length": 1},
+    "fp8": {"keys": "float8_e4m3fn per_token"},
+    "nvfp4": {"keys": "float4_e2m1fn per_block(-1:8) scale=float8_e4m3fn", "values": "int4 per_token"},
     "shared scales": {"keys": "float4_e2m1fn per_block(-2:1,-1:4) scale=float8_e4m3fn@per_block(-2:2)/float16"},
 }
-GROUP = {"groups": 3, "groups and window": 3, "window": 1, "two groups": 6, "shared scales": 2}
+GROUP = {"groups": 3, "groups and window": 3, "window": 1, "two groups": 6, "fp8": 1, "nvfp4": 1, "shared scales": 2}
 OF_A_CALL = (
     *("int8 per_tensor", "int8 per_channel(1)", "int8 per_channel(-2)", "int8 per_token(-2)"),
     "float4_e2m1fn per_block(-1:4) scale=float8_e4m3fn@per_tensor",
@@ -193,6 +199,39 @@ def test_padding_changes_nothing(layout: str, row_by_row: None) -> None:
         assert torch.equal(logits[:, 0], together[1][:, row])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma", "mixtral", "phi3", "qwen3_moe"])
+def test_other_architectures(name: str) -> None:
+    model, ids = name_attention(ARCHITECTURES[name].make()), torch.arange(2, 25).view(1, 23)  # type: ignore[type-var]
+    with torch.no_grad():
+        together = model(ids, past_key_values=cache_of("groups and window")).logits
+        cache = cache_of("groups and window")
+        alone = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(1, 1)], 1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_a_decoder_with_an_encoder() -> None:
+    """T5 has a bias for each place, which is cut as the mask is."""
+    architecture = ARCHITECTURES["t5"]
+    model = name_attention(architecture.make()).double()  # type: ignore[type-var]
+    inputs = {**architecture.inputs(), "use_cache": True, "decoder_input_ids": torch.arange(2, 14).view(1, 12)}
+    inputs = {name: x[:1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    with torch.no_grad():
+        both = EncoderDecoderCache(cache_of("groups and window"), DynamicCache())
+        together = model(**inputs, past_key_values=both).last_hidden_state
+        both, alone = EncoderDecoderCache(cache_of("groups and window"), DynamicCache()), []
+        for part in inputs.pop("decoder_input_ids").split(1, 1):
+            alone.append(model(**inputs, decoder_input_ids=part, past_key_values=both).last_hidden_state)
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=0, atol=1e-12)
+
+
+def test_fixed_ranges_behind_a_window() -> None:
+    own, quantizer = states(9), Quantizer("int8 per_channel(3)")
+    quantizer.set_qparams(fq.QParams(torch.linspace(0.02, 0.4, 8).view(1, 1, 1, 8)))
+    cache = FakeQuantCache([quantizer], "int8 per_token", residual_length=4)
+    write(cache, own, 0, 9)
+    assert torch.equal(held(cache)[0], torch.cat([quantizer(own[0][:, :, :5]), own[0][:, :, 5:]], 2))
+
+
 def test_padding_behind_the_tokens_changes_nothing_before_it() -> None:
     model = named().double()
     ids = torch.arange(2, 22).view(2, 10)
@@ -322,6 +361,18 @@ def test_the_text_says_what_is_left_in_float() -> None:
         "FakeQuantCache(keys int4 per_token rotated, values int4 per_token, the newest 3 tokens in float)"
     )
     assert repr(FakeQuantCache("int8 per_token")) == "FakeQuantCache(keys int8 per_token, values int8 per_token)"
+
+
+def test_the_page_has_the_bits_of_every_layout() -> None:
+    page = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `([^`|]+)` \| (?:the same|`([^`|]+)`) \| ([0-9.]+) \|$", page, re.M)
+    assert len(rows) == 8
+    for keys, values, bits in rows:
+        for spec in (keys, values or keys):
+            found = spec_bits(fq.QuantSpec.parse(spec), (1, 8, 4096, 128)).per_weight
+            assert found == pytest.approx(float(bits), abs=1e-4)
+        if "per_tensor" not in keys:
+            FakeQuantCache(keys, values or keys)
 
 
 @pytest.mark.parametrize("spec", OF_A_CALL)

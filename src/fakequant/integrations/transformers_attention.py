@@ -91,7 +91,15 @@ class ByQuery:
         is_quantized = torch.arange(length, device=ends.device).view(-1, 1) < ends
         return torch.where(is_quantized, self.settled[:, :, :length], self.floats[:, :, :length])
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of all keys."""
+        return self.floats.shape
+
     def __getattr__(self, name: str) -> Any:
+        raise ConfigError(_BY_QUERY)
+
+    def __getitem__(self, index: Any) -> Any:
         raise ConfigError(_BY_QUERY)
 
     @classmethod
@@ -119,14 +127,13 @@ def _attend_by_query(
     length, queries = key.floats.shape[2], query.shape[2]
     if mask is None:
         mask = query.new_ones(queries, length, dtype=torch.bool).tril(length - queries)[None, None]
-    found = [
-        ALL_ATTENTION_FUNCTIONS[name](
-            *(module, query[:, :, run.first : run.stop], keys := key.seen_by(run), value.seen_by(run)),
-            *(mask[:, :, run.first : run.stop, : keys.shape[2]], *args),
-            **options,
-        )[0]
-        for run in key.runs
-    ]
+    of_places = [mask] if (bias := options.get("position_bias")) is None else [mask, bias]
+    found = []
+    for run in key.runs:
+        keys, values, part = key.seen_by(run), value.seen_by(run), slice(run.first, run.stop)
+        own, *biases = (x.expand(-1, -1, queries, -1)[:, :, part, : keys.shape[2]] for x in of_places)
+        more = {**options, "position_bias": biases[0]} if biases else options
+        found.append(ALL_ATTENTION_FUNCTIONS[name](module, query[:, :, part], keys, values, own, *args, **more)[0])
     return torch.cat(found, 1), None
 
 
