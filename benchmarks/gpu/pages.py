@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md, and the same as plain text, from lines of results."""
+"""The table of docs/notes/gpu.md, and the same as plain text, from lines of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.record import ROOT, Line, put_between
 
 from .limits import bar_of, verdict
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "notes" / "gpu.md"
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 HEADER = ("case", "", "elements", "beside", "ms", "time over it", "share of a copy", "bar", "")
 

@@ -1,4 +1,4 @@
-"""Tries a wheel with every Python and torch, each in a new environment, and writes the table of docs/release.md.
+"""Tries a wheel with every Python and torch, each in a new environment, and writes the table of docs/notes/release.md.
 
     python tests/native/versions.py dist/fakequant-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl \\
         --pythons python3.10 python3.11 --torches 2.10.0 2.13.0
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "release.md"
+PAGE = HERE.parents[1] / "docs" / "notes" / "release.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 TORCHES = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"]
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
