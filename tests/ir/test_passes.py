@@ -344,6 +344,6 @@ def test_statistics():
 
 
 def test_the_page_has_a_row_for_every_pass():
-    page = (Path(__file__).parents[2] / "docs" / "ir.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "notes" / "ir.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .* \| (yes|no) \|$", page, re.MULTILINE)
     assert rows == [(type(one).__name__, "yes" if one.exact else "no") for one in ir.ALL]
