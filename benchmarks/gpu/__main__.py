@@ -1,10 +1,10 @@
 """Time everything on a GPU: `python -m benchmarks.gpu [TEXT ...]`, or `make bench-gpu`. What is timed: `cases.py`.
 
 All cases are compared with the reference on the CPU first; if a bit differs, that is printed, and no time is. Results
-are written to benchmarks/results/gpu.jsonl, whole or not at all, and the table into docs/notes/gpu.md. With a TEXT only
-the cases that have it in "name, direction, dtype, elements, other" are timed, and nothing is written unless `--add`
-puts these results among the others. `--pages` times nothing and writes the table from the file. Without a GPU it says so in
-one line and exits with 0; with 1 if a bit differs or a bar of `limits.py` is missed.
+are written to benchmarks/results/gpu.jsonl, whole or not at all, and the table into docs/notes/gpu.md. With a TEXT
+only the cases that have it in "name, direction, dtype, elements, other" are timed, and nothing is written unless
+`--add` puts these results among the others. `--pages` times nothing and writes the table from the file. Without a GPU
+it says so in one line and exits with 0; with 1 if a bit differs or a bar of `limits.py` is missed.
 """
 
 from __future__ import annotations
