@@ -28,6 +28,9 @@ SIZES = {
 # What transformers takes for granted where it reads a GGUF file, because the file does not say it.
 OWN = {
     "qwen3": {"head_dim": 128},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 128, "norm_topk_prob": True},
     "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": 6},
 }

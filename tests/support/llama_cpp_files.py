@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fakequant.delivery.gguf import llama_cpp
+from fakequant.delivery.gguf.file import GgufFile
 
 
 def bindings() -> Any:
@@ -16,6 +17,27 @@ def bindings() -> Any:
     if not llama_cpp.is_there():
         pytest.skip(llama_cpp.ABSENT)
     return llama_cpp.bindings()
+
+
+def split(path: Path, tensors: int) -> Path:
+    """The first of several files with so many tensors each, as the package gguf writes them."""
+    import gguf
+
+    whole = GgufFile(path)
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors)
+    for key, field in gguf.GGUFReader(path).fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            writer.add_key_value(key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for name, one in whole.tensors.items():
+        kind = gguf.GGMLQuantizationType[one.kind]
+        raw = one.make()
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def tokens(path: Path, text: str) -> list[int]:

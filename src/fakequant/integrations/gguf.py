@@ -73,18 +73,41 @@ def _phi3_factors(config: Any) -> dict[str, Tensor]:
     return {f"rope_factors_{kind}.weight": torch.tensor(rotary[f"{kind}_factor"]).float() for kind in kinds}
 
 
+def _experts(writer: Any, config: Any) -> None:
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if (width := getattr(config, "moe_intermediate_size", None)) is not None:
+        writer.add_expert_feed_forward_length(width)
+    if (width := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(width)
+
+
+def _qwen_experts(config: Any) -> str:
+    """llama.cpp has experts in all layers, and knows by the architecture whether their weights add up to 1."""
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        return "not all of its layers have experts"
+    wanted = config.model_type == "qwen3_moe"
+    if config.norm_topk_prob is not wanted:
+        return f"its norm_topk_prob is {config.norm_topk_prob}, not {wanted}"
+    return ""
+
+
 _LLAMA = Architecture(
     "llama",
     interleaved={"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"},
     extra=llama3_frequencies,
     rotaries=("default", "linear", "llama3", "yarn"),
 )
+_EXPERTS = {"describe": _experts, "parts": {"experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj")}}
 _GEMMA = {"norms_from_one": True, "activation": "gelu_pytorch_tanh", "refuse": _gemma_scale}
 
 for _type, _architecture in {
     "llama": _LLAMA,
     "mistral": replace(_LLAMA, refuse=_mistral_window),
+    "mixtral": replace(_LLAMA, refuse=_mistral_window, in_transformers=False, **_EXPERTS),
     "qwen2": Architecture("qwen2"),
+    "qwen2_moe": Architecture("qwen2moe", refuse=_qwen_experts, vectors=["shared_expert_gate.weight"], **_EXPERTS),
+    "qwen3_moe": Architecture("qwen3moe", refuse=_qwen_experts, **_EXPERTS),
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", pattern=2, describe=_gemma2, **_GEMMA),
     "gemma3_text": Architecture("gemma3", pattern=6, describe=_gemma3, **_GEMMA),

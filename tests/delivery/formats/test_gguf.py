@@ -39,13 +39,16 @@ def same_tensors(one, other):
     return all(one[name].make().tobytes() == other[name].make().tobytes() for name in one)
 
 
-def check(kind, weight, tmp_path, **values):
-    """Deliver, verify by other programs, read, deliver again; returns the model, and the file's path."""
+def check(kind, weight, tmp_path, *, mine=False, **values):
+    """Deliver, verify by other programs, read, deliver again; returns the model, and the file's path.
+
+    `mine` says that transformers does not load it.
+    """
     model = prepared(kind, weight, **values)
     path = deliver(model, tmp_path / "one.gguf", "gguf")
     report = verify_delivery(path, model, [IDS])
     assert report.passed, str(report)
-    assert "transformers" in report.runtime
+    assert ("Not loaded by transformers" in str(report.not_run)) is mine
     assert "gguf" in report.runtime
     assert report.runtime.endswith("llama.cpp") is is_there()
     assert (ABSENT in report.not_run) is not is_there()
@@ -72,10 +75,67 @@ def test_each_type(type_, tmp_path):
         ("gemma3_text", {}),
         ("phi3", {}),
         ("llama", {"num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True}),
+        ("qwen3_moe", {}),
     ],
 )
 def test_each_architecture(kind, values, tmp_path):
     check(kind, str(spec_of("Q4_K")), tmp_path, **values)
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q4_0", "IQ4_NL", "MXFP4"])
+def test_experts_beside_a_shared_one(type_, tmp_path):
+    _, path = check("qwen2_moe", str(spec_of(type_)), tmp_path)
+    held = GgufFile(path).tensors
+    assert {name: held[f"blk.1.ffn_{name}.weight"].shape for name in ("gate_exps", "up_exps", "down_exps")} == {
+        "gate_exps": (4, 1408, 256),
+        "up_exps": (4, 1408, 256),
+        "down_exps": (4, 256, 1408),
+    }
+    assert held["blk.1.ffn_gate_inp_shexp.weight"].shape == (256,)
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q4_K", "Q6_K", "TQ1_0"])
+def test_experts_that_transformers_does_not_load(type_, tmp_path):
+    model, path = check("mixtral", str(spec_of(type_)), tmp_path, mine=True)
+    notes = verify_delivery(path, model).not_run
+    assert any("it takes the file for a model without experts" in note for note in notes)
+    with pytest.raises(CheckpointError, match=r"llama\.expert_count is 4, but the model has None"):
+        read(path)
+
+
+def test_parts_of_experts_in_several_types_are_refused(tmp_path):
+    path = deliver(prepared("mixtral", str(spec_of("Q8_0"))), tmp_path / "one.gguf", "gguf")
+    raw, name = path.read_bytes(), b"blk.0.ffn_up_exps.weight"
+    place = raw.index(name) + len(name) + 4 + 3 * 8
+    assert raw[place] == 8
+    half = raw[:place] + bytes([1]) + raw[place + 1 :] + bytes(2**20)
+    path.write_bytes(half)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps\.weight are of several types"):
+        read(path, language_model("mixtral"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "reason"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, "its norm_topk_prob is False, not True"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "its norm_topk_prob is True, not False"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "not all of its layers have experts"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "not all of its layers have experts"),
+    ],
+)
+def test_experts_that_llama_cpp_computes_otherwise_are_refused(kind, values, reason, tmp_path):
+    with pytest.raises(ExportError, match=reason):
+        deliver(prepared(kind, str(spec_of("Q8_0")), **values), tmp_path, "gguf")
+
+
+def test_several_files_of_a_model(tmp_path):
+    model, path = check("llama", str(spec_of("Q4_K")), tmp_path)
+    first = llama_cpp_files.split(path, 5)
+    path.unlink()
+    report = verify_delivery(first, model, [IDS])
+    assert report.passed, str(report)
+    assert any("it reads the first of several files alone" in note for note in report.not_run)
+    assert torch.equal(logits(read(first)), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +161,9 @@ def test_each_architecture(kind, values, tmp_path):
         ("mistral", {}, 1e-5),
         ("qwen2", {}, 1e-5),
         ("qwen3", {"head_dim": 64}, 1e-5),
+        ("mixtral", {}, 1e-5),
+        ("qwen2_moe", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}, 1e-5),
+        ("qwen3_moe", {"moe_intermediate_size": 256}, 1e-5),
         ("gemma2", {}, 3e-4),  # llama.cpp has a table of float16 for its activation
         ("gemma3_text", {}, 3e-4),
         ("phi3", {}, 1e-5),

@@ -9,6 +9,7 @@ import pytest
 from fakequant.delivery.gguf.blocks import pack
 from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf
 from fakequant.errors import CheckpointError
+from tests.support import llama_cpp_files
 
 pytest.importorskip("gguf")
 
@@ -139,3 +140,50 @@ def test_random_damage_raises_nothing_else(path):
         except CheckpointError:
             pass
     assert 0 < read < 300
+
+
+@pytest.fixture
+def first(path):
+    return llama_cpp_files.split(path, 1)
+
+
+def test_several_files_are_one(path, first):
+    whole, found = GgufFile(path), GgufFile(first)
+    assert (first.name, found.count) == ("x-00001-of-00003.gguf", 3)
+    assert list(found.tensors) == list(whole.tensors)
+    assert all(np.array_equal(one.make(), whole.tensors[name].make()) for name, one in found.tensors.items())
+    assert found.metadata["texts"] == whole.metadata["texts"]
+
+
+def test_other_files_than_the_first_are_refused(first):
+    with pytest.raises(CheckpointError, match="is not file 1 of a model; give the first one"):
+        GgufFile(first.with_name("x-00002-of-00003.gguf"))
+
+
+def test_a_missing_or_misnamed_file_is_named(first):
+    other = first.with_name("x-00003-of-00003.gguf")
+    raw = other.read_bytes()
+    other.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*x-00003-of-00003\.gguf"):
+        GgufFile(first)
+    other.write_bytes(first.with_name("x-00002-of-00003.gguf").read_bytes())
+    with pytest.raises(CheckpointError, match=r"x-00003-of-00003\.gguf is not file 3 of a model"):
+        GgufFile(first)
+    other.write_bytes(raw)
+    GgufFile(first)
+    with pytest.raises(CheckpointError, match=r"first of 3 files, and is not named \.\.\.-00001-of-00003\.gguf"):
+        GgufFile(first.rename(first.with_name("y.gguf")))
+
+
+def test_a_tensor_in_two_files_and_one_too_few(path, first, tmp_path):
+    other = first.with_name("x-00002-of-00003.gguf")
+    raw = other.read_bytes()
+    assert raw.count(b"b.weight") == 1
+    other.write_bytes(raw.replace(b"b.weight", b"a.weight"))
+    with pytest.raises(CheckpointError, match=r"x-00002-of-00003\.gguf has a\.weight, which an earlier file has"):
+        GgufFile(first)
+    other.write_bytes(raw)
+    many = first.read_bytes().replace(struct.pack("<Ii", 5, 3), struct.pack("<Ii", 5, 4))
+    first.write_bytes(many)
+    with pytest.raises(CheckpointError, match="is the first of files with 4 tensors, and they have 3"):
+        GgufFile(first)

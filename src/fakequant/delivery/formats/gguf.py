@@ -6,7 +6,7 @@ Codes are written as they are, in blocks that hold their scales: `delivery/gguf/
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -41,7 +41,7 @@ _LLAMA_CPP = 1e-2
 
 
 class Gguf(DeliveryFormat):
-    """Linear layers and embeddings of language models, in the types of GGUF that are a lattice."""
+    """Linear layers, experts and embeddings of language models, in the types of GGUF that are a lattice."""
 
     name = "gguf"
     suffix = ".gguf"
@@ -61,8 +61,8 @@ class Gguf(DeliveryFormat):
         if part.call:
             cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
             return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
-        if part.is_stack or not isinstance(part.module, (nn.Linear, nn.Embedding)):
-            return f"it quantizes linear layers and embeddings, and this is a {part.kind}"
+        if not part.is_stack and not isinstance(part.module, (nn.Linear, nn.Embedding)):
+            return f"it quantizes linear layers, experts and embeddings, and this is a {part.kind}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
             return "it quantizes weights, and inputs of products with them"
         try:
@@ -78,7 +78,7 @@ class Gguf(DeliveryFormat):
         names = GgufNames(architecture, model.config)
         kinds = {part.weight: kind_of(part.operands["weight"].spec, part.shape) for part in parts if not part.call}
         own = [name for name in float_names(model) if name not in state.shared]
-        tensors = {names.of(name): _stored(state, names, name, kinds.get(name)) for name in own}
+        tensors = {key: one for name in own for key, one in _stored(state, names, name, kinds.get(name)).items()}
         for name, made in architecture.extra(model.config).items():
             tensors[name] = GgufTensor("F32", tuple(made.shape), made.numpy)
 
@@ -89,7 +89,7 @@ class Gguf(DeliveryFormat):
                 writer.add_file_type(file_type)
             for name in filter(names.shift, own):
                 if (rest := _rest(state.tensors[name], names.shift(name))).any():
-                    writer.add_array(REST + names.of(name), rest.tolist())
+                    writer.add_array(REST + names.of(name)[0], rest.tolist())
 
         return {f"model{self.suffix}": content(architecture.name, say, tensors)}
 
@@ -100,6 +100,8 @@ class Gguf(DeliveryFormat):
         transformers: Any = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         file = GgufFile(path)
+        if file.count > 1:  # of which transformers has looked into the first
+            config.tie_word_embeddings = "output.weight" not in file.tensors
         try:
             architecture = architecture_of(SimpleNamespace(config=config))
             check_settings(file, architecture, config)
@@ -117,16 +119,24 @@ class Gguf(DeliveryFormat):
         return NamedTensors(path, model).state()
 
     def engines(self, path: Path, model: nn.Module) -> Iterable[Engine]:
-        reader, transformers = NamedTensors(path, model), import_module("transformers")
+        reader = NamedTensors(path, model)
         values = Made({name: partial(reader.theirs, name) for name in reader.coded})
         yield Engine(f"gguf {metadata.version('gguf')}", values)
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
         dtype = next(iter(reader.like.values())).dtype
-        loaded = load(path.parent, gguf_file=path.name, dtype=dtype).eval()
-        notes = [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
-        yield Engine(f"transformers {transformers.__version__}", loaded.state_dict(), loaded, notes=notes)
-        if not notes:
+        why_not = "" if architecture_of(model).in_transformers else "takes the file for a model without experts"
+        why_not = "reads the first of several files alone" if reader.file.count > 1 else why_not
+        yield _by_transformers(path, dtype, why_not)
+        if llama_cpp.is_there():
             yield _by_llama_cpp(path, dtype, "f16" if has_cache(model) else "f32")
+
+
+def _by_transformers(path: Path, dtype: torch.dtype, why_not: str) -> Engine:
+    transformers: Any = import_module("transformers")
+    name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
+    if why_not:
+        return Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    return Engine(name, loaded.state_dict(), loaded, notes=notes)
 
 
 def _by_llama_cpp(path: Path, dtype: torch.dtype, cache: str) -> Engine:
@@ -137,7 +147,7 @@ def _by_llama_cpp(path: Path, dtype: torch.dtype, cache: str) -> Engine:
     return Engine("llama.cpp", model=model, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
 
 
-def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> GgufTensor:
+def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, GgufTensor]:
     """A tensor of a model as the file stores it: as blocks or unchanged; vectors in float32, as llama.cpp requires."""
     tensor = later(state.tensors, name)
     shape = tuple(tensor.shape)
@@ -155,7 +165,28 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
         raw = raw + np.float32(shift) if shift else raw
         return raw if rows is None else raw[rows]
 
-    return GgufTensor(kind, shape, make)
+    stored = names.shape(name, shape)
+    if len(places := names.of(name)) == 1:
+        return {places[0]: GgufTensor(kind, stored, lambda: make().reshape(*stored[:-1], -1))}
+    height, width = shape[-2], shape[-1]
+    parts = _ShareOfRows(make, len(places))
+    return {
+        key: GgufTensor(kind, (*shape[:-2], height // len(places), width), partial(parts.make, number))
+        for number, key in enumerate(places)
+    }
+
+
+class _ShareOfRows:
+    """Equal shares of the rows [..., rows, bytes] of a tensor, which is made once for all of them."""
+
+    def __init__(self, make: Callable[[], Array], count: int) -> None:
+        self._make, self._count, self._left = make, count, dict[int, Array]()
+
+    def make(self, number: int) -> Array:
+        """A share by its number, counted from 0; the others are kept until they are asked for."""
+        if number not in self._left:
+            self._left = dict(enumerate(np.split(self._make(), self._count, axis=-2)))
+        return self._left.pop(number)
 
 
 def _rest(tensor: Tensor, shift: float) -> Array:

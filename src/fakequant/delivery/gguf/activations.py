@@ -58,10 +58,11 @@ def llama_cpp_inputs(model: Model) -> Model:
     for name, place in places_of(model).items():
         layer: Any = model.get_submodule(place.path)
         quantizer = getattr(layer, place.attribute, None)
-        if not isinstance(layer, nn.Linear) or not isinstance(quantizer, Quantizer) or not quantizer.quantizes:
+        if not place.input or not isinstance(quantizer, Quantizer) or not quantizer.quantizes:
             continue
         try:
-            found.append((place, layer, inputs_for(quantizer.spec, tuple(layer.weight.shape))))
+            shape = tuple(getattr(layer, place.operand.weight).shape)
+            found.append((place, layer, inputs_for(quantizer.spec, shape)))
         except ShapeError as error:
             raise ExportError(f"llama.cpp cannot have {name}: {error}") from error
     with restore_on_error(structure_of([model])):

@@ -39,6 +39,9 @@ class Architecture:
         rotary_keys: more of their keys that the file says.
         refuse: names the parts of a configuration that a file cannot hold; "" if there are none.
         tokenizer: adds the tokenizer of a model to the metadata.
+        parts: tensors whose rows the file has in several tensors: the end of the name, and those of the parts.
+        vectors: the ends of names of matrices with one row, which the file has as vectors.
+        in_transformers: whether transformers builds the model of a file.
     """
 
     name: str
@@ -52,6 +55,9 @@ class Architecture:
     rotary_keys: Sequence[str] = ()
     refuse: Callable[[Any], str] = lambda config: ""
     tokenizer: Callable[[Any, nn.Module], None] = lambda writer, model: None
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    vectors: Sequence[str] = ()
+    in_transformers: bool = True
 
 
 _known: dict[str, Architecture] = {}
@@ -233,16 +239,22 @@ class GgufNames:
         self._names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         self._architecture, self._config = architecture, config
 
-    def of(self, name: str) -> str:
-        """The name in the file of a tensor of the model.
+    def of(self, name: str) -> list[str]:
+        """The names in the file of a tensor of the model, in the order of its rows; mostly one.
 
         Raises:
             CheckpointError: there is none.
         """
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        parts = self._architecture.parts
+        names = [name.removesuffix(end) + own for end, all in parts.items() if name.endswith(end) for own in all]
+        found = [self._names.get_name(one, try_suffixes=(".weight", ".bias")) for one in names or [name]]
+        if None in found:
             raise CheckpointError(f"{name} has no place in a file of {self._architecture.name} for llama.cpp")
-        return found
+        return [one if one.endswith((".weight", ".bias")) else f"{one}.weight" for one in found if one is not None]
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a tensor in the file, from that in the model."""
+        return tuple(shape[1:]) if name.endswith(tuple(self._architecture.vectors)) else tuple(shape)
 
     def rows(self, name: str, count: int) -> Sequence[int] | None:
         """The model's row numbers in the order of the file; None if both orders are the same."""

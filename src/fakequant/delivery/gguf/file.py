@@ -1,10 +1,11 @@
 """A GGUF file: metadata and tensors by name, read without trust, and written tensor by tensor.
 
-Source: docs/gguf.md of ggml. Only little-endian files of versions 2 and 3 in one part are read.
+Source: docs/gguf.md of ggml, tools/gguf-split of llama.cpp. Only little-endian files of versions 2 and 3 are read.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ _TEXT, _ARRAY = 8, 9
 _FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
 """Types without blocks, and what their bytes are read as."""
 _MOST_AXES = 4
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def require_gguf() -> Any:
@@ -106,10 +108,11 @@ def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping
 
 
 class GgufFile:
-    """The metadata and tensors of a file, which is mapped into memory and not read whole.
+    """The metadata and tensors of a file, or of all files of a model, which are mapped into memory and not read whole.
 
     Attributes:
-        path: of the file.
+        path: of the file; of several, the first one, `...-00001-of-00003.gguf`, which has the metadata.
+        count: the number of files; 0 or 1 if there is one.
         metadata: values by key; arrays of numbers are arrays of numpy, those of texts lists.
         tensors: by name, in the order of the file; their content is made at each access.
 
@@ -117,7 +120,13 @@ class GgufFile:
         CheckpointError: a damaged file, or content that this reader does not know.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: int = 0) -> None:
+        """Open a file.
+
+        Args:
+            path: of the file.
+            number: that it has among the files of a model, from 0 on.
+        """
         self.path = path
         try:
             self._raw = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
@@ -126,8 +135,9 @@ class GgufFile:
         reader = _ValueReader(self._raw, str(path))
         tensors = reader.counts()
         self.metadata = dict(reader.pairs())
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            raise reader.damage("is one of several parts; join them by llama-gguf-split --merge")
+        self.count = count = self.metadata.get("split.count", 0)
+        if not isinstance(count, int) or self.metadata.get("split.no", 0) != number:
+            raise reader.damage(f"is not file {number + 1} of a model; give the first one, with -00001-of- in its name")
         entries = [reader.entry() for _ in range(tensors)]
         align = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(align, int) or align <= 0 or align & (align - 1):
@@ -136,6 +146,21 @@ class GgufFile:
         self.tensors = {name: self._stored(reader, name, shape, kind) for name, shape, kind, _ in entries}
         if len(self.tensors) != tensors:
             raise reader.damage("has several tensors of one name")
+        if count > 1 and number == 0:
+            self._join(reader, count)
+
+    def _join(self, reader: _ValueReader, count: int) -> None:
+        """Add the tensors of the other files."""
+        named = _PART.fullmatch(self.path.name)
+        if named is None or int(named[2]) != 1 or int(named[3]) != count:
+            raise reader.damage(f"is the first of {count} files, and is not named ...-00001-of-{count:05}.gguf")
+        for number in range(1, count):
+            other = GgufFile(self.path.with_name(f"{named[1]}-{number + 1:05}-of-{count:05}.gguf"), number)
+            if both := self.tensors.keys() & other.tensors.keys():
+                raise CheckpointError(f"{other.path} has {min(both)}, which an earlier file has")
+            self.tensors |= other.tensors
+        if (total := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            raise reader.damage(f"is the first of files with {total} tensors, and they have {len(self.tensors)}")
 
     def _stored(self, reader: _ValueReader, name: str, shape: tuple[int, ...], kind: int) -> GgufTensor:
         gguf = require_gguf()

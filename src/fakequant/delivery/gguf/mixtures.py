@@ -98,12 +98,12 @@ def mixture(model: nn.Module, name: str) -> Config:
     rules = []
     for weight, place in places_of(model).items():
         # A head that is tied to the embedding is one weight with it, of the type of heads.
-        is_head = weight in shared or weight in shared.values() or names.of(weight) == "output.weight"
+        is_head = weight in shared or weight in shared.values() or names.of(weight) == ["output.weight"]
         columns = model.get_parameter(weight).shape[-1]
         kind = _MIXTURES[key][0]
         if is_head:
             kind = "Q6_K" if kind != "Q8_0" and columns % LAYOUTS[kind].weights == 0 else "Q8_0"
-        elif found := _LAYER.fullmatch(names.of(weight)):
+        elif found := _LAYER.fullmatch(names.of(weight)[-1]):
             own = found[2].replace("attn_qkv", "attn_v")  # the three in one count as values
             at = _Layer(int(found[1]), config.num_hidden_layers, shares)
             kind = next((other for holds, other in _MIXTURES[key][1].get(own, ()) if holds(at)), kind)

@@ -48,30 +48,40 @@ class NamedTensors:
         state = model.state_dict()
         self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
         self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
-        if left := sorted({*self.file.tensors} - {*map(self.names.of, self.stored), *MADE}):
+        if left := sorted(
+            {*self.file.tensors} - {*MADE, *(one for name in self.stored for one in self.names.of(name))}
+        ):
             raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
         self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
         check_settings(self.file, architecture, model.config)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        place = self.names.of(name)
-        if place not in self.file.tensors:
-            raise CheckpointError(f"{self.file.path} lacks {place}, which is {name} in the model")
-        found = self.file.tensors[place]
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{self.file.path}: {place} is of shape {list(found.shape)}, and {name} of {list(shape)}"
-            )
-        return found
+        places = self.names.of(name)
+        stored = self.names.shape(name, shape)
+        if len(places) > 1:
+            stored = (*shape[:-2], shape[-2] // len(places), shape[-1])
+        for place in places:
+            if place not in self.file.tensors:
+                raise CheckpointError(f"{self.file.path} lacks {place}, which is {name} in the model")
+            if (found := self.file.tensors[place]).shape != stored:
+                raise CheckpointError(
+                    f"{self.file.path}: {place} is of shape {list(found.shape)}, and {name} of {list(stored)}"
+                )
+        first, *others = (self.file.tensors[place] for place in places)
+        if any(one.kind != first.kind for one in others):
+            raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, and {name} has one")
+        if not others:
+            return GgufTensor(first.kind, shape, lambda: first.make().reshape(*shape[:-1], -1))
+        return GgufTensor(first.kind, shape, lambda: np.concatenate([one.make() for one in (first, *others)], axis=-2))
 
     def state(self) -> QuantizedState:
         """The state in the file."""
-        layers = {}
+        layers: dict[str, LayerEntry] = {}
         for name in self.coded:
             entry = QuantizerEntry(TensorConfig(spec_of(self.stored[name].kind)))
             for place in self._readers(name):
                 held = {place.attribute: entry, **self._inputs(place, entry.tensor.spec, self.stored[name].shape)}
-                layers[place.path] = LayerEntry(place.kind, quantizers=held)
+                layers.setdefault(place.path, LayerEntry(place.kind, quantizers={})).quantizers.update(held)
         weights = Made({name: partial(self._weight, name) for name in self.coded})
         tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
         sites = sites_entry(self.model) if has_cache(self.model) else SitesEntry()  # an option of llama.cpp's
@@ -102,7 +112,7 @@ class NamedTensors:
         try:
             found = from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.file.path}: {self.names.of(name)}: {error}") from error
+            raise CheckpointError(f"{self.file.path}: {listed(self.names.of(name))}: {error}") from error
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
@@ -112,7 +122,7 @@ class NamedTensors:
             return self.theirs(name)
         raw = self._rows(name)
         if shift := self.names.shift(name):
-            rest = self.file.metadata.get(REST + self.names.of(name), np.float32(0))
+            rest = self.file.metadata.get(REST + self.names.of(name)[0], np.float32(0))
             raw = raw - np.float32(shift) + rest
         values = torch.from_numpy(np.array(raw.view(np.int16) if kind == "BF16" else raw))
         return (values.view(torch.bfloat16) if kind == "BF16" else values).to(self.like[name].dtype)
