@@ -151,7 +151,7 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
     """A tensor of a model as the file stores it: as blocks or unchanged; vectors in float32, as llama.cpp requires."""
     tensor = later(state.tensors, name)
     shape = tuple(tensor.shape)
-    kind = kind or ("F32" if len(shape) < 2 else _KINDS.get(tensor.dtype))
+    kind = kind or ("F32" if len(tensor.shape) < 2 else _KINDS.get(tensor.dtype))
     if kind is None:
         raise CheckpointError(f"{name} is of {tensor.dtype}, which GGUF has not; convert the model to float32 first")
     rows, shift = names.rows(name, *shape[:1]), names.shift(name)
