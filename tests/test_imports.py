@@ -30,7 +30,7 @@ ROOMS = [
     {"streaming"},
     {"ir"},
     {"report"},
-    {"plot"},
+    {"plot", "presets", "qat"},
     {"compat", "integrations"},
     {"cli"},
 ]
@@ -332,6 +332,13 @@ def test_every_public_name_is_found_when_it_is_asked_for():
     assert {"calibration", "export", "model", "nn"} <= rooms_after(ask)
     with pytest.raises(AttributeError, match="module 'fakequant' has no attribute 'quantise'"):
         fq.quantise  # noqa: B018
+
+
+def test_names_of_modules_can_be_imported_from():
+    """Each is one module under two names, with one state."""
+    code = "from fakequant.qat import finetune; from fakequant.presets import INT8; import fakequant as fq\n"
+    code += "from fakequant.model.training import qat; import fakequant.model.presets as presets\n"
+    assert "presets" in rooms_after(code + "assert fq.qat is qat and fq.presets is presets")
 
 
 @pytest.mark.exhaustive

@@ -90,7 +90,7 @@ def main() -> None:
         "beyond_MB": round(beyond / 1e6),
         "block_MB": round(largest / 1e6),
         "blocks_beyond": round(beyond / largest, 2),
-        "left": round(found.left, 4),
+        "left": round(found.remaining_error, 4),
         "digest": digest.hexdigest()[:12],
     }
     print(json.dumps(row))

@@ -324,7 +324,7 @@ def _improve(prepare: Callable[[Case], nn.Module], steps: str) -> Callable[[Case
             loaded = fq.load(case.float(seed=1), Path(folder, "checkpoint"))
         check_same_bits(case.outputs(loaded), outputs, "loaded")
         said = found.conclusions
-        return {"left": round(found.left, 4), "before": found.before, "after": found.after, "said": said}
+        return {"left": round(found.remaining_error, 4), "before": found.before, "after": found.after, "said": said}
 
     return run
 

@@ -136,16 +136,7 @@ __all__ = [
 ]
 
 # Imported at first use, so that `import fakequant` does not load the code that works on models.
-_MODULES = {
-    "compat": "fakequant.compat",
-    "ir": "fakequant.ir",
-    "nn": "fakequant.nn",
-    "plot": "fakequant.plot",
-    "ptq": "fakequant.ptq",
-    "presets": "fakequant.model.presets",
-    "qat": "fakequant.model.training.qat",
-    "report": "fakequant.report",
-}
+_MODULES = ("compat", "ir", "nn", "plot", "ptq", "presets", "qat", "report")
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.delivery": ("deliver", "read", "verify_delivery"),
@@ -174,7 +165,7 @@ _PLACES = {member: module for module, members in _MEMBERS.items() for member in 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        value = import_module(_MODULES[name])
+        value = import_module(f"fakequant.{name}")
     elif name in _PLACES:
         value = getattr(import_module(_PLACES[name]), name)
     else:

@@ -154,3 +154,24 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
+
+
+def renamed(old: str, new: str) -> Any:
+    """An attribute under its old name, which goes with the next release; reading it warns.
+
+    >>> class Result:
+    ...     error = 0.5
+    ...     left = renamed("left", "error")
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     warnings.simplefilter("always")
+    ...     Result().left, str(said[0].message)
+    (0.5, 'Result.left is now called Result.error, and the old name goes with the next release')
+    """
+
+    def read(owner: Any) -> Any:
+        kind = type(owner).__name__
+        text = f"{kind}.{old} is now called {kind}.{new}, and the old name goes with the next release"
+        warn_user(text, DeprecationWarning)
+        return getattr(owner, new)
+
+    return property(read)

@@ -170,7 +170,7 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     model = fq.prepare(net().to(dtype), INT3)
     given = [batch.to(dtype) for batch in batches("as it is")]
     found = fq.ptq.improve(model, given, progress=False)
-    assert found.left < 0.7
+    assert found.remaining_error < 0.7
     for place in (0, 2, 4):
         assert model[place].weight.dtype == dtype
         assert_same_bits(model[place].weight_quantizer(model[place].weight), model[place].weight)
@@ -201,7 +201,7 @@ def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
     given = batches("usual")
     model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
     fq.calibrate(model, given, progress=False, unseen="float")
-    assert fq.ptq.improve(model, given, "fast", judge=[], progress=False).left_of_layers < 1
+    assert fq.ptq.improve(model, given, "fast", judge=[], progress=False).remaining_error_of_layers < 1
 
 
 def test_groups_of_whole_kernels_are_improved_and_exported_to_the_bit(tmp_path: Path) -> None:
@@ -210,6 +210,6 @@ def test_groups_of_whole_kernels_are_improved_and_exported_to_the_bit(tmp_path: 
     model, batches = fq.prepare(net, "INT4_GROUP32").eval(), [torch.randn(4, 3, 9, 9) for _ in range(4)]
     found = fq.ptq.improve(model, batches)
     assert all(layer.after <= layer.before for layer in found.layers)
-    assert found.left < 0.9
+    assert found.remaining_error < 0.9
     file = fq.export_onnx(model, batches[0], tmp_path / "model.onnx").path
     assert fq.verify_onnx(file, model).exact

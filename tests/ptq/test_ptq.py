@@ -83,7 +83,7 @@ def test_four_bits_lose_a_quarter_of_what_nearest_loses() -> None:
     model = prepared("int4 per_block(1:8,pad)")
     nearest = error(model)
     without_drift = [step for step in fq.ptq.STEPS if step != "drift"]
-    assert fq.ptq.improve(model, batches(), without_drift, judge=[], progress=False).left_of_layers < 0.25
+    assert fq.ptq.improve(model, batches(), without_drift, judge=[], progress=False).remaining_error_of_layers < 0.25
     assert error(model) < 0.5 * nearest
 
 
@@ -97,7 +97,7 @@ def test_every_step_for_weights_loses_less(step: str) -> None:
     nearest = error(model)
     found = fq.ptq.improve(model, batches(), steps, judge=[], progress=False)
     assert error(model) < nearest
-    assert found.left_of_layers < 0.99
+    assert found.remaining_error_of_layers < 0.99
 
 
 @pytest.mark.parametrize("step", ["smooth", "input"])  # rotations: tests/ptq/solvers/test_transforms.py

@@ -151,7 +151,7 @@ def test_parameters_in_one_memory_are_shared() -> None:
 
 def test_a_parameter_without_a_shape_yet_has_no_memory() -> None:
     model = fq.prepare(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(4)), "w4a16", skip=["1"])
-    assert fq.ptq.improve(model, batches(), "fast", progress=False).left < 1
+    assert fq.ptq.improve(model, batches(), "fast", progress=False).remaining_error < 1
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -74,7 +74,7 @@ def test_codes_are_those_of_the_model_in_memory(preset: str, steps: Any, mask: A
     assert {row.layer for row in found.layers} == {
         "embed", "head", *(f"blocks.{n}.{name}" for n in range(3) for name in ("up", "down"))
     }  # fmt: skip
-    assert found.left < 1
+    assert found.remaining_error < 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from fakequant.errors import renamed
 from fakequant.model.analysis.html import html_result
 from fakequant.text import listed, module_name, table
 
@@ -72,15 +73,18 @@ class Improvement:
     is_judged: bool = False
     worst: str = ""
 
+    left = renamed("left", "remaining_error")
+    left_of_layers = renamed("left_of_layers", "remaining_error_of_layers")
+
     @property
-    def left(self) -> float:
+    def remaining_error(self) -> float:
         """The share of the error of the model's output that is left; of the layers where it was not measured."""
         if not self.before or self.after is None:
-            return self.left_of_layers
+            return self.remaining_error_of_layers
         return self.after / self.before
 
     @property
-    def left_of_layers(self) -> float:
+    def remaining_error_of_layers(self) -> float:
         """The share of the errors of rounding weights to nearest that is left, summed over the layers.
 
         It is 1 where only inputs were chosen, or where nothing was. Errors of layers are no error of the model.
@@ -102,7 +106,7 @@ class Improvement:
     @property
     def conclusions(self) -> list[str]:
         """The error of the model's output, what is left of the errors of layers, and the notes, a sentence each."""
-        line = f"layers: {self.left_of_layers:.0%} of the error of rounding to nearest is left"
+        line = f"layers: {self.remaining_error_of_layers:.0%} of the error of rounding to nearest is left"
         stay = [module_name(found.layer) for found in self.layers if found.note]
         if stay:
             line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {listed(stay)}"
@@ -113,7 +117,7 @@ class Improvement:
         """The error of the model's output; "" where it was not measured."""
         if self.before is None or self.after is None:
             return ""
-        share = f", {self.left:.0%} is left" if self.before and self.is_judged else ""
+        share = f", {self.remaining_error:.0%} is left" if self.before and self.is_judged else ""
         return f"error of the model's output {self.judged}: {self.before:.2e} -> {self.after:.2e}{share}"
 
     def take_back(self, names: Iterable[str]) -> None:

@@ -104,7 +104,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     ...         empty, folder, "int4_group32", batches, load=lambda path: model.get_submodule(path).state_dict()
     ...     )
     ...     again = read(folder, net())
-    >>> found.left < 1
+    >>> found.remaining_error < 1
     True
     """
     call = "improve_folder('model', 'folder', 'int4_group128', batches)"

@@ -225,7 +225,7 @@ def test_a_registered_function_has_what_its_traits_say(target: str) -> None:
     assert tuple(held.get(name, []) for name in ("my_product", "my_smooth")) == OPERANDS[target]
     assert "my_mover" not in held
     left = {one.name: (one.is_product, one.multiplications) for one in fq.unquantized(model, x)}
-    assert {one.name for one in fq.summary(model, x).left or ()} == {*left}
+    assert {one.name for one in fq.summary(model, x).unquantized or ()} == {*left}
     assert "my_mover" not in left
     assert left.get("my_product") == (None if held.get("my_product") else (True, 2 * 3 * 4))
 

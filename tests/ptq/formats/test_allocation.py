@@ -259,7 +259,7 @@ def test_layers_without_scores_are_named() -> None:
     given = [torch.arange(9).view(1, 9)]
     with pytest.warns(CalibrationWarning, match="idle"):
         scores = fq.ptq.scores(Partly(), given, ["INT8", "INT4_GROUP32"], progress=False)
-    assert scores.left == {
+    assert scores.why_float == {
         "table": "a Embedding has no score",
         "lstm": "a LSTM has no score",
         "idle": "the first batch does not reach it",
@@ -321,7 +321,7 @@ def test_layers_that_share_their_weight_get_one_choice_and_count_once(mixed: Sco
 
 
 def test_why_a_layer_stays_in_float(mixed: Scores) -> None:
-    left = {name: why for name, why in mixed.left.items() if name not in ("table", "attention.self_attn")}
+    left = {name: why for name, why in mixed.why_float.items() if name not in ("table", "attention.self_attn")}
     assert left == {
         "attention.self_attn.out_proj": "attention.self_attn uses its weight in float",
         "computed.parametrizations.weight": "a ParametrizationList has no score",

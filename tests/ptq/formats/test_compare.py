@@ -46,7 +46,9 @@ def test_every_way_is_a_row_the_best_first() -> None:
     with torch.no_grad():
         pairs = [(model(x), net()(x)) for x in batches()]
     lost = sum(float((y - wanted).double().square().sum()) for y, wanted in pairs)
-    assert by_way["INT4_GROUP32", "max", ""].error == lost / sum(float(w.double().square().sum()) for _, w in pairs)
+    share = lost / sum(float(wanted.double().square().sum()) for _, wanted in pairs)
+    # In which order a processor sums 2,048 squares is its own.
+    assert by_way["INT4_GROUP32", "max", ""].error == pytest.approx(share, rel=1e-13)
     header = "preset method steps metric error bits MB ms seconds"
     assert str(found).splitlines()[0].split() == header.split()
     assert "INT4_GROUP32" in found._repr_html_()

@@ -80,12 +80,12 @@ def test_choices_that_do_not_help_on_other_rows_go_back(kind: str, preset: str) 
         lost += new.of(model).mean > 1.05 * before
         assert found.before is not None
         assert found.after == held.of(model).mean <= found.before
-        assert found.left == found.after / found.before
+        assert found.remaining_error == found.after / found.before
         assert str(found).startswith("error of the model's output on 1 batch that chose nothing: ")
         if all(row.note.startswith("nearest: its choice does not") for row in found.layers):
             for name, tensor in model.state_dict().items():
                 assert_same_bits(tensor, state[name])
-            assert found.left == 1
+            assert found.remaining_error == 1
     assert lost <= 1
 
 
@@ -99,7 +99,7 @@ def test_batches_that_judge_are_the_given_ones(work: Any) -> None:
     found = work(model, given, *blocks, judge=iter(judge), progress=False)
     assert (found.before, found.after) == (before, error.of(model).mean)
     assert "on 2 batches that chose nothing" in str(found)
-    assert found.left < 0.9
+    assert found.remaining_error < 0.9
     with pytest.raises(ConfigError, match="give a list"):
         work(model, given, *blocks, judge=judge[0])
 
@@ -132,7 +132,7 @@ def test_layers_that_help_stay_where_others_do_not() -> None:
     assert notes["one"] == ""
     assert notes["two"].startswith("nearest: its choice does not lower")
     assert_same_bits(model(judge[0])[1], nearest(judge[0])[1])
-    assert found.left < 1
+    assert found.remaining_error < 1
 
 
 def test_one_batch_judges_nothing_and_says_so() -> None:

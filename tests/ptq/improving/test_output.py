@@ -125,7 +125,7 @@ def test_autocast_in_forward(preset: str, work: Any) -> None:
     fq.calibrate(model, batches(), forward=in_bfloat16, progress=False)
     judge = {} if isinstance(work, partial) else {"judge": []}
     found = work(model, batches(), forward=in_bfloat16, progress=False, **judge)
-    assert found.left_of_layers < 1
+    assert found.remaining_error_of_layers < 1
 
 
 def test_casts_of_weights_that_have_changed_are_made_anew() -> None:

@@ -70,7 +70,7 @@ def test_improve_runs_a_model_three_times_and_two_batches_once_more(net: str, st
 def test_what_all_changes_lower_is_measured_once() -> None:
     model, batches, runs = counted("mlp", 8)
     found = fq.ptq.improve(model, batches, "fast", progress=False)
-    assert found.left < 1
+    assert found.remaining_error < 1
     assert runs[0] == 3 * 8 + 2
     assert [row.note for row in found.layers if row.note] == []
 
@@ -84,7 +84,7 @@ def test_without_a_judge_four_batches_measure() -> None:
 def test_without_drift_the_float_model_runs_on_what_judges_alone() -> None:
     model, batches, runs = counted("mlp", 8)
     found = fq.ptq.improve(model, batches, ["gptq"], progress=False)
-    assert found.left < 1
+    assert found.remaining_error < 1
     assert runs[0] == 8 + 2 + 7 + 2
 
 

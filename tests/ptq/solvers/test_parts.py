@@ -54,7 +54,7 @@ def test_wide_convolutions_gain_in_parts(spec: str) -> None:
     assert Parts.of(model[0].products()[0]).count == count
     assert Parts.of(model[2].products()[0]).count == 1
     found = fq.ptq.improve(model, batches, "fast")
-    assert found.left < 0.9
+    assert found.remaining_error < 0.9
     in_parts = [row.layer for row in found.layers if row.remarks and f"{count} parts" in row.remarks[-1]]
     assert in_parts == ["0"] * (count > 1)
     weight, quantizer = model[0].weight, model[0].weight_quantizer

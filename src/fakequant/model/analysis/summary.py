@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.data.batches import Inputs
+from fakequant.errors import renamed
 from fakequant.model.analysis.coverage import Operation
 from fakequant.model.analysis.html import html_result
 from fakequant.model.analysis.operations import left_of, record_example
@@ -53,7 +54,7 @@ class Summary:
     """What `summary` found; prints as a table."""
 
     layers: list[LayerSummary]
-    left: list[Operation] | None = None
+    unquantized: list[Operation] | None = None
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
@@ -62,6 +63,8 @@ class Summary:
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
     unsearched: int = 0
     """The weights whose scales are those of their largest values, where `calibrate` would search nearer ones."""
+
+    left = renamed("left", "unquantized")
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -104,10 +107,12 @@ class Summary:
             cure = "fakequant.calibrate(model) searches nearer ones"
             lines.append(f"{weights} the scales of the largest values; {cure}")
         lines.append(self.size)
-        if self.left is not None:
-            products = [operation for operation in self.left if operation.is_product]
-            lines.append(f"left in float: {len(products)} products, {len(self.left) - len(products)} other operations")
-            lines += [f"  {operation}" for operation in (*products, *(o for o in self.left if not o.is_product))]
+        if self.unquantized is not None:
+            products = [operation for operation in self.unquantized if operation.is_product]
+            lines.append(
+                f"left in float: {len(products)} products, {len(self.unquantized) - len(products)} other operations"
+            )
+            lines += [f"  {operation}" for operation in (*products, *(o for o in self.unquantized if not o.is_product))]
         return lines
 
 

@@ -85,7 +85,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     >>> net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> model = prepare(nn.Sequential(net, nn.Linear(4, 4)), "INT4_WEIGHT_ONLY")
     >>> found = fq.ptq.reconstruct(model, [torch.randn(32, 16) for _ in range(4)], ["0", "1"])
-    >>> [block.layer for block in found.layers], found.left < 0.8
+    >>> [block.layer for block in found.layers], found.remaining_error < 0.8
     (['0', '1'], True)
     """
     weights = calibrated_weights(model, "reconstruct")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, renamed
 from fakequant.model.config import Config, Rule
 from fakequant.text import listed, module_name, table, visible
 
@@ -62,12 +62,14 @@ class Allocation:
     """What a metric gives with these choices; None where none was asked."""
     operations: int = 0
     products: int = 0
-    left: Mapping[str, str] = field(default_factory=dict)
+    why_float: Mapping[str, str] = field(default_factory=dict)
     """Why other layers with weights stay in float, by their path."""
     size: int = 0
     """Bytes of all parameters of the model, as `fakequant.summary` counts them: also those that stay in float."""
     in_float: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the parameters that stay in float, by the path of the module that holds them."""
+
+    left = renamed("left", "why_float")
 
     @property
     def bits_per_weight(self) -> float:
@@ -85,7 +87,7 @@ class Allocation:
         figures += [f"predicted loss {self.loss:.2e}"]
         figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
         figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
-        figures += _stay_in_float(self.left)
+        figures += _stay_in_float(self.why_float)
         return visible(f"Allocation({', '.join(figures)})")
 
     def config(self) -> Config:
@@ -104,7 +106,7 @@ class Scores:
         ties: layers that get one choice, because they read the same tensor or hold the same parameter.
         arriving: by layer and choice, the error that arrives in random directions of the output [samples].
         products: how many multiply-accumulates each layer has for the first batch.
-        left: why other layers with weights have no scores, and stay in float, by their path.
+        why_float: why other layers with weights have no scores, and stay in float, by their path.
         in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
         computed: layers whose weight is no parameter; what it is computed from stays in float.
     """
@@ -114,9 +116,11 @@ class Scores:
     ties: list[list[str]]
     arriving: dict[tuple[str, str], Tensor] = field(repr=False)
     products: dict[str, int] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    why_float: dict[str, str] = field(default_factory=dict)
     in_float: dict[str, int] = field(default_factory=dict)
     computed: frozenset[str] = frozenset()
+
+    left = renamed("left", "why_float")
 
     def predict(self, choices: Mapping[str, str]) -> Allocation:
         """A mix with its predicted loss, which counts how errors of different layers add up or cancel."""
@@ -130,7 +134,7 @@ class Scores:
             sum(self.weights[layer] for layer in choices),
             operations=sum(score.operations for score in taken),
             products=sum(self.products.get(layer, 0) for layer in choices),
-            left=self.left,
+            why_float=self.why_float,
             size=sum(self.in_float.values()) + -(-stored // 8),
             in_float=self.in_float,
         )
@@ -251,15 +255,15 @@ class Scores:
         for layer, own in self.layers.items():
             losses = [f"{own[name].loss:.2e}" if name in own else "-" for name in names]
             rows.append([layer, f"{self.weights[layer]:,}", *losses])
-        return table(rows, _stay_in_float(self.left), numbers=range(1, len(rows[0])))
+        return table(rows, _stay_in_float(self.why_float), numbers=range(1, len(rows[0])))
 
     __repr__ = __str__  # what notebooks and consoles show
 
 
-def _stay_in_float(left: Mapping[str, str]) -> list[str]:
+def _stay_in_float(why_float: Mapping[str, str]) -> list[str]:
     """A text that names the first layers that stay in float; none if there are none."""
-    named = [f"{module_name(layer)} ({why})" for layer, why in left.items()]
-    return [f"{len(left)} stay in float: {listed(named, _NAMED)}"] if left else []
+    named = [f"{module_name(layer)} ({why})" for layer, why in why_float.items()]
+    return [f"{len(why_float)} stay in float: {listed(named, _NAMED)}"] if why_float else []
 
 
 def _of_these(in_float: Mapping[str, int]) -> str:

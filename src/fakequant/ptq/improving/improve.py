@@ -109,7 +109,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     0
     >>> model = prepare(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4_WEIGHT_ONLY")
     >>> found = fq.ptq.improve(model, [torch.randn(32, 16) for _ in range(4)])
-    >>> found.left < 0.8
+    >>> found.remaining_error < 0.8
     True
     """
     check_model(model, "improve", "improve(model, batches)")

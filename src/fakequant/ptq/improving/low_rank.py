@@ -70,7 +70,7 @@ def low_rank(
     0
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "INT4_GROUP32")
     >>> found = fq.ptq.low_rank(model, [torch.randn(64, 64) @ torch.randn(64, 64)], rank=4)
-    >>> found.left < 0.8, model[0].low_rank
+    >>> found.remaining_error < 0.8, model[0].low_rank
     (True, LowRank(rank 4, float16))
     """
     weights = prepared_weights(model, "low_rank")
