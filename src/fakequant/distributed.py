@@ -16,8 +16,9 @@ Result = TypeVar("Result")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor: this process may hold only a shard of it."""
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "full_tensor")
+    """Whether a tensor is a DTensor, of which this process may hold a shard. A proxy of torch.fx has any attribute."""
+    kind = type(tensor)
+    return kind not in (Tensor, nn.Parameter) and issubclass(kind, Tensor) and hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
