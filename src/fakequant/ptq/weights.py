@@ -16,7 +16,7 @@ from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products.product import Product
+from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
 
@@ -88,16 +88,24 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
     """
     shared = shared_parameters(model)
     found = {own: f"layers share its {'weight' if own.dim() > 1 else 'bias'}" for own in shared}
-    readers = weight_readers(model, recording)
+    readers, own_biases = weight_readers(model, recording), _biases_of_steps(model)
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:
             reader = readers[weight.layer] or "the model"
             found.setdefault(weight.parameter, f"{reader} reads its weight outside of the layer")
     for parameter, number in recording.numbers(model).items():
         readers_of_vector = recording.consumers.get(number, ()) if parameter.dim() == 1 else ()
-        if len({(own.owner, own.function, own.index) for own in readers_of_vector if number in own.read}) > 1:
+        others = (own for own in readers_of_vector if number in own.read and own.owner != own_biases.get(parameter))
+        if len({own.site for own in others}) > 1:
             found.setdefault(parameter, "several functions read it")
     return found
+
+
+def _biases_of_steps(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The biases that a layer adds at every step, with its path."""
+    paths = {module: path for path, module in model.named_modules()}
+    products = [own for own in quantized_weights(model).values() if isinstance(own, MatrixProduct) and own.has_steps]
+    return {bias: paths[own.layer] for own in products if (bias := own.bias[0]) is not None}
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -164,6 +164,9 @@ class MatrixProduct(Product):
     is_stack: ClassVar[bool] = False
     """Whether the weight is a stack of matrices, each with inputs of its own."""
 
+    has_steps: ClassVar[bool] = False
+    """Whether a call multiplies at each of several steps, so that its functions read the bias as often."""
+
     why_no_bias: str | None = None
     """Why there is a bias in the calls that cannot be moved."""
 

@@ -6,6 +6,7 @@ Biases and the state of an LSTM's cell stay in float.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,8 +80,18 @@ def step(mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: S
     return after if isinstance(after, tuple) else (after,)
 
 
+Show = Callable[[int, Sequence[Tensor], Callable[[StepQuantizers], Sequence[Tensor]]], None]
+"""Gets the number of a layer in one direction, the inputs [n, in] of its steps, and what runs it with given quantizers.
+
+That returns the hidden states [n, hidden] before the steps. A change of weights counts for the layer's own run."""
+
+
 def unroll(
-    layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any, quantizers: Sequence[StepQuantizers]
+    layer: nn.RNNBase,
+    input: Tensor | PackedSequence,
+    hx: Any,
+    quantizers: Sequence[StepQuantizers],
+    show: Show | None = None,
 ) -> tuple[Tensor | PackedSequence, Any]:
     """What `layer(input, hx)` computes, every step quantized; arguments and results are those of torch's layers.
 
@@ -89,6 +100,7 @@ def unroll(
     Args:
         layer: nn.RNN, nn.GRU or nn.LSTM without projections.
         quantizers: of every layer, in each direction: forward, then backward.
+        show: called before a layer runs in a direction.
 
     Raises:
         ValueError: an input of other than 2 or 3 axes.
@@ -104,28 +116,41 @@ def unroll(
         outputs = []
         for i in range(first, first + directions):
             start = tuple(s[i] for s in state)
-            found, end = _one_direction(layer.mode, steps, start, weights[i], quantizers[i], reverse=i != first)
-            outputs.append(found)
-            ended.append(end)
+            run = partial(_one_direction, layer.mode, steps, start, weights[i], reverse=i != first)
+            if show is not None:
+                show(i, steps, lambda own, run=run: run(own).hidden)
+            found = run(quantizers[i])
+            outputs.append(found.outputs)
+            ended.append(found.end)
         steps = [torch.cat(both, 1) for both in zip(*outputs, strict=True)]
     return _closed(layer, input, steps, tuple(torch.stack(s) for s in zip(*ended, strict=True)))
 
 
+class _Direction(NamedTuple):
+    outputs: list[Tensor]
+    """The hidden states [n, hidden] after every step."""
+    hidden: list[Tensor]
+    """Those before every step."""
+    end: State
+    """The last state of every sequence."""
+
+
 def _one_direction(
     mode: str, steps: list[Tensor], state: State, weights: GateWeights, quantizers: StepQuantizers, *, reverse: bool
-) -> tuple[list[Tensor], State]:
-    """The hidden states [n, hidden] of every step, and the last state of every sequence."""
+) -> _Direction:
     weights = quantizers.weights(weights)
-    outputs = []
+    outputs, hidden = list[Tensor](), list[Tensor]()
     for x in reversed(steps) if reverse else steps:
         n = x.shape[0]
-        after = step(mode, x, tuple(s[:n] for s in state), weights, quantizers)
+        before = tuple(s[:n] for s in state)
+        after = step(mode, x, before, weights, quantizers)
         outputs.append(after[0])
+        hidden.append(before[0])
         # Sequences that have ended keep their state, those that have not begun (in reverse) their first one.
         if n < state[0].shape[0]:
             after = tuple(torch.cat([a, s[n:]]) for a, s in zip(after, state, strict=True))
         state = after
-    return outputs[::-1] if reverse else outputs, state
+    return _Direction(outputs[::-1], hidden[::-1], state) if reverse else _Direction(outputs, hidden, state)
 
 
 def _opened(layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any) -> tuple[list[Tensor], State]:

@@ -5,7 +5,8 @@ While a quantizer is on, a layer computes step by step as in `recurrent.py`; els
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ExportError
+from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products.of_recurrent import GateProduct
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
-from fakequant.nn.quantized.recurrent import GateWeights, step, unroll
+from fakequant.nn.quantized.recurrent import GateWeights, StepQuantizers, step, unroll
 
 
 class _Separate(NamedTuple):
@@ -34,6 +37,10 @@ class _Separate(NamedTuple):
         return self.input(x), self.hidden(hidden)
 
 
+_Hidden = Callable[[StepQuantizers], Sequence[Tensor]]
+"""The hidden states before every step, with given quantizers."""
+
+
 def _names(suffix: str) -> tuple[str, str, str, str]:
     """The attributes of the quantizers of one layer in one direction, "_l0_reverse"; of a cell, ""."""
     return (
@@ -44,7 +51,14 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
     )
 
 
-class _Recurrent(QuantizedLayer):
+class _Recurrent(Watched, QuantizedLayer):
+    """Functions that watch it are called with the attribute of a weight's quantizer, and what gives its rows.
+
+    Those are [n, columns] of a cell, [n, steps, columns] of a layer, and [1, rows, columns] of a packed sequence.
+    """
+
+    product_class = GateProduct
+
     @classmethod
     def suffixes(cls, layer: nn.Module) -> list[str]:
         """The endings of parameter names: one for each layer and direction."""
@@ -61,11 +75,22 @@ class _Recurrent(QuantizedLayer):
         return found
 
     def _quantizers(self) -> list[_Separate] | None:
-        """Those of every layer in each direction; None if all are off."""
+        """Those of every layer in each direction; None if all are off, and nothing watches."""
         suffixes = self.suffixes(self)
-        if not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
+        if not self._watching and not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
             return None
         return [_Separate(*(getattr(self, name) or _as_it_is for name in _names(suffix))) for suffix in suffixes]
+
+    def _show(self, own: _Separate, place: int, steps: Sequence[Tensor], hidden: _Hidden) -> None:
+        *_, input_weight, hidden_weight = _names(self.suffixes(self)[place])
+        self.show(input_weight, cache(lambda: self._rows(steps)))
+        # What is chosen for the weight will be nearer to it than what rounding to nearest gives.
+        exact = own._replace(hidden_weight=_as_it_is)
+        self.show(hidden_weight, cache(lambda: self._rows(hidden(exact))))
+
+    def _rows(self, steps: Sequence[Tensor]) -> Tensor:
+        is_packed = any(len(x) != len(steps[0]) for x in steps)
+        return torch.cat([*steps])[None] if is_packed else torch.stack([*steps], 1)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -97,7 +122,8 @@ class _RecurrentLayer(_Recurrent):
                     f"a quantized {self.float_class.__name__} is written step by step, and the number of steps is "
                     "dynamic; export it with a fixed length, without that axis in dynamic_shapes"
                 )
-        return unroll(layer, input, hx, quantizers)
+        show = (lambda place, *seen: self._show(quantizers[place], place, *seen)) if self._watching else None
+        return unroll(layer, input, hx, quantizers, show)
 
 
 @quantizes(nn.LSTM)
@@ -118,6 +144,9 @@ class QuantRNN(_RecurrentLayer, nn.RNN):
 class _RecurrentCell(_Recurrent):
     mode: ClassVar[str]
 
+    def _rows(self, steps: Sequence[Tensor]) -> Tensor:
+        return steps[0]
+
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """The state after one step as the float cell returns it, of the same arguments."""
         if isinstance(input, Proxy):
@@ -130,6 +159,8 @@ class _RecurrentCell(_Recurrent):
         zeros = x.new_zeros(x.shape[0], cell.hidden_size)
         given = ((zeros, zeros) if is_lstm else zeros) if hx is None else hx
         state = tuple(torch.atleast_2d(s) for s in (given if is_lstm else (given,)))
+        if self._watching:
+            self._show(quantizers[0], 0, (x,), lambda _: (state[0],))
         weights = quantizers[0].weights(GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh))
         after = step(self._mode(), x, state, weights, quantizers[0])
         if input.dim() == 1:

@@ -1,0 +1,76 @@
+"""The products of a recurrent layer or cell: its weights, multiplied with the inputs and hidden states of all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.quantizer import Quantizer
+from fakequant.numerics.granularity import Granularity
+
+_PREFIX = "weight_"
+
+
+class GateProduct(MatrixProduct):
+    """A weight of all gates, of one layer in one direction, multiplied with the input or the hidden state of each step.
+
+    Its rows are those of all steps. Hidden states are those that the layer computes while this weight is in float; of a
+    cell those that its calls get.
+    """
+
+    takes_transform = False
+    has_steps = True
+
+    @property
+    def _ending(self) -> str:
+        """Of the names of the parameters: "ih_l0_reverse"; of a cell "hh"."""
+        return self.name.removeprefix(_PREFIX)
+
+    @property
+    def input_attribute(self) -> str:
+        """The layer's attribute that holds the quantizer of the rows."""
+        kind, suffix = self._ending[:2], self._ending[2:]
+        return f"{suffix}_{'input' if kind == 'ih' else 'hidden'}_quantizer"
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        return getattr(self.layer, self.input_attribute, None)
+
+    @property
+    def input_transform(self) -> None:
+        return None
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        return self.layer._parameters.get(f"bias_{self._ending}"), slice(None)
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        return self is other
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        def see(attribute: str, rows: Callable[[], Tensor]) -> None:
+            if attribute == self.attribute:
+                hook(self, (rows(),), {})
+
+        return self.layer.watch(see)
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Rows [n, steps, columns], or [n, columns] of one step, as the steps see them."""
+        (x,), quantizer = inputs, self.input_quantizer
+        if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec.granularity):
+            return (self.layer.quantized(self.input_attribute, x),)
+        return (torch.stack([quantizer(step) for step in x.unbind(1)], 1),)
+
+
+def is_by_row(granularity: Granularity) -> bool:
+    """Whether each row of a matrix has scales of its own, so that its range depends on no other row.
+
+    >>> from fakequant import PerBlock, PerTensor, PerToken
+    >>> is_by_row(PerToken()), is_by_row(PerBlock({-1: 16})), is_by_row(PerTensor())
+    (True, True, False)
+    """
+    return granularity.group_shape((2, 16_384))[0] == 2
