@@ -12,6 +12,7 @@ import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model.sizes import spec_bits
 from fakequant.model.state import packing
+from fakequant.nn import Quantizer
 from fakequant.numerics.formats import parse_format
 from tests.support.checkpoints import assert_as_before, change_manifest, change_tensors, state_of
 from tests.support.matrix import full, sweep
@@ -53,6 +54,15 @@ def test_a_packed_model_computes_the_same_bits(name, tmp_path):
     x = torch.randn(8, WIDTH)
     assert torch.equal(again(x), model(x))
     assert tensors_in(tmp_path)["0.weight"].dtype is torch.uint8
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_codes_are_made_once(calibrated, monkeypatch, tmp_path):
+    encoded, made = Quantizer.encoded, []
+    monkeypatch.setattr(Quantizer, "encoded", lambda self, x: made.append(self) or encoded(self, x))
+    model = prepared("NF4_WEIGHT_ONLY") if calibrated else fq.prepare(network(), "NF4_WEIGHT_ONLY")
+    fq.save(model, tmp_path, packed=True)
+    assert len(made) == 2
 
 
 WITHOUT_DATA = ["INT4_GROUP32", "INT4_WEIGHT_ONLY", "INT8_WEIGHT_ONLY", "NF4_WEIGHT_ONLY", "NVFP4", "MXFP4"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant.errors import CheckpointError, QParamsError, warn_user
 from fakequant.model.state.manifest import Manifest, PackedEntry
 from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
-from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.numerics.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
 from fakequant.numerics.format import Format
@@ -61,7 +61,7 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
 
 def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Tensor | LazyTensor]) -> PackedEntry:
     """Add the tensors of a weight that is written as codes, once: those of its quantizers are left out."""
-    weight = weights[name]
+    weight = weights.uncoded(name) if isinstance(weights, QuantizedWeights) else weights[name]
     for path, (key, value) in product(weight.quantizers, (("scale", weight.scale), ("zero_point", weight.zero_point))):
         if value is not None:
             tensors.setdefault(f"{path}.{key}", value)
