@@ -69,6 +69,12 @@ def test_a_missing_heading_is_seen():
     assert "data-for-nothing" not in headings(DOCS / "guide.md")
 
 
+def test_a_reader_has_at_most_so_many_words():
+    """Without docs/notes and tables that commands write; what is longer says something twice, or belongs there."""
+    pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts and page.name != "formats.md"]
+    assert sum(len(GENERATED.sub("", page.read_text()).split()) for page in pages) <= 25_000
+
+
 # Blocks without prompts, which doctest does not run, by page: the test that runs them.
 RUN_BY = {
     "jobs.md": "cli/test_jobs.py",

@@ -1,7 +1,8 @@
 """torch's own fake-quantization functions, with torch's signatures and errors, computed by this package.
 
 Finite inputs give torch's bits: values, masks and gradients. Errors of torch are not copied (NaN becomes a number,
-infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md lists every difference.
+infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md and
+docs/notes/differences.md list every difference.
 
 Source: pytorch, aten/src/ATen/native/quantized/FakeQuantPer{Tensor,Channel}Affine.cpp and cpu/kernels/
 QuantizedOpKernels.cpp.

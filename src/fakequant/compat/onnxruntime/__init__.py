@@ -1,7 +1,7 @@
 """ONNX Runtime's training operators FakeQuant and FakeQuantGrad, for tensors and in the public onnxruntime wheel.
 
 y = (clamp(rint(x / scale) + zero_point) - zero_point) * scale, and a mask that is true where the code was in range
-before it was clamped; docs/compat-onnxruntime.md lists what differs from the kernels.
+before it was clamped; docs/notes/differences.md lists what differs from the kernels.
 
 Source: microsoft/onnxruntime, orttraining/training_ops/{cpu,cuda}/quantization/fake_quant*.
 """

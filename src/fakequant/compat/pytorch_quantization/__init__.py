@@ -1,6 +1,6 @@
 """The interface of NVIDIA's pytorch-quantization 2.2.1, on any device, under the same submodule names.
 
-`num_bits`, `axis`, `amax` and the calibration methods mean what they mean there; docs/compat-pytorch-quantization.md
+`num_bits`, `axis`, `amax` and the calibration methods mean what they mean there; docs/notes/pytorch-quantization.md
 lists what differs and why.
 """
 
