@@ -70,6 +70,8 @@ NAMES = [
     "set_execution",
     "site_plan",
     "snapshot",
+    "store_codes",
+    "store_floats",
     "summary",
     "unquantized",
     "verify_delivery",

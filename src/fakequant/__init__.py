@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         save,
         snapshot,
     )
+    from fakequant.model.storing import store_codes, store_floats
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.ptq import compare, search
@@ -129,6 +130,8 @@ __all__ = [
     "set_execution",
     "site_plan",
     "snapshot",
+    "store_codes",
+    "store_floats",
     "summary",
     "unquantized",
     "verify_delivery",
@@ -156,6 +159,7 @@ _MEMBERS = {
     "fakequant.model.prepare": ("prepare",),
     "fakequant.model.sites.sites": ("site_plan",),
     "fakequant.model.analysis.summary": ("summary",),
+    "fakequant.model.storing": ("store_codes", "store_floats"),
     "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("compare", "search"),
     "fakequant.streaming": ("improve_folder",),

@@ -18,6 +18,7 @@ import_torchvision()
 import peft  # noqa: E402
 
 from fakequant.integrations.peft import train_merged  # noqa: E402
+from fakequant.nn.stored_weight import StoredWeight  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(16, 8, generator=GENERATOR)
@@ -185,3 +186,95 @@ def test_other_uses_are_refused():
     model.add_adapter("other", lora())
     with pytest.raises(ConfigError, match="several adapters has no one merged weight"):
         model.eval()(X, adapter_names=["default"] * 8 + ["other"] * 8)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("config", ["int4", "nf4_weight_only", "gguf_q4_0"])
+@pytest.mark.parametrize(
+    ("make", "x", "options"),
+    [(linear, X, {}), (linear, X, {"lora_bias": True}), (convolution, IMAGES, {}), (table, IDS, {})],
+    ids=["linear", "bias", "convolution", "embedding"],
+)
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+def test_on_stored_codes_training_and_merging_have_the_bits_of_floats(make, x, options, config, precision, safe):
+    found = []
+    for store in (lambda model: model, fq.store_codes):
+        base = fq.store_floats(fq.store_codes(based(make, x, learned=False, config=config)))
+        model = train_merged(peft.get_peft_model(store(base), lora(**options)))
+        GENERATOR.manual_seed(0)
+        found.append(train(model, x, precision=precision))
+    kept, stored = found
+    assert type(merged_layer(stored).get_base_layer().weight) is StoredWeight
+    for one, other in zip(adapters(stored), adapters(kept), strict=True):
+        assert_same_bits(one, other)
+    expected, codes = stored(x), merged_codes(stored)[0]
+    assert_same_bits(kept(x), expected)
+    merged = stored.merge_and_unload(safe_merge=safe)
+    assert torch.equal(merged[0].weight.codes(), codes)
+    assert_same_bits(merged(x), expected)
+    assert_same_bits(kept.merge_and_unload()(x), expected)
+
+
+def merged_layer(model):
+    return next(one for one in model.modules() if hasattr(one, "merged_tensors"))
+
+
+def adapters(model):
+    return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+
+
+def stored_lora(**options):
+    return train_merged(peft.get_peft_model(fq.store_codes(based(learned=False)), lora(**options)))
+
+
+def test_merged_codes_are_taken_back():
+    model = stored_lora(lora_bias=True)
+    with model.disable_adapter():
+        before = model(X)
+    expected = train(model)(X)
+    model.merge_adapter()
+    model.merge_adapter()  # is merged
+    assert_same_bits(model(X), expected)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bits(again(X), expected)
+        with again.disable_adapter():
+            assert_same_bits(again(X), before)
+    model.unmerge_adapter()
+    assert_same_bits(model(X), expected)
+
+
+def test_codes_of_nan_are_not_merged():
+    model = train(stored_lora())
+    before = merged_layer(model).get_base_layer().weight.codes()
+    with torch.no_grad():
+        merged_layer(model).lora_A["default"].weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN or infinite values in the weights with default merged"):
+        model.merge_adapter()
+    assert torch.equal(merged_layer(model).get_base_layer().weight.codes(), before)
+
+
+def test_training_as_merged_keeps_no_weight_of_stored_codes():
+    model, saved = stored_lora().train(), []
+    size = model.base_model.model[0].get_base_layer().weight.numel()
+    x = X[:2].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        model.base_model.model[0](x)
+    assert all(one.numel() < size for one in saved if type(one) is not StoredWeight)
+
+
+def test_beside_stored_codes_adapters_train_as_beside_floats_and_cannot_be_merged():
+    found = []
+    for store in (lambda model: model, fq.store_codes):
+        base = fq.store_floats(fq.store_codes(based(learned=False)))
+        GENERATOR.manual_seed(0)
+        found.append(train(peft.get_peft_model(store(base), lora(lora_dropout=0.0))))
+    kept, stored = found
+    for one, other in zip(adapters(stored), adapters(kept), strict=True):
+        assert_same_bits(one, other)
+    expected = stored(X)
+    assert_same_bits(kept(X), expected)
+    for safe in (False, True):
+        with pytest.raises(ConfigError, match=r"stored as codes cannot be changed .*store_floats.*train_merged"):
+            stored.merge_and_unload(safe_merge=safe)
+    assert_same_bits(stored(X), expected)

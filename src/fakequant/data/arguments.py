@@ -10,6 +10,7 @@ from torch import nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.stored_weight import StoredWeight
 
 Metric = Callable[[nn.Module], float]
 """A function of a model; larger is better."""
@@ -50,6 +51,24 @@ def refuse_prepared(model: nn.Module, function: str) -> None:
     """
     if quantizers(model):
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
+
+
+def refuse_stored(model: nn.Module, action: str) -> None:
+    """Raise if a model has weights that are stored as codes, see `fakequant.store_codes`.
+
+    Args:
+        model: any module.
+        action: the refused action as a verb, for example "export".
+
+    Raises:
+        ConfigError: the model has such weights.
+    """
+    stored = [name for name, own in model.named_parameters() if type(own) is StoredWeight]
+    if stored:
+        raise ConfigError(
+            f"{len(stored)} weights are stored as codes, the first is {stored[0]}; call fakequant.store_floats(model) "
+            f"before you {action} the model"
+        )
 
 
 def check_metric(metric: Any, caller: str) -> None:

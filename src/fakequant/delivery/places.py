@@ -12,6 +12,7 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.stored_weight import with_stored
 
 _ROLES = Role.WEIGHT, Role.INPUT
 
@@ -60,7 +61,7 @@ def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
 
 def float_names(model: nn.Module) -> list[str]:
     """The names in the state dict without those of quantizers: the state dict of the float model."""
-    return without_quantizers(model.state_dict(), quantizers(model))
+    return without_quantizers(with_stored(model, model.state_dict()), quantizers(model))
 
 
 def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import Inputs, example_arguments, select_inputs
 from fakequant.data.failures import described
 from fakequant.distributed import refuse_sharded
@@ -149,6 +149,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     check_model(model, "export_onnx", _CALL, ExportError)
     check_path(path, _CALL, ExportError)
     refuse_sharded(model, "export")
+    refuse_stored(model, "export")
     warn_stale_scales(model)
     warn_raised(raise_scales(model))
     chosen_example = example if inputs is None else select_inputs(example, inputs)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fakequant.data.arguments import refuse_stored
 from fakequant.errors import CheckpointError
 from fakequant.model.state import QuantizedState, check_plan, restore_plan, settle, snapshot
 from fakequant.nn.quantizer import quantizers
@@ -121,6 +122,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Update the configuration to the present state of the model; `save_pretrained` calls this before it writes."""
+        refuse_stored(model, "save")
         self.quantization_config = FakeQuantConfig.of(model)
         model.config.quantization_config = self.quantization_config
         held, state = quantizers(model), model.state_dict()

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from fakequant.data.arguments import refuse_stored
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import GraphError
@@ -57,6 +58,7 @@ def capture(
     t5 = FakeQuantize(t0) : Float32 [2, 4]
     """
     refuse_sharded(model, "capture")
+    refuse_stored(model, "capture")
     args, kwargs = example_arguments(example, inputs)
     # With gradients in any case: only so the trace says which parts of the model are without them.
     with fixed_ranges(model), quiet("torch.export"), torch.enable_grad():

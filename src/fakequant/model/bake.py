@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
+from fakequant.model.storing import store_floats
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
@@ -39,6 +40,7 @@ def bake_weights(model: Model) -> Model:
     True
     """
     refuse_sharded(model, "bake the weights of")
+    store_floats(model)
     weights = quantized_weights(model)
     for name, weight in weights.items():
         _check(layer_of(name), weight)

@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from fakequant.errors import ConfigError
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.stored_weight import StoredWeight
+from fakequant.numerics.qparams import QParams
 from fakequant.restore import attributes_of, restore_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -100,7 +103,14 @@ class _Merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if kwargs.pop("adapter_names", None) is not None:
             raise ConfigError("a batch of several adapters has no one merged weight; call the model once for each")
-        return functional_call(_base(self), self.merged_tensors(active), (x, *args), kwargs)
+
+        def merged(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return functional_call(_base(self), self.merged_tensors(active), (x, *args), kwargs)
+
+        if type(_base(self).weight) is not StoredWeight or not torch.is_grad_enabled():
+            return merged(x, *args, **kwargs)
+        # Else autograd would keep the merged weight in float.
+        return checkpoint(merged, x, *args, use_reentrant=False, **kwargs)
 
     def merged_tensors(self: Any, adapters: list[str]) -> dict[str, Tensor]:
         """The weight as `merge` leaves it, and the bias if adapters have one."""
@@ -119,9 +129,39 @@ class _Merged:
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         active = [name for name in adapter_names or self.active_adapters if name in self.scaling]
+        active = [name for name in active if name not in self.merged_adapters]
+        if type(_base(self).weight) is StoredWeight:
+            return self._merge_codes(active)
         if safe_merge and not all(bool(x.isfinite().all()) for x in self.merged_tensors(active).values()):
             raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
         super().merge(False, adapter_names)  # type: ignore[misc]  peft's own safe one rounds otherwise in 16 bits
+
+    def _merge_codes(self: Any, active: list[str]) -> None:
+        """Store the codes of the merged weight, and keep those from before for `unmerge`."""
+        base: Any = self.get_base_layer()
+        bias, before = getattr(base, "bias", None), base.weight
+        with torch.no_grad():
+            found = self.merged_tensors(active)
+            codes = base.weight_quantizer.codes(found["weight"])
+            if codes is None or not all(bool(x.isfinite().all()) for x in found.values()):
+                raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
+            merged = StoredWeight.of(codes[0], QParams(before.scale, before.zero_point), before.spec, before.dtype)
+            if not self.merged_adapters:
+                self._before = before, None if bias is None else bias.detach().clone()
+            base._parameters["weight"] = nn.Parameter(merged, requires_grad=False)
+            if bias is not None:
+                bias.copy_(found["bias"])
+        self.merged_adapters += active
+
+    def unmerge(self: Any) -> None:
+        base: Any = self.get_base_layer()
+        if type(base.weight) is not StoredWeight or not self.merged:
+            return super().unmerge()  # type: ignore[misc]
+        (base._parameters["weight"], bias), self._before = self._before, None
+        if bias is not None:
+            with torch.no_grad():
+                base.bias.copy_(bias)
+        self.merged_adapters.clear()
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = object.__reduce_ex__(self, max(int(protocol), 2))

@@ -16,9 +16,8 @@ from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.nn.adapters import join_adapters
-from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import look
-from fakequant.nn.ranges.fixed_codes import FixedCodes
+from fakequant.nn.ranges.fixed_codes import UNUSUAL, FixedCodes
 from fakequant.nn.ranges.global_scale import GlobalScale
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.ranges.sharded import Mesh, known_part
@@ -143,8 +142,8 @@ class Quantizer(GlobalScale, FixedCodes):
             if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
                 self.observe(x)
             return x
-        if isinstance(x, Proxy):
-            return as_leaf(self, x)
+        if isinstance(x, UNUSUAL):
+            return self.of_unusual(x)
         if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
             look(self, x)
         if self._cache is not None and self._cache.serves(x):
@@ -177,7 +176,7 @@ class Quantizer(GlobalScale, FixedCodes):
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """`codes`, without a look at whether the parameters still fit."""
-        if self._buffers["fixed_codes"] is not None and (fixed := self.codes_of_weight(x)) is not None:
+        if (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
         scale = None if self.dynamic else self._buffers["scale"]
         params = self.qparams(x) if scale is None else QParams(scale, self._buffers["zero_point"])

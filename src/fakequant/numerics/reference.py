@@ -180,10 +180,14 @@ def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The values of codes, in the given dtype."""
-    blocks, computed = spec.granularity.block_shape(codes.shape), compute_dtype(dtype)
-    stored = blocked(spec.format.from_storage(codes, computed), blocks)
-    scale, zero_point = _blocked_params(params, codes.shape, blocks, computed)
-    return unblocked(_decode(stored, scale, zero_point, spec), codes.shape, blocks).to(dtype)
+    return decode(spec.format.from_storage(codes, compute_dtype(dtype)), params, spec, dtype)
+
+
+def decode(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of codes as numbers of the dtype in which values of the given one are computed."""
+    blocks = spec.granularity.block_shape(codes.shape)
+    scale, zero_point = _blocked_params(params, codes.shape, blocks, codes.dtype)
+    return unblocked(_decode(blocked(codes, blocks), scale, zero_point, spec), codes.shape, blocks).to(dtype)
 
 
 def input_range(params: QParams, spec: QuantSpec) -> Range:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.queries import weight_readers
@@ -35,6 +35,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
     """
     check_model(model, caller, f"{caller}(model, batches)")
     refuse_sharded(model, f"call {caller} on")
+    refuse_stored(model, f"call {caller} on")
     weights = quantized_weights(model)
     if not weights and (paths := [layer_of(path) for path in computed_weights(model, weights)]):
         raise ConfigError(f"{caller} has no steps for the quantized weights {listed(paths)}: {COMPUTED}")

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, by_transformers, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
-from fakequant.delivery.packing import pack
 from fakequant.delivery.tensor_classes import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
 from fakequant.delivery.writing import LayeredWriter, Stored
 from fakequant.errors import ShapeError, warn_user
@@ -30,6 +29,7 @@ from fakequant.model.state.codecs import Files
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.packing import pack
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed

@@ -21,7 +21,9 @@ from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.nn.stored_weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.codes import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
 
@@ -179,7 +181,7 @@ class LiveTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str], left_out: Container[str] = ()) -> None:
-        state = model.state_dict()
+        state = with_stored(model, model.state_dict()) | _stored_codes(model)
         self._state = {name: value for name, value in state.items() if name not in shared and name not in left_out}
         modules = dict(model.named_modules())
         parts = {name: name.rpartition(".") for name in offloaded(model)}
@@ -193,14 +195,30 @@ class LiveTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._state[name]
+        if isinstance(tensor, LazyTensor):
+            return tensor.make()
+        if type(tensor) is StoredWeight:
+            return tensor.values()
         return whole(fetched(*self._elsewhere[name], tensor) if name in self._elsewhere else tensor)
 
     def later(self, name: str) -> Tensor | LazyTensor:
         """The tensor if it is there, or how it is fetched."""
         tensor = self._state[name]
-        if name not in self._elsewhere and not is_sharded(tensor):
+        moved = name in self._elsewhere or type(tensor) is StoredWeight
+        if isinstance(tensor, LazyTensor) or not (moved or is_sharded(tensor)):
             return tensor
         return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: self[name])
+
+
+def _stored_codes(model: nn.Module) -> dict[str, LazyTensor]:
+    """The fixed codes that quantizers would have if no weight was stored as codes."""
+
+    def later(weight: Any) -> LazyTensor:
+        kind = integers_of(weight.spec.format)
+        return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(weight.codes()))
+
+    weights = quantized_weights(model).items()
+    return {f"{path}.{KEY}": later(w.tensor) for path, w in weights if type(w.parameter) is StoredWeight}
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:
@@ -214,8 +232,10 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in model.state_dict().items():
-        if is_sharded(tensor) or tensor.is_meta:  # by the parameter: its memory may be elsewhere, or shared out
+    for name, tensor in with_stored(model, model.state_dict()).items():
+        if (
+            is_sharded(tensor) or tensor.is_meta or type(tensor) is StoredWeight
+        ):  # by the parameter: its memory may be elsewhere, or shared out
             key: tuple[Any, ...] = (id(parameters.get(name, tensor)),)
         else:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

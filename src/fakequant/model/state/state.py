@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.stored_weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched_state
 
@@ -27,7 +28,8 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> nn.Sequential(nn.Linear(4, 4)).load_state_dict(float_state_dict(model))
     <All keys matched successfully>
     """
-    state = fetched_state(model)
+    state = with_stored(model, fetched_state(model))
+    state.update({name: own.values() for name, own in state.items() if type(own) is StoredWeight})
     added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantLinear) and module.low_rank is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.data.arguments import refuse_stored
 from fakequant.distributed import is_data_parallel, parallel_group, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.ties import share_learned
@@ -92,6 +93,7 @@ def _refuse_new_parameters(model: nn.Module) -> None:
     """Raise where gradients of new parameters would not be summed over the processes that train the model."""
     if parallel_group(model) is None:  # layers that are shared out sum the gradients of what is whole in each process
         refuse_sharded(model, "call set_scales(LEARNED) on")
+    refuse_stored(model, "call set_scales(LEARNED) on")
     if is_data_parallel(model):
         raise ConfigError(
             "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "

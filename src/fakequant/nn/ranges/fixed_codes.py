@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning, warn_user
+from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import magnitudes, mark
 from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.nn.stored_weight import StoredWeight
 from fakequant.numerics import reference
 from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.codes import as_integers, check_codes, integers_of, of_integers
@@ -26,6 +28,8 @@ from fakequant.ops import library
 
 KEY = "fixed_codes"
 """The name of the buffer, and the last part of its key in a state dict."""
+UNUSUAL = (Proxy, StoredWeight)
+"""What quantizers are called with beside tensors of numbers."""
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with fixed codes may have been converted for a while."""
 
@@ -122,7 +126,9 @@ class FixedCodes(QuantizerPart):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether fixed codes are valid for a weight: it has their values, up to the rounding of conversions to other
-        dtypes."""
+        dtypes, or stores them."""
+        if type(weight) is StoredWeight:
+            return True
         if self._buffers[KEY] is None:
             return False
         self.needs_codes(weight)
@@ -136,7 +142,9 @@ class FixedCodes(QuantizerPart):
         return self._needed_values(x) is not None
 
     def codes_of_weight(self, x: Tensor) -> Tensor | None:
-        """The fixed codes in the storage of the format if x `needs_codes`, else None."""
+        """The fixed codes in the storage of the format if x `needs_codes`, or stores them, else None."""
+        if type(x) is StoredWeight:
+            return self.of_stored(x).codes()
         return self._stored() if self.needs_codes(x) else None
 
     def values_of_codes(self, x: Tensor) -> Tensor | None:
@@ -161,14 +169,38 @@ class FixedCodes(QuantizerPart):
             y.detach().copy_(values)
         return y
 
+    def of_unusual(self, x: Any) -> Any:
+        """What a call gives for what is no tensor of numbers."""
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
+        return self.of_stored(x) if self.kind.value == "weight" else self(x.values())
+
+    def of_stored(self, x: StoredWeight) -> StoredWeight:
+        """The values of a weight that is stored as codes, whose scale this quantizer has.
+
+        Raises:
+            ConfigError: the scale has changed since the codes were stored.
+        """
+        own = self._buffers["scale"], self._buffers["zero_point"]
+        if own[0] is x.scale or torch.compiler.is_compiling():
+            return x
+        if self.spec != x.spec or not all(map(_is_same, own, (x.scale, x.zero_point))):
+            raise ConfigError(
+                f"the scale of {self.name or self} was set anew, but the codes of its weight are stored; call "
+                "fakequant.store_floats(model) before that"
+            )
+        return x
+
     def quantized(self, x: Tensor) -> Tensor:
         """What the next call gives for x, without a look at whether the parameters still fit."""
+        if type(x) is StoredWeight:
+            return self.of_stored(x)
         values = self.values_of_codes(x)
         return library.fake_quantize(x, self.qparams(x), self.spec) if values is None else values
 
     def _needed_values(self, x: Tensor) -> Tensor | None:
         """The values of the codes if x `needs_codes`, else None."""
-        if self._buffers[KEY] is None:
+        if self._buffers[KEY] is None or type(x) is StoredWeight:
             return None
         if self._awaits_weight:
             self._take(x)
@@ -352,6 +384,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     plain = one.is_contiguous() and other.is_contiguous() and one.numel() * one.element_size() % 8 == 0
     same_bits = plain and torch.equal(*(own.detach().view(-1).view(torch.int64) for own in (one, other)))
     return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _version(tensor: Tensor) -> tuple[int, int | None]:

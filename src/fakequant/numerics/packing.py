@@ -77,7 +77,25 @@ def unpack(stored: Tensor, bits: int, count: int) -> Tensor:
     >>> unpack(torch.tensor([33, 3], dtype=torch.uint8), 4, 3)
     tensor([1, 2, 3], dtype=torch.int32)
     """
+    return unpack_bytes(stored, bits, count).to(torch.int32)
+
+
+def unpack_bytes(stored: Tensor, bits: int, count: int) -> Tensor:
+    """The first numbers of `pack`, as uint8 [..., count], on the device of the bytes, by torch operations alone."""
+    if _TOGETHER % bits:
+        return _separated(stored, bits)[..., :count]
+    width = _TOGETHER
+    while width > bits:  # a number of two halves becomes two of one half, the lower one first
+        width //= 2
+        pairs = stored.to(torch.int16)
+        pairs = (pairs | pairs << _TOGETHER - width) & ((1 << width) - 1) * 0x0101
+        stored = viewed(pairs, torch.uint8)
+    return stored[..., :count]
+
+
+def _separated(stored: Tensor, bits: int) -> Tensor:
+    """Numbers as uint8 [..., n] of bytes in which `bits` bytes hold eight of them."""
     whole = pad(stored, (0, -stored.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
-    word = (whole << torch.arange(0, 8 * bits, 8)).sum(-1, keepdim=True)
-    numbers = word >> torch.arange(0, _TOGETHER * bits, bits) & (1 << bits) - 1
-    return numbers.flatten(-2)[..., :count].to(torch.int32)
+    word = (whole << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(-1, keepdim=True)
+    numbers = word >> torch.arange(0, _TOGETHER * bits, bits, device=stored.device) & (1 << bits) - 1
+    return numbers.flatten(-2).to(torch.uint8)

@@ -1,0 +1,341 @@
+"""A weight that is stored as packed codes and scales: a tensor that has its values for the time of one operation."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fakequant.errors import ConfigError
+from fakequant.numerics import reference
+from fakequant.numerics.codes import as_integers, lowest_of, of_integers
+from fakequant.numerics.format import Format
+from fakequant.numerics.packing import pack, unpack_bytes
+from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+
+CODES = "_codes"
+"""Added to the name of a weight, it is the key of its packed codes in a state dict."""
+_PACKED = 8
+"""Codes of at most so many bits are packed; wider ones are stored as they are."""
+_CHUNK = 1 << 19
+"""Values that are decoded at once: all steps find them in the cache of a core."""
+_ROOM = 1 << 28
+"""Bytes of the largest weight that products find in one place: in fresh memory the system's zeros take 2 ns a value,
+where decoding it takes 0.8, and a product with 128 rows 3.3."""
+_aten: Any = torch.ops.aten
+_VIEWS = frozenset(
+    [
+        *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten._unsafe_view.default),
+        *(_aten.select.int, _aten.slice.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default),
+        *(_aten.detach.default, _aten.alias.default),
+    ]
+)
+_PRODUCTS = frozenset(
+    [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default]
+)
+"""Their results hold nothing of their arguments, whose memory the next product may take."""
+View = tuple[Any, tuple[Any, ...]]
+
+
+class StoredWeight(Tensor):
+    """A frozen weight as codes, packed along its last axis, and scales; every operation decodes it anew.
+
+    Autograd keeps this tensor, and no values, for the backward pass. It cannot be written to.
+
+    Args:
+        packed: uint8 [..., bytes]; codes of more than 8 bits are as they are.
+        params: scales, one for each group in a shape that broadcasts with the weight, and zero points.
+        spec: of the codes.
+        shape: that of the weight.
+        dtype: that of the values.
+        views: operations on the weight that give this tensor, such as a transpose.
+
+    >>> codes, params = quantize(torch.tensor([[0.5, -1.0]]), "int4", scale=0.5)
+    >>> weight = StoredWeight.of(codes, params, QuantSpec("int4"), torch.float32)
+    >>> weight.packed, (weight.T @ torch.ones(1)).tolist()
+    (tensor([[105]], dtype=torch.uint8), [0.5, -1.0])
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    spec: QuantSpec
+    whole_shape: tuple[int, ...]
+    views: tuple[View, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(
+        cls: Any,
+        packed: Tensor,
+        params: QParams,
+        spec: QuantSpec,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        views: tuple[View, ...] = (),
+    ) -> StoredWeight:
+        like = _viewed(torch.empty(shape, dtype=dtype, device="meta"), views)
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=dtype,
+            device=packed.device,
+            requires_grad=False,
+        )
+        made.packed, made.scale, made.zero_point = packed, params.scale, params.zero_point
+        made.spec, made.whole_shape, made.views = spec, tuple(shape), views
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def of(cls, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
+        """The weight of codes in the storage of the format, with a scale that broadcasts with it."""
+        return cls(_pack(codes, spec.format), params, spec, tuple(codes.shape), dtype)
+
+    def codes(self) -> Tensor:
+        """The codes of the whole weight in the storage of the format."""
+        return _unpack(self.packed, self.spec.format, self.whole_shape)
+
+    def values(self, *, lent: bool = False) -> Tensor:
+        """The values.
+
+        Args:
+            lent: in memory that holds them until the next such call of this thread.
+        """
+        shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
+        step = self._rows_at_once()
+        if not shape or step >= shape[0] or torch.compiler.is_compiling():
+            return _viewed(self._decoded(self.packed, self._params(), shape), self.views)
+        lent = lent and device.type == "cpu" and is_concrete(self.packed)
+        values = _room.of(shape, dtype) if lent else torch.empty(shape, dtype=dtype, device=device)
+        for start in range(0, shape[0], step):
+            part = slice(start, min(start + step, shape[0]))
+            own = (part.stop - start, *shape[1:])
+            values[part] = self._decoded(self.packed[part], self._params(part), own)
+        return _viewed(values, self.views)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The values at indices of the first axis [shape of the indices, ...], of which alone codes are unpacked."""
+        flat, (length, *rest) = indices.flatten(), self.whole_shape
+        if self.views or self.scale.shape[0] not in (1, length):
+            return self.values()[indices]
+        params = QParams(self.scale, self.zero_point)
+        if self.scale.shape[0] == length:
+            params = QParams(self.scale[flat], None if self.zero_point is None else self.zero_point[flat])
+        decoded = self._decoded(self.packed[flat], params, (len(flat), *rest))
+        return decoded.unflatten(0, indices.shape) if indices.dim() != 1 else decoded
+
+    def with_parts(self, packed: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> StoredWeight:
+        """A weight of the same kind with other codes, and other scales where they are given.
+
+        Raises:
+            ConfigError: they are of another shape or dtype.
+        """
+        given = packed, self.scale if scale is None else scale, self.zero_point if zero_point is None else zero_point
+        for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
+            if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):
+                raise ConfigError(f"{new.dtype} {list(new.shape)} does not fit {own.dtype} {list(own.shape)} of {self}")
+        params = QParams(self.scale if scale is None else scale, given[2])
+        return type(self)(packed, params, self.spec, self.whole_shape, self.dtype)
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
+        """As `nn.Module._apply` moves or converts a parameter: scales keep float32 at least, and codes all bits."""
+        like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        return self._with(fn(self.packed), like.device, like.dtype)
+
+    def _with(self, packed: Tensor, device: torch.device, dtype: torch.dtype) -> StoredWeight:
+        scale = self.scale.to(device, compute_dtype(dtype))
+        zero_point = self.zero_point
+        if zero_point is not None:
+            kind = scale.dtype if zero_point.is_floating_point() else zero_point.dtype
+            zero_point = zero_point.to(device, kind)
+        return type(self)(packed, QParams(scale, zero_point), self.spec, self.whole_shape, dtype, self.views)
+
+    def _rows_at_once(self) -> int:
+        shape = self.whole_shape
+        block = self.spec.granularity.block_shape(shape)[0] if shape else 1
+        block = 1 if not block or self.scale.shape[0] == 1 else block
+        return max(1, _CHUNK // max(1, prod(shape[1:])) // block) * block
+
+    def _params(self, part: slice | None = None) -> QParams:
+        """The parameters of rows, which begin and end with a block."""
+        if part is None or self.scale.shape[0] == 1:
+            return QParams(self.scale, self.zero_point)
+        block = self.spec.granularity.block_shape(self.whole_shape)[0] or 1
+        own = slice(part.start // block, -(-part.stop // block))
+        return QParams(self.scale[own], None if self.zero_point is None else self.zero_point[own])
+
+    def _decoded(self, packed: Tensor, params: QParams, shape: tuple[int, ...]) -> Tensor:
+        fmt, computed = self.spec.format, compute_dtype(self.dtype)
+        if fmt.has_zero_point or fmt.bits > _PACKED or not shape:
+            return library.dequantize(_unpack(packed, fmt, shape), params, self.spec, self.dtype)
+        table = _table(fmt, computed, packed.device)
+        patterns = unpack_bytes(packed, fmt.bits, shape[-1])
+        codes = table.index_select(0, patterns.flatten().to(torch.int32)).view(shape)
+        return reference.decode(codes, params, self.spec, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StoredWeight({list(self.shape)}, {str(self.spec)!r}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeight:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied(memo, isinstance(self, nn.Parameter))
+        return memo[id(self)]
+
+    def _copied(self, memo: dict[int, Any], is_parameter: bool) -> Any:
+        *tensors, spec, shape, dtype, views, _ = self._parts()
+        return _rebuilt(*copy.deepcopy(tensors, memo), spec, shape, dtype, views, is_parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuilt, self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        is_parameter, views = isinstance(self, nn.Parameter), [(str(op), args) for op, args in self.views]
+        return self.packed, self.scale, self.zero_point, self.spec, self.whole_shape, self.dtype, views, is_parameter
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["packed", "scale"] if self.zero_point is None else ["packed", "scale", "zero_point"]
+        return names, (self.spec, self.whole_shape, self.dtype, self.views)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredWeight:
+        return cls(inner["packed"], QParams(inner["scale"], inner.get("zero_point")), *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, first = kwargs or {}, cast("StoredWeight", args[0] if args else None)
+        if func in _VIEWS and not kwargs and isinstance(first, StoredWeight):
+            return first._view(func, args[1:])
+        if func is _aten._to_copy.default and _rounds_once(first, kwargs):
+            device = torch.device(kwargs.get("device") or first.device)
+            return first._with(first.packed.to(device), device, kwargs.get("dtype") or first.dtype)
+        if func is _aten.clone.default:
+            return first._copied({}, False)
+        if func is _aten.embedding.default and isinstance(first, StoredWeight):
+            return first.rows(args[1])
+        if func is _aten.copy_.default and all(isinstance(own, StoredWeight) for own in args[:2]):
+            return first._take(args[1])
+        if func in _PRODUCTS and sum(isinstance(own, StoredWeight) for own in args) == 1 and not kwargs:
+            return func(*(own.values(lent=True) if isinstance(own, StoredWeight) else own for own in args))
+        _refuse_writing(func, args, kwargs)
+        args, kwargs = tree_map_only(StoredWeight, StoredWeight.values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _view(self, func: Any, args: tuple[Any, ...]) -> StoredWeight:
+        moves = func not in (_aten.detach.default, _aten.alias.default)
+        views = (*self.views, (func, args)) if moves else self.views
+        params = QParams(self.scale, self.zero_point)
+        return type(self)(self.packed, params, self.spec, self.whole_shape, self.dtype, views)
+
+    def _take(self, other: StoredWeight) -> StoredWeight:
+        """Become another weight of the same specification."""
+        if (self.spec, self.whole_shape) != (other.spec, other.whole_shape) or self.views or other.views:
+            raise ConfigError(f"{other} does not fit {self}")
+        for own, given in ((self.packed, other.packed), (self.scale, other.scale), (self.zero_point, other.zero_point)):
+            if own is not None and given is not None and own is not given:
+                own.copy_(given)
+        return self
+
+
+class _Room(threading.local):
+    """The memory of one weight in float, which each thread fills anew."""
+
+    held: Tensor | None = None
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape) * dtype.itemsize
+        if size > _ROOM:
+            return torch.empty(shape, dtype=dtype)
+        if self.held is None or self.held.numel() < size:
+            self.held = None  # first, so that both are never there at once
+            with torch.inference_mode(mode=False):
+                self.held = torch.empty(size, dtype=torch.uint8)
+        return self.held[:size].view(dtype).view(shape)
+
+
+_room = _Room()
+
+
+def with_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a model with weights that are stored as codes in place of their codes, which is changed."""
+    every = model.named_parameters(remove_duplicate=False)
+    if stored := {name + CODES: (name, own) for name, own in every if type(own) is StoredWeight}:
+        items = [stored.get(name, (name, value)) for name, value in state.items()]
+        state.clear()
+        state.update(items)
+    return state
+
+
+def _viewed(x: Tensor, views: tuple[View, ...]) -> Tensor:
+    for op, args in views:
+        x = op(x, *args)
+    return x
+
+
+def _rounds_once(weight: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy of another dtype or device has the values that it would have as codes: those of autocast."""
+    same = kwargs.get("dtype") in (None, weight.dtype)
+    return same or (weight.dtype is torch.float32 and kwargs["dtype"] in (torch.bfloat16, torch.float16))
+
+
+def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
+    if not func._schema.is_mutable:
+        return
+    written = [own for own in func._schema.arguments if own.alias_info is not None and own.alias_info.is_write]
+    names = [own.name for own in func._schema.arguments]
+    for own in written:
+        place = names.index(own.name)
+        given = args[place] if place < len(args) else kwargs.get(own.name)
+        if any(isinstance(one, StoredWeight) for one in (given if isinstance(given, (list, tuple)) else [given])):
+            raise ConfigError(
+                f"a weight that is stored as codes cannot be changed ({func}); call fakequant.store_floats(model) "
+                "first, or for adapters of peft train_merged, which merges into codes"
+            )
+
+
+def _rebuilt(*parts: Any) -> Any:
+    packed, scale, zero_point, *own, views, is_parameter = parts
+    make: Any = StoredWeight
+    made = make(packed, QParams(scale, zero_point), *own, tuple((_operator(name), args) for name, args in views))
+    return nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+def _operator(name: str) -> Any:
+    return next(op for op in _VIEWS if str(op) == name)
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of the patterns of a format that is none of integers."""
+    patterns = torch.arange(1 << fmt.bits, device=device)
+    count = len(fmt.grid.table.values) if fmt.grid.table is not None else len(patterns)
+    return fmt.from_storage(of_integers(patterns[:count].to(torch.uint8), fmt), dtype)
+
+
+def _pack(codes: Tensor, fmt: Format) -> Tensor:
+    if fmt.bits > _PACKED or not codes.dim():
+        return as_integers(codes)
+    return pack(as_integers(codes), fmt.bits, -lowest_of(fmt)).to(codes.device)
+
+
+def _unpack(packed: Tensor, fmt: Format, shape: tuple[int, ...]) -> Tensor:
+    if fmt.bits > _PACKED or not shape:
+        return of_integers(packed, fmt)
+    patterns = unpack_bytes(packed, fmt.bits, shape[-1])
+    if not (lowest := lowest_of(fmt)):
+        return of_integers(patterns, fmt)
+    return patterns.view(torch.int8) + lowest
