@@ -10,7 +10,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.nn.stored_weight import StoredWeight
+from fakequant.nn.stored.weight import StoredWeight
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")

@@ -10,7 +10,7 @@ from torch import nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.stored_weight import StoredWeight
+from fakequant.nn.stored.weight import StoredWeight
 
 Metric = Callable[[nn.Module], float]
 """A function of a model; larger is better."""

@@ -12,7 +12,7 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.stored_weight import with_stored
+from fakequant.nn.stored.weight import with_stored
 
 _ROLES = Role.WEIGHT, Role.INPUT
 

@@ -18,9 +18,8 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.stored_weight import StoredWeight
+from fakequant.nn.stored.weight import StoredWeight
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.qparams import QParams
 from fakequant.restore import restore_on_error
 from fakequant.text import listed
 
@@ -82,9 +81,13 @@ def _places(model: nn.Module, pattern: str) -> Iterator[tuple[str, list[Product]
 
 
 def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None:
-    found = weights[name]
-    params, first = QParams(found.scale, found.zero_point), readers[0].quantizer
-    stored: Any = nn.Parameter(StoredWeight.of(found.codes, params, found.spec, found.dtype), requires_grad=False)
+    (weight, scaled), first = weights.scaled(name), readers[0].quantizer
+    params = scaled.qparams(weight)
+    if (codes := scaled.codes_of_weight(weight)) is None:
+        made = StoredWeight.quantized(weight, params, scaled.spec)
+    else:
+        made = StoredWeight.of(codes, params, scaled.spec, weight.dtype)
+    stored: Any = nn.Parameter(made, requires_grad=False)
 
     def finish() -> None:
         for product in readers:

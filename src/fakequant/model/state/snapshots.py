@@ -21,7 +21,7 @@ from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.nn.stored_weight import StoredWeight, with_stored
+from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.codes import as_integers, integers_of
 from fakequant.offload import fetched, offloaded

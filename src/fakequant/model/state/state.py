@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.stored_weight import StoredWeight, with_stored
+from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched_state
 

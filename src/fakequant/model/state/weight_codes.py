@@ -132,7 +132,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     def __getitem__(self, name: str) -> WeightCodes:
         if name not in self:
             raise KeyError(name)
-        weight, quantizer = self._weight(name)
+        weight, quantizer = self.scaled(name)
         found = quantizer.encoded(weight)
         assert found is not None, "a weight with NaN stays in float, see `_reason`"
         codes, params = found
@@ -150,10 +150,10 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     @torch.no_grad()
     def params(self, name: str) -> QParams:
         """Scale and zero point of a weight alone, without the time that its codes take."""
-        weight, quantizer = self._weight(name)
+        weight, quantizer = self.scaled(name)
         return quantizer.qparams(weight)
 
-    def _weight(self, name: str) -> tuple[Tensor, Quantizer]:
+    def scaled(self, name: str) -> tuple[Tensor, Quantizer]:
         """A weight, and its quantizer with scales."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer

@@ -26,7 +26,7 @@ from fakequant.nn.products.windows import WindowProduct
 from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_style
-from fakequant.nn.stored_layer import StoringLayer
+from fakequant.nn.stored.layer import StoringLayer
 from fakequant.nn.transforms import InputTransform
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}

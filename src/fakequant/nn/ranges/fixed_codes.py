@@ -18,7 +18,7 @@ from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeE
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import magnitudes, mark
 from fakequant.nn.ranges.precise import QuantizerPart
-from fakequant.nn.stored_weight import StoredWeight
+from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics import reference
 from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.codes import as_integers, check_codes, integers_of, of_integers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.stored_weight import CODES, StoredWeight
+from fakequant.nn.stored.weight import CODES, StoredWeight
 
 
 class StoringLayer(nn.Module):

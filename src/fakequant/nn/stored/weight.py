@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import reference
-from fakequant.numerics.codes import as_integers, lowest_of, of_integers
+from fakequant.numerics.codes import as_integers, integers_of, lowest_of, of_integers
 from fakequant.numerics.format import Format
 from fakequant.numerics.packing import pack, unpack_bytes
 from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
@@ -106,6 +106,22 @@ class StoredWeight(Tensor):
         """The weight of codes in the storage of the format, with a scale that broadcasts with it."""
         return cls(_pack(codes, spec.format), params, spec, tuple(codes.shape), dtype)
 
+    @classmethod
+    def quantized(cls, weight: Tensor, params: QParams, spec: QuantSpec) -> StoredWeight:
+        """A weight without NaN, quantized; its codes are made in parts, whose memory is small."""
+        shape, fmt = tuple(weight.shape), spec.format
+        is_packed = fmt.bits <= _PACKED and bool(shape)
+        stored = (*shape[:-1], -(-shape[-1] * fmt.bits // 8)) if is_packed else shape
+        packed = torch.empty(stored, dtype=torch.uint8 if is_packed else integers_of(fmt), device=weight.device)
+        made = cls(packed, params, spec, shape, weight.dtype)
+        step = made._rows_at_once()
+        for start in range(0, shape[0] if shape else 1, step):
+            part = slice(start, start + step) if shape else ...
+            codes = library.encode(weight[part], made._params(part), spec)
+            assert codes is not None, "it would hold NaN"
+            packed[part] = _pack(codes, fmt)
+        return made
+
     def codes(self) -> Tensor:
         """The codes of the whole weight in the storage of the format."""
         return _unpack(self.packed, self.spec.format, self.whole_shape)
@@ -171,9 +187,9 @@ class StoredWeight(Tensor):
         block = 1 if not block or self.scale.shape[0] == 1 else block
         return max(1, _CHUNK // max(1, prod(shape[1:])) // block) * block
 
-    def _params(self, part: slice | None = None) -> QParams:
+    def _params(self, part: Any = ...) -> QParams:
         """The parameters of rows, which begin and end with a block."""
-        if part is None or self.scale.shape[0] == 1:
+        if part is ... or self.scale.shape[0] == 1:
             return QParams(self.scale, self.zero_point)
         block = self.spec.granularity.block_shape(self.whole_shape)[0] or 1
         own = slice(part.start // block, -(-part.stop // block))

@@ -6,8 +6,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.nn import stored_weight
-from fakequant.nn.stored_weight import StoredWeight
+from fakequant.nn.stored import weight as stored_weight
+from fakequant.nn.stored.weight import StoredWeight
 from tests.support.bits import assert_same_bits
 
 SPECS = [
@@ -31,6 +31,9 @@ def test_values(spec, dtype, chunk, monkeypatch):
     monkeypatch.setattr(stored_weight, "_CHUNK", chunk)
     weight, expected = stored(spec, dtype=dtype)
     assert_same_bits(weight.values(), expected)
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    again = StoredWeight.quantized(x, fq.QParams(weight.scale, weight.zero_point), weight.spec)
+    assert torch.equal(again.packed, weight.packed)
     indices = torch.tensor([[3, 0], [11, 3]])
     assert_same_bits(nn.functional.embedding(indices, weight), expected[indices])
 

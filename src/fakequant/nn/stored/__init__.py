@@ -1,0 +1,1 @@
+"""Weights that are stored as codes: the tensor, and what its layer does beside its calls."""
