@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -33,10 +35,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_moved(model: nn.Module) -> bool:
     """Whether some weights of a model come for the time of a call alone: sharded, or offloaded by hooks."""
-    return bool(_first_sharded(model) or offloaded(model))
+    return bool(first_sharded(model) or offloaded(model))
 
 
-def _first_sharded(model: nn.Module) -> str:
+def first_sharded(model: nn.Module) -> str:
     """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
@@ -76,7 +78,7 @@ def refuse_sharded(model: nn.Module, action: str, *, offloading: bool = True) ->
     """
     if offloading:
         refuse_offloaded(model, action)
-    if name := _first_sharded(model):
+    if name := first_sharded(model):
         raise ConfigError(
             f"the weights are sharded over processes, the first is {name}; {action} the model before fully_shard, "
             "or gather the weights by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
@@ -129,6 +131,12 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(f"group must be a process group of torch.distributed, False or None, got {group!r}")
     return group
+
+
+def all_processes() -> dist.ProcessGroup | None:
+    """All processes of torch.distributed; None where this one is alone."""
+    started = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if started and dist.get_world_size() > 1 else None
 
 
 def process_number() -> int:
@@ -194,6 +202,35 @@ class Together:
                 )
         self._is_told = False
         return [cast("Result", answer) for _, answer in answers]
+
+    def in_step(self, items: Iterable[Result]) -> Iterator[Result]:
+        """Items while all processes have one, as a model needs whose calls exchange parts of weights.
+
+        Raises:
+            CalibrationError: some have fewer than others, or another process failed.
+        """
+        count, own, end = 0, iter(items), object()
+        while True:
+            item = next(own, end)
+            has = self.all(item is not end)
+            if not any(has):
+                return
+            if not all(has):
+                raise CalibrationError(
+                    f"the process of rank {has.index(False)} has {count} batches, and others have more. The weights "
+                    "are sharded, and each call of the model needs all processes: give all of them as many batches"
+                )
+            count += 1
+            yield cast("Result", item)
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """A context in which processes exchange something else, so that an error cannot be told to the others."""
+        try:
+            yield
+        except BaseException:
+            self._is_told = True
+            raise
 
     def __enter__(self) -> Together:
         return self

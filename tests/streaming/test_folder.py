@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CheckpointError, ConfigError, ExportError, OutputError
+from fakequant.errors import CheckpointError, ConfigError, ExportError, FakeQuantError, OutputError
 from fakequant.files import locked
 from fakequant.streaming import choosing, improve_folder
 from fakequant.streaming.work import Work
+from tests.support import ranks
 from tests.support.streamed import Block, Decoder, batches, decoder, without_weights
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -269,21 +270,45 @@ def test_a_model_in_memory_and_missing_or_misshaped_tensors_are_refused(tmp_path
 
 
 def _rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-    try:
+    empty, load = without_weights(decoder())
+    own = batches(6)[rank::2]
+    improve_folder(empty, folder / "two", "int4_group32", own, GPTQ, load=load, group=dist.group.WORLD)
+
+
+def _one_fails(rank: int, folder: Path) -> None:
+    """What the second process alone gets wrong; the first one hears of it, and neither waits for the other."""
+    given: Any = {"config": "int4_group32", "batches": batches(4)[rank::2], "steps": GPTQ}
+
+    def broken() -> Any:
+        yield batches(1)[0]
+        raise RuntimeError("the disk is gone")
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"batches": broken()}, "the disk is gone"),
+        ({"batches": []}, "needs batches"),
+        ({"batches": [torch.full_like(one, -1) for one in batches(1)]}, "index out of range"),
+        ({"steps": "fsat"}, "unknown steps"),
+        ({"format": "no"}, "no"),
+        ({"steps": "fast"}, "the processes got other arguments: rank [01] at steps"),
+        ({"config": "int4_group64"}, "the processes got other arguments: rank [01] at quantization"),
+        ({"load": None}, "load"),
+    ]
+    for number, (other, text) in enumerate(cases):
         empty, load = without_weights(decoder())
-        own = batches(6)[rank::2]
-        improve_folder(empty, folder / "two", "int4_group32", own, GPTQ, load=load, group=dist.group.WORLD)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        own, begun = {**given, "load": load, "group": dist.group.WORLD, **(other if rank else {})}, time.monotonic()
+        with pytest.raises((FakeQuantError, RuntimeError, IndexError), match=f"{text}|the process of rank 1 failed"):
+            improve_folder(empty, folder / str(number), own.pop("config"), own.pop("batches"), progress=False, **own)
+        assert time.monotonic() - begun < 30
+
+
+def test_an_error_of_one_process_is_one_of_both(tmp_path: Path) -> None:
+    ranks.run((_one_fails,), tmp_path)
 
 
 def test_two_processes_choose_the_codes_of_one(tmp_path: Path) -> None:
     if not dist.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
-    mp.spawn(_rank, (tmp_path,), nprocs=2)
+    ranks.run((_rank,), tmp_path)
     empty, load = without_weights(decoder())
     improve_folder(empty, tmp_path / "one", "int4_group32", batches(6), GPTQ, load=load)
     assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")

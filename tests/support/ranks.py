@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,6 +24,10 @@ def run(works: Iterable[Work], folder: Path) -> None:
 
 def _start(rank: int, works: tuple[Work, ...], folder: Path) -> None:
     torch.set_num_threads(1)
+    # As torchrun sets them, for trainers.
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500"
+    )
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     try:
         for work in works:

@@ -340,7 +340,7 @@ class Quantizer(GlobalScale, FixedCodes):
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
             self.calibrator.observe(x if type(x) is Tensor else whole(x))
         except (CalibrationError, ConfigError, ShapeError) as error:
-            raise self._named(error) from error
+            raise self.named(error) from error
 
     def _knows_weight(self) -> bool:
         """Whether the calibrator has seen the weight: it comes with every batch, and counts once."""
@@ -358,9 +358,10 @@ class Quantizer(GlobalScale, FixedCodes):
         try:
             yield
         except (CalibrationError, ConfigError, ShapeError) as error:
-            raise self._named(error) from error
+            raise self.named(error) from error
 
-    def _named(self, error: Exception) -> Exception:
+    def named(self, error: Exception) -> Exception:
+        """An error with the name of the quantizer."""
         return type(error)(f"{self.name or self}: {error}")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -23,7 +23,7 @@ from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.ptq.improving.collector import TRANSFORMS
-from fakequant.ptq.improving.improve import checked_steps
+from fakequant.ptq.improving.improve import check_same, checked_steps
 from fakequant.ptq.results import Improvement
 from fakequant.streaming.blocks import blocks_of
 from fakequant.streaming.choosing import Blocks
@@ -108,38 +108,39 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     True
     """
     call = "improve_folder('model', 'folder', 'int4_group128', batches)"
-    check_path(target, call)
-    chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
-    given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
-    out = Path(target)
-    own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
-    folder = own / ".unfinished" if work is None else Path(work)
-    _check_places(source, own, folder, is_file=bool(chosen.suffix))
-    with ExitStack() as stack:
+    processes = Together(processes_of(source if isinstance(source, nn.Module) else nn.Module(), group))
+    with ExitStack() as stack, processes:  # an error of one process is raised in all
+        check_path(target, call)
+        chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
+        given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
+        out = Path(target)
+        own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
+        folder = own / ".unfinished" if work is None else Path(work)
+        _check_places(source, own, folder, is_file=bool(chosen.suffix))
         if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
             stack.enter_context(locked(writable_folder(folder), wait=False))
         opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
-        processes = Together(processes_of(opened.model, group))
-        with processes:
-            prepare(opened.model, config)
-            found = blocks_of(opened.model, blocks)
-            _refuse_format(chosen, opened.model)
-            chooser = Blocks(opened, found, given, processes)
-            run = {
-                "version of fakequant": __version__,
-                "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
-                "weights, batches, masks or forward": chooser.begin(),
-                "steps": ", ".join(chosen_steps),
-            }
-            rank = 0 if processes.group is None else processes.group.rank()
-            kept = Work(folder, run, rank)
-            chooser.improve(kept, chosen_steps, progress)
-            with opened.loaded("", opened.model, found.values()):
-                layers = chooser.improve_rest(chosen_steps)
-                if rank == 0:
-                    state = joined_state(opened, found, kept, chooser.quantized)
-                    deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
-            processes.all(None)
+        prepare(opened.model, config)
+        found = blocks_of(opened.model, blocks)
+        _refuse_format(chosen, opened.model)
+        chooser = Blocks(opened, found, given, processes)
+        same = {"quantization": digest(repr(opened.model)), "steps": str(chosen_steps), "format": chosen.name}
+        check_same(processes, same | dict.fromkeys(found, ""), "got other arguments")
+        run = {
+            "version of fakequant": __version__,
+            "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
+            "weights, batches, masks or forward": chooser.begin(),
+            "steps": ", ".join(chosen_steps),
+        }
+        rank = 0 if processes.group is None else processes.group.rank()
+        kept = Work(folder, run, rank)
+        chooser.improve(kept, chosen_steps, progress)
+        with opened.loaded("", opened.model, found.values()):
+            layers = chooser.improve_rest(chosen_steps)
+            if rank == 0:
+                state = joined_state(opened, found, kept, chooser.quantized)
+                deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
+        processes.all(None)
     if rank == 0:
         kept.remove()
     return Improvement(layers, notes=[_NOT_MEASURED])

@@ -1,6 +1,6 @@
 """Calibration by several processes: two of them, with gloo, on one machine."""
 
-import gc
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import fakequant as fq
 from fakequant.distributed import gather, is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.model.training.qat import Scales
+from tests.support import ranks
 from tests.support.attends import Attends
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
+pytestmark = ranks.needs_gloo
 
 
 def net() -> nn.Sequential:
@@ -44,20 +45,6 @@ def scales(model: nn.Module) -> list[Tensor | None]:
 def same(one: nn.Module, other: nn.Module) -> bool:
     pairs = list(zip(scales(one), scales(other), strict=True))
     return all(a is b is None or (type(b) is Tensor and torch.equal(a, b)) for a, b in pairs)
-
-
-def start(rank: int, folder: Path) -> None:
-    """All that is tested in one start of two processes: importing torch takes them longer than their work."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-    try:
-        for work in (merges, says, shards, improves, improves_attention):
-            work(rank, folder)
-        dist.barrier()
-    finally:
-        # Sharded models are in cycles. One that has the group at exit ends the process by std::terminate: 2 of 20 runs.
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def merges(rank: int, folder: Path) -> None:
@@ -208,8 +195,140 @@ def shards(rank: int, folder: Path) -> None:
             refused()
 
 
+def failures_are_heard(rank: int, folder: Path) -> None:
+    """Whatever one process alone gets wrong, both raise, and soon: none waits for the other."""
+    world: Any = dist.group.WORLD
+    own, nan = of_rank(rank), [torch.full((4, 8), float("nan"))]
+
+    def broken() -> Any:
+        yield batches()[0]
+        raise RuntimeError("the disk is gone")
+
+    def told(model: nn.Module, given: Any, text: str, **how: Any) -> None:
+        """This happens in the second process alone, which says it; the first one hears of it."""
+        begun, before = time.monotonic(), scales(model)
+        with pytest.raises((CalibrationError, ConfigError, RuntimeError), match=text) as found:
+            fq.calibrate(model, given if rank else batches()[:3], progress=False, **(how if rank else {"group": world}))
+        assert rank or "the process of rank" in str(found.value)
+        assert time.monotonic() - begun < 30
+        assert [one is None for one in scales(model)] == [one is None for one in before]
+
+    for make in (lambda: fq.prepare(net(), "int8"), lambda: sharded("int8")):
+        told(make(), broken(), "the disk is gone", group=world)
+        told(make(), [*own[:2], *nan], r"_input_quantizer: .* NaN", group=world)
+        told(make(), own, "unknown method|'mx'", group=world, method="mx")
+        told(make(), own, "no layer with a static quantizer matches", group=world, pattern="9*")
+        told(make(), own, "chooses in one process", group=world, method="auto")
+    # A sharded model has its weights in the calls of all processes alone.
+    told(sharded("int8"), [], "the process of rank 1 has 0 batches, and others have more", group=world)
+    for first, second in (("int8", "int8_per_token"), ("w8a8_dynamic", "mxfp8")):
+        model = fq.prepare(net(), second if rank else first)
+        with pytest.raises(ConfigError, match="ranks 0 and 1 calibrate different quantizers"):
+            fq.calibrate(model, own, group=world, progress=False)
+    fq.calibrate(model := fq.prepare(net(), "int8"), own, group=world, progress=False)
+    checkpoint = {"checkpoint": folder / "one"} if rank else {}
+    text = "several processes keep nothing" if rank else "the process of rank 1 failed"
+    with pytest.raises((CalibrationError, ConfigError), match=text):
+        fq.ptq.improve(model, own, group=world, progress=False, **checkpoint)
+
+
+def trains(rank: int, folder: Path) -> None:
+    """The processes calibrate together, and those with other plans or errors are told apart before the first step."""
+    training = fq.qat.Training("int8", of_rank(rank), scales=Scales.LEARNED)
+    model, alone = training.prepare(net()), fq.prepare(net(), "int8")
+    fq.calibrate(alone, batches(), group=False)
+    fq.qat.set_scales(alone, Scales.LEARNED)
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+    with pytest.raises(ConfigError, match="the processes quantize other layers or in other ways"):
+        fq.qat.Training("int8", of_rank(rank), scales=Scales.EPOCH if rank else Scales.FIXED).prepare(net())
+    text = "unknown method|the process of rank 1 failed"
+    with pytest.raises((CalibrationError, ConfigError), match=text):
+        fq.qat.Training("int8", of_rank(rank), scales=Scales.LEARNED, method="lqs" if rank else "lsq").prepare(net())
+    own = fq.qat.Training("int8" if rank else "fp8", of_rank(rank), calibration={"group": False}).prepare(net())
+    assert not same(own, alone)
+
+
+def steps(rank: int, folder: Path) -> None:
+    """FSDP2 after `prepare` and before it, against DDP: the same losses, scales and weights, and those of one file."""
+    x = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    own = [batch[4 * rank : 4 * rank + 4] for batch in x]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(model: nn.Sequential) -> nn.Sequential:
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+        return model
+
+    def losses(model: nn.Module) -> list[Tensor]:
+        optimizer, found = torch.optim.AdamW(model.parameters(), 0.001), []
+        for batch in own:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return found
+
+    plans = [(preset, None) for preset in ("int8", "int8_per_token", "fp8", "int4_weight_only", "nvfp4", "gguf_q4_0")]
+    plans += [("int8", method) for method in ("lsq", "lsq_plus", "pact", "tqt")] + [("int8_affine", "lsq_plus")]
+    for number, (preset, method) in enumerate(plans):
+
+        def prepared(preset: str = preset, method: str | None = method) -> nn.Sequential:
+            model = fq.prepare(net(), preset)
+            fq.calibrate(model, x, group=False, progress=False)
+            fq.qat.set_scales(model, Scales.FIXED if method is None else Scales.LEARNED, method or "lsq")
+            return model
+
+        model, wrapped = shard(prepared()), DistributedDataParallel(prepared())
+        expected = losses(wrapped)
+        assert all(map(torch.equal, losses(model), expected)), (preset, method)
+        for one, other in zip(model.parameters(), wrapped.parameters(), strict=True):
+            assert torch.equal(whole(one), other), (preset, method)
+        if method is None:
+            late = fq.prepare(shard(net()), preset)
+            fq.calibrate(late, own, progress=False)
+            fq.qat.set_scales(late, Scales.FIXED)
+            assert all(map(torch.equal, losses(late), expected)), preset
+        again = fq.load(net(), fq.save(model, folder / f"steps{number}-{rank}"))
+        assert torch.equal(again.eval()(x[0]), model.eval()(x[0]))
+        state = fq.snapshot(model)
+        assert torch.equal(fq.apply(net(), state).eval()(x[0]), again(x[0]))
+        joined = gather(list(again.parameters()), dist.group.WORLD)
+        assert all(map(torch.equal, *joined))
+
+
+def leaves(rank: int, folder: Path) -> None:
+    """A process that ends by an error in a step with learned scales, and another one that is in the same step."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    model = DistributedDataParallel(fq.qat.Training("int8", of_rank(rank), scales=Scales.LEARNED).prepare(net()))
+    model(batches()[0]).square().mean().backward()
+    begun = time.monotonic()
+    if rank:
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError):
+        model(batches()[0]).square().mean().backward()
+    (folder / "seconds").write_text(str(time.monotonic() - begun))
+
+
 def test_two_processes(tmp_path):
-    mp.spawn(start, (tmp_path,), nprocs=2)
+    ranks.run((merges, says, shards, improves, improves_attention), tmp_path)
+
+
+def test_a_step_that_fails_in_one_process_ends_in_the_other(tmp_path):
+    spawned = [mp.get_context("spawn").Process(target=leaves, args=(rank, tmp_path)) for rank in range(2)]
+    for process in spawned:
+        process.start()
+    for process in spawned:
+        process.join(120)
+    assert float((tmp_path / "seconds").read_text()) < 30
+
+
+def test_an_error_of_one_process_is_one_of_both(tmp_path):
+    ranks.run((failures_are_heard, trains), tmp_path)
+
+
+def test_steps_of_sharded_models_are_those_of_copies(tmp_path):
+    ranks.run((steps,), tmp_path)
 
 
 def test_without_processes_a_group_is_an_error():

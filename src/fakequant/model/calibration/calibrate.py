@@ -115,24 +115,26 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
     check_model(model, "calibrate", "calibrate(model, batches)")
-    data = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
-    check_unseen(unseen)
-    found = _chosen(model, pattern)
-    if method == AUTO:
-        weights = {"weight_method": weight_method, "weight_options": weight_options}
-        how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
-        return _calibrate_by_choice(model, data, group, options, how)
-
-    def make(name: str) -> Calibrator:
-        if found[name].kind is Kind.INPUT:
-            return make_calibrator(method, found[name].spec, **options)
-        named = "max" if weight_method is None or is_searched(found[name].spec, weight_method) else weight_method
-        return make_calibrator(named, found[name].spec, **(weight_options or {}))
-
-    job = Observation(model, found, pattern, data, make)
     group = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
-        with Together(group) as processes:
+        with Together(group) as processes:  # an error of one process is raised in all
+            data = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
+            check_unseen(unseen)
+            found = _chosen(model, pattern)
+            if method == AUTO:
+                weights = {"weight_method": weight_method, "weight_options": weight_options}
+                how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
+                return _calibrate_by_choice(model, data, group or False, options, how)
+
+            def make(name: str) -> Calibrator:
+                if found[name].kind is Kind.INPUT:
+                    return make_calibrator(method, found[name].spec, **options)
+                named = (
+                    "max" if weight_method is None or is_searched(found[name].spec, weight_method) else weight_method
+                )
+                return make_calibrator(named, found[name].spec, **(weight_options or {}))
+
+            job = Observation(model, found, pattern, data, make, processes)
             parts = processes.all(job.observe(shared=group is not None and group.size() > 1))
         job.take(parts)
         idle = job.leave_out_unused()

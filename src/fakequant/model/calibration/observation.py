@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.data.batches import Batches
-from fakequant.distributed import is_data_parallel
-from fakequant.errors import ConfigError
+from fakequant.distributed import Together, first_sharded, is_data_parallel
+from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.model.calibration.unseen import Unseen, observed
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.queries import weight_readers
@@ -23,7 +23,7 @@ from fakequant.model.run.recording import watching
 from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -66,6 +66,8 @@ class Observation:
     data: Batches
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a name."""
+    processes: Together = field(default_factory=lambda: Together(None))
+    """Those that calibrate together."""
     called: set[str] = field(default_factory=set)
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
@@ -92,25 +94,48 @@ class Observation:
                 if not weight.quantizer.dynamic and not observed(weight.quantizer):
                     weight.quantizer.observe(fresh_weight(weight, name))
         task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
+        task += [f"{name}: {q.spec}, {q.dynamic}" for name, q in quantizers(self.model).items()]
         return ProcessPart(task, self._states() if shared else {}, called, self.batches, self.read)
 
     def _show(self, *, shared: bool) -> None:
         model, mask = self._inner(), self.data.mask
         restore = mask.observe_through(self.model, self.inputs)
         forms: set[str] = set()
-        for batch in self.data.tracked("calibrating"):
+        is_sharded = shared and bool(first_sharded(self.model))
+        batches, failed = self.data.tracked("calibrating"), self._deferred() if is_sharded else list[Exception]()
+        for batch in self.processes.in_step(batches) if is_sharded else batches:
             mask.enter(batch)
             # Not all: 24 batches of eight small blocks took 2.5 times as long.
             watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
             forms.add(form)
-            with watch:
+            with watch, self.processes.unheard() if is_sharded else nullcontext():
                 self.data.run(model, batch)
+            if failed:
+                raise failed[0]
             self.batches += 1
             # One process of several may not stop alone: a sharded model is called by all of them.
             if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
                 break
         restore()  # after an error `calibrate` does it
         mask.warn_unmasked()
+
+    def _deferred(self) -> list[Exception]:
+        """What calibrators refuse from now on; the call goes on, because the other processes wait for its weights."""
+        failed: list[Exception] = []
+
+        def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+            def observed(x: Tensor) -> None:
+                try:
+                    observe(x)
+                except FakeQuantError as error:
+                    failed.append(quantizer.named(error))
+
+            return observed
+
+        for quantizer in self.inputs.values():
+            if quantizer.calibrator is not None:
+                vars(quantizer.calibrator)["observe"] = defer(quantizer, quantizer.calibrator.observe)
+        return failed
 
     @contextmanager
     def _watch(self) -> Iterator[None]:

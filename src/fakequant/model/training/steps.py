@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.digest import digest
+from fakequant.distributed import Together, all_processes
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -38,7 +39,8 @@ class Training:
     Args:
         config: a preset, its name, or rules; None for a model that is prepared already.
         batches: for calibration; none for a model that is calibrated or needs no data.
-        calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}.
+        calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}. All processes of
+            torch.distributed calibrate together, unless it has another "group".
         scales: when scales may move.
         method: how they are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
         learn_after: share of the steps after which learned scales begin to move.
@@ -98,26 +100,25 @@ class Training:
                     "from before fakequant.prepare as teacher=, or the configuration to Training"
                 )
             self._distillation = Distillation(copy.deepcopy(model).requires_grad_(False))
-        with restore_on_error(structure_of([model])):
+        group = self.calibration.get("group", all_processes())
+        with restore_on_error(structure_of([model])), Together(group or None) as processes:
             if self.config is not None:
                 prepare(model, self.config, skip=adapter_layers(model))
             if not quantizers(model):
                 raise ConfigError("without a configuration the model must be prepared; give one, such as 'int8'")
             if self.config is not None or self.batches is not None:
-                calibrate(model, self.batches or (), **self.calibration)
+                calibrate(model, self.batches or (), **{**self.calibration, "group": group})
             set_scales(model, self.scales, self.method, **self.method_options)
             train_merged(model)
-        if self._distillation is not None:
-            self._distillation.check(model)
-        self._model = model
-        self._settings = {  # now: a learned range becomes that of the checkpoint which is loaded
-            "config": getattr(self.config, "name", self.config),
-            "quantizers": digest({name: _words(one) for name, one in quantizers(model).items()}),
-            "scales": self.scales.value,
-            "method": self.method,
-            "learn_after": self.learn_after,
-            "freeze_batch_norm_after": self.freeze_batch_norm_after,
-        }
+            if self._distillation is not None:
+                self._distillation.check(model)
+            settings = self._settings_for(model)
+            if any(other != settings for other in processes.all(settings)):
+                raise ConfigError(
+                    "the processes quantize other layers or in other ways; give all of them one model and the same "
+                    'settings, or calibration={"group": False} where they train models of their own'
+                )
+        self._model, self._settings = model, settings
         return model
 
     def begin(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -243,6 +244,17 @@ class Training:
         if self._held:
             for parameter in _learned(self._prepared()):
                 parameter.grad = None
+
+    def _settings_for(self, model: nn.Module) -> dict[str, Any]:
+        """Now, because a learned range becomes that of the checkpoint which is loaded."""
+        return {
+            "config": getattr(self.config, "name", self.config),
+            "quantizers": digest({name: _words(one) for name, one in quantizers(model).items()}),
+            "scales": self.scales.value,
+            "method": self.method,
+            "learn_after": self.learn_after,
+            "freeze_batch_norm_after": self.freeze_batch_norm_after,
+        }
 
     def _prepared(self) -> nn.Module:
         if self._model is None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, NoWeightError
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
@@ -25,7 +25,7 @@ from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.products.windows import WindowProduct
 from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.nn.ranges.sharded import is_shared_out, note_style
+from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
 from fakequant.nn.stored.layer import StoringLayer
 from fakequant.nn.transforms import InputTransform
 
@@ -112,12 +112,15 @@ class QuantizedLayer(StoringLayer):
         return _quantized_output(quantizer, super().__call__(*args, **kwargs))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        note_style(self, name, param)
+        if "." in name:  # torch's styles share out the parameters of learned ranges, too
+            raise NoWeightError
         super().register_parameter(name, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch registers a module under the name it is given, before it looks for a property of that name.
         super().__setattr__(_ATTRIBUTES.get(name, name), value)
+        if name == "_distribute_module_applied":  # by which `parallelize_module` marks a layer that it has shared out
+            note_mesh(self)
 
     @classmethod
     def operands(cls, layer: nn.Module) -> dict[str, Operand]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import gather, is_sharded, parallel_group
-from fakequant.errors import ConfigError, NoWeightError
+from fakequant.errors import ConfigError
 from fakequant.numerics.granularity import PerBlock, PerTensor
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.numerics.sums import whole_sums
@@ -44,19 +44,12 @@ def share_mesh(model: nn.Module) -> None:
             cast("_Parallel", module).mesh = mesh
 
 
-def note_style(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Look at a parameter that a layer gets: a style of `parallelize_module` gives it anew, shared out.
-
-    Raises:
-        NoWeightError: a name of a learned range, which torch's styles share out, too.
-    """
-    if "." in name:
-        raise NoWeightError
-    if parameter is not None and is_sharded(parameter):
-        for module in layer.children():
-            mesh = getattr(module, "mesh", None)
-            if isinstance(mesh, Mesh):
-                mesh.group = cast("Any", parameter).device_mesh.get_group(-1)
+def note_mesh(layer: nn.Module) -> None:
+    """Tell the quantizers of a model that one of its layers was shared out after `prepare`."""
+    for module in layer.children():
+        mesh = getattr(module, "mesh", None)
+        if isinstance(mesh, Mesh):
+            mesh.group = parallel_group(layer)
 
 
 def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:

@@ -114,11 +114,11 @@ def improve(  # noqa: PLR0913  all but the first three by name
     """
     check_model(model, "improve", "improve(model, batches)")
     processes = Together(processes_of(model, group))
-    if processes.group is not None and checkpoint is not None:
-        raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
     with processes:  # an error of one process is raised in all
+        if processes.group is not None and checkpoint is not None:
+            raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
         weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
-        _check_same(
+        check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
@@ -159,7 +159,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
         judging = split.judging(processes) if has_effect else None
         keep = () if judging is None else judging.batches.numbered
         layers, recorded, fixed, result = _looked_at(model, weights, split.all, keep)
-        _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
+        check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = {} if judging is None else _states(layers.values())
         with restore_on_error(in_order(*before.values())):
             effect = None if judging is None else Effect(model, judging, recorded, processes)
@@ -171,7 +171,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
             result.layers += choices.results.values()
             split.all.mask.warn_unmasked()
             now = _digests(weights, processes)
-            _check_same(processes, now, "computed other weights; their processors round otherwise")
+            check_same(processes, now, "computed other weights; their processors round otherwise")
             if effect is not None:
                 changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
                 undone = effect.keep_what_helps(changed, choices.state_of)
@@ -277,7 +277,7 @@ def _digests(weights: Mapping[str, Product], processes: Together) -> dict[str, s
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
-def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
+def check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
     """Raise if the processes have other values, or have them in another order, and name the first layer."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):
