@@ -142,7 +142,7 @@ def test_a_save_never_holds_the_codes_of_two_weights(alive: list[int], tmp_path:
     model = prepared(many, BATCH)
     alive.clear()
     fq.save(model, tmp_path, packed=True)
-    assert len(alive) == 12  # for each weight: described, written
+    assert len(alive) == 6  # once for each weight, when it is written
     assert max(alive) == 0
 
 

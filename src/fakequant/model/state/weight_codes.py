@@ -142,7 +142,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     @torch.no_grad()
     def uncoded(self, name: str) -> WeightCodes:
         """A weight with codes on the meta device, without the time that its codes take."""
-        weight, quantizer = self._weight(name)
+        weight, quantizer = self.scaled(name)
         shape, params = tuple(weight.shape), quantizer.qparams(weight)
         codes = torch.empty(shape, dtype=quantizer.spec.format.storage, device="meta")
         return WeightCodes(codes, *params[:2], quantizer.spec, shape, weight.dtype, tuple(self._held[name]))
