@@ -28,7 +28,7 @@ def rules_of(model, name):
     names = GgufNames(architecture_of(model), model.config)
     rules = {rule.pattern: rule.weight.spec for rule in mixture(model, name).rules}
     places = places_of(model).items()
-    return {names.of(weight): kind_of(rules[one.path], model.get_parameter(weight).shape) for weight, one in places}
+    return {names.of(weight)[0]: kind_of(rules[one.path], model.get_parameter(weight).shape) for weight, one in places}
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,8 @@ def test_types_of_q4_k_m(tmp_path):
     assert found["output.weight"] == "Q6_K"
     assert found["token_embd.weight"] == found["blk.0.attn_q.weight"] == found["blk.0.ffn_down.weight"] == "Q4_K"
     assert found["blk.1.ffn_down.weight"] == found["blk.1.attn_v.weight"] == "Q6_K"
+
+
+def test_experts_have_no_mixture():
+    with pytest.raises(ConfigError, match=r"llama-quantize has rules of its own for experts.*GGUF_Q4_K"):
+        mixture(language_model("mixtral"), "Q4_K_M")

@@ -80,7 +80,7 @@ def mixture(model: nn.Module, name: str) -> Config:
             "_A8" behind it for llama.cpp's inputs of products.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a model with experts.
         CheckpointError: an unknown architecture.
 
     `fakequant.prepare(model, "GGUF_Q4_K_M")` does this for the names with an ending. For the others, whose names are
@@ -92,6 +92,11 @@ def mixture(model: nn.Module, name: str) -> Config:
     if key not in _MIXTURES:
         raise ConfigError(f"unknown mixture {name!r:.80}{nearest(key, list(_MIXTURES))}")
     architecture, shared = architecture_of(model), shared_names(model)
+    if architecture.parts:
+        raise ConfigError(
+            "llama-quantize has rules of its own for experts, which are not known here; give all weights one type, "
+            "such as GGUF_Q4_K"
+        )
     config: Any = model.config
     names, heads = GgufNames(architecture, config), config.num_attention_heads
     shares = heads // (getattr(config, "num_key_value_heads", None) or heads)
