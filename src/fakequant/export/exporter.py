@@ -33,6 +33,7 @@ from fakequant.model.run.tracing import example_named
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn import fixed_ranges
+from fakequant.nn.products.recurrent_loop import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.text import module_name, table
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**31 - 2**20
 """The limit of one protobuf message, less a margin for nodes and names."""
+
+_NO_LOOPS = "TensorRT was not seen to compute quantizers in a loop"
 
 _IR_VERSION = 10
 """The version of the file format: ONNX Runtime reads it since 1.18, and it suffices for the portable style."""
@@ -228,6 +231,7 @@ def traced(
         fixed_ranges(model),
         weights_fixed(model, args, kwargs),
         example_named(model, arguments),
+        written_as_loops(_NO_LOOPS if style is Style.TRT else None),
     ):
         program = trace(model, args, kwargs, dynamic_shapes)
     quantizing = sites(program, style)

@@ -93,6 +93,21 @@ class GraphEditor:
         dims = self._values[name].type.tensor_type.shape.dim
         return [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
 
+    def declare(self, name: str, kind: int, shape: Sequence[Dimension], *, visible: bool = False) -> None:
+        """Declare a value that nodes will compute.
+
+        Args:
+            name: of the value.
+            kind: its element type, as in TensorProto.
+            shape: its shape.
+            visible: whether it is a value of this graph, not of one inside of it.
+        """
+        from onnx import helper
+
+        self._values[name] = helper.make_tensor_value_info(name, kind, list(shape))
+        if visible:
+            self.graph.value_info.append(self._values[name])
+
     def finish(self, nodes: Iterable[NodeProto]) -> None:
         """Replace the nodes of the graph, keep the constants that they use, and remove the exporter's debug data."""
         kept = list(nodes)

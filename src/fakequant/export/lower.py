@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
-from fakequant.export import portable, trt
+from fakequant.export import loops, portable, trt
 from fakequant.export.capability import check_scale, overflows
 from fakequant.export.graph import GraphEditor, inner_graphs, stored, stored_codes
 from fakequant.export.placement import place
@@ -92,6 +93,11 @@ def lower(
             continue
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         try:
+            if node.op_type == loops.OPERATOR:
+                own, record = loops.write_loop(editor, node, path, partial(_in_loop, editor, style))
+                nodes += own
+                records += [record] if record is not None else []
+                continue
             if node.op_type == SCALE_OPERATOR:
                 # TensorRT's operators compute the scales themselves.
                 scale = None if style is Style.TRT else lower_scale(editor, node, path, style)
@@ -114,6 +120,13 @@ def lower(
     editor.finish(nodes)
     _import_domains(model)
     return records
+
+
+def _in_loop(editor: GraphEditor, style: Style, node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
+    """The nodes of a quantizer in the body of a loop, and its record."""
+    site = _site(editor, node, path, style)
+    record = _express(site, is_dynamic=False)
+    return site.nodes, record
 
 
 def _express_once(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,10 @@ class SiteRecord:
     constants: list[str]
     digest: str
     scale_of_scales: str | None = None
+
+    def seen_as(self, x: str, y: str) -> SiteRecord:
+        """The same quantizer, whose tensors of all steps have these names."""
+        return replace(self, x=x, y=y)
 
 
 @dataclass(frozen=True)

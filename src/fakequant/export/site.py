@@ -41,6 +41,12 @@ class Emitter:
         self.nodes.append(helper.make_node(operator, inputs, [result or name], name, **present))
         return result or name
 
+    def split(self, value: str, sizes: str, results: Sequence[str]) -> None:
+        """Add a node that splits a value along its last axis; `sizes` names the lengths of the parts."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Split", [value, sizes], [*results], f"{results[0]}/Split", axis=-1))
+
     def add(self, name: str, values: Tensor | np.ndarray) -> str:
         """Add a constant and return its name."""
         array = values.numpy() if isinstance(values, Tensor) else values

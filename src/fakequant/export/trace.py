@@ -21,12 +21,13 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
+from fakequant.export import loops
 from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
 from fakequant.model.run.tracing import quiet, traced_program
-from fakequant.nn.paths import module_at
+from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.text import module_name
@@ -129,14 +130,15 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Trace
             nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
             if node.target is torch.ops.higher_order.flex_attention:
                 refused.append(f"{module_name(_path(node))}: {_NO_FLEX}")
-            if node.target is not _TARGET:
+            if node.target not in (_TARGET, loops.TARGET):
                 continue
             try:
                 if module is not program.graph_module:
                     raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
                 if nesting:
                     raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
-                quantizers.append(_site(node, moving, by_bits, style))
+                found = _site(node, moving, by_bits, style) if node.target is _TARGET else _loop_site(node, style)
+                quantizers += [] if found is None else [found]
             except ExportError as error:
                 refused.append(f"{module_name(_path(node))}: {error}")
     if refused:
@@ -163,6 +165,19 @@ def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node]
     check(spec, style, _shape(value), constant=constant, dynamic=not static)
     placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
     return TracedSite(_path(node), spec, placement.opset(constant=constant))
+
+
+def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
+    """The quantizer of the hidden state in a loop; None where it has none."""
+    _, hidden, *_, scale, _, text, name = node.args[:9]
+    if not isinstance(text, str) or not text:
+        return None
+    assert isinstance(hidden, fx.Node)
+    assert isinstance(scale, fx.Node)
+    spec, shape = QuantSpec.parse(text), _shape(hidden.meta["val"])
+    check(spec, style, shape, constant=False, dynamic=False)
+    placement = place(spec, style, shape, _shape(scale.meta["val"]))
+    return TracedSite(join(_path(node), str(name)), spec, placement.opset(constant=False))
 
 
 def _depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -205,7 +220,11 @@ def to_onnx(
             dynamic_shapes=dynamic_shapes,
             input_names=input_names,
             output_names=output_names,
-            custom_translation_table={_TARGET: _translation(), _SCALE_TARGET: _scale_translation()},
+            custom_translation_table={
+                _TARGET: _translation(),
+                _SCALE_TARGET: _scale_translation(),
+                loops.TARGET: loops.translation(),
+            },
             verbose=False,
         )
     assert converted is not None

@@ -23,6 +23,11 @@ class Watched:
         watching[handle.id] = see
         return handle
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a function watches."""
+        return len(self._watching) > 0  # Dynamo takes an empty mapping proxy for true
+
     def show(self, *values: Any) -> None:
         """Show values to all functions that watch."""
         for see in self._watching.values():

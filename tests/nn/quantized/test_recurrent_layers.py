@@ -264,11 +264,29 @@ def test_onnx(tags: Tags, tmp_path: Path) -> None:
     assert fq.verify_onnx(tmp_path / "model.onnx", tags)
 
 
-def test_a_dynamic_length_is_refused_and_a_dynamic_batch_is_not(tags: Tags, tmp_path: Path) -> None:
+def test_the_file_takes_sequences_of_all_lengths(tags: Tags, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    with pytest.raises(ExportError, match="number of steps is dynamic; export it with a fixed length"):
-        fq.export_onnx(tags, X, tmp_path / "steps.onnx", dynamic_shapes=({1: "steps"},))
-    fq.export_onnx(tags, X, tmp_path / "batch.onnx", dynamic_shapes=({0: "batch"},))
+    onnx = pytest.importorskip("onnx")
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(tags, X, path, dynamic_shapes=({0: "batch", 1: "steps"},))
+    assert sum(node.op_type == "Scan" for node in onnx.load(path).graph.node) == 4
+    assert len(onnx.load(path).graph.node) < 60
+    found = fq.verify_onnx(path, tags, [data(5, 11, IN), X])
+    assert found.exact
+    assert not found.uncovered
+
+
+def test_ranges_that_a_loop_cannot_hold_are_named_before_the_work(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    config = fq.Config(
+        "dynamic", (fq.Rule("*", input=fq.TensorConfig("int8 per_tensor", dynamic=True), weight="int8 per_channel(0)"),)
+    )
+    model = fq.prepare(Tags(nn.GRU).eval(), config)
+    reason = "because the range of its hidden state is computed at every step"
+    with pytest.raises(ExportError, match=f"{reason}, and the number of steps is dynamic"):
+        fq.export_onnx(model, X, tmp_path / "steps.onnx", dynamic_shapes=({1: "steps"},))
+    with pytest.warns(CoverageWarning, match=f"{reason}: the file has the nodes of 3 steps"):
+        fq.export_onnx(model, X, tmp_path / "model.onnx")
 
 
 def test_layers_with_projections_stay_in_float() -> None:

@@ -32,9 +32,17 @@ def uncovered_nodes(model: ModelProto, sites: Sequence[SiteRecord]) -> list[str]
             index = made_by.get(waiting.pop())
             if index is not None and index not in covered:
                 covered.add(index)
+                if nodes[index].op_type == "Scan":  # its body is the quantizer's, and what it gives is verified
+                    continue
                 waiting += [name for name in nodes[index].input if name not in ends]
     rest = [node for index, node in enumerate(nodes) if index not in covered]
-    rest += [node for outer in nodes for graph in inner_graphs(outer) for node in _nodes(graph)]
+    rest += [
+        node
+        for index, outer in enumerate(nodes)
+        if index not in covered
+        for graph in inner_graphs(outer)
+        for node in _nodes(graph)
+    ]
     rest += [node for function in model.functions for node in function.node]
     return [node.name or node.output[0] for node in rest if node.op_type in _OPERATORS or node.domain == trt.DOMAIN]
 

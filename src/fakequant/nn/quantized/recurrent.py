@@ -139,7 +139,8 @@ def _one_direction(
     mode: str, steps: list[Tensor], state: State, weights: GateWeights, quantizers: StepQuantizers, *, reverse: bool
 ) -> _Direction:
     weights = quantizers.weights(weights)
-    outputs, hidden = list[Tensor](), list[Tensor]()
+    outputs: list[Tensor] = []
+    hidden: list[Tensor] = []
     for x in reversed(steps) if reverse else steps:
         n = x.shape[0]
         before = tuple(s[:n] for s in state)

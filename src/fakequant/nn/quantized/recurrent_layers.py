@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import ExportError
+from fakequant.errors import CoverageWarning, ExportError, warn_user
 from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
 from fakequant.nn.products.of_recurrent import GateProduct
+from fakequant.nn.products.recurrent_loop import LoopQuantizers, is_exporting_loops, looped, why_no_loop
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
 from fakequant.nn.quantized.recurrent import GateWeights, StepQuantizers, step, unroll
 
@@ -77,7 +78,7 @@ class _Recurrent(Watched, QuantizedLayer):
     def _quantizers(self) -> list[_Separate] | None:
         """Those of every layer in each direction; None if all are off, and nothing watches."""
         suffixes = self.suffixes(self)
-        if not self._watching and not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
+        if not self.is_watched and not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
             return None
         return [_Separate(*(getattr(self, name) or _as_it_is for name in _names(suffix))) for suffix in suffixes]
 
@@ -115,15 +116,42 @@ class _RecurrentLayer(_Recurrent):
         if (quantizers := self._quantizers()) is None:
             return cast("Any", super()).forward(input, hx)
         layer = cast("nn.RNNBase", self)
+        why_not = why_no_loop(input, self._of_loops()) if is_exporting_loops() else None
+        if is_exporting_loops() and why_not is None and input.dim() in (2, 3):
+            return self._looped(input, hx)
         if not isinstance(input, PackedSequence) and input.dim() in (2, 3):
-            steps = input.shape[1 if layer.batch_first and input.dim() == 3 else 0]
-            if isinstance(steps, torch.SymInt):
-                raise ExportError(
-                    f"a quantized {self.float_class.__name__} is written step by step, and the number of steps is "
-                    "dynamic; export it with a fixed length, without that axis in dynamic_shapes"
-                )
-        show = (lambda place, *seen: self._show(quantizers[place], place, *seen)) if self._watching else None
+            self._check_steps(input.shape[1 if layer.batch_first and input.dim() == 3 else 0], why_not)
+        show = (lambda place, *seen: self._show(quantizers[place], place, *seen)) if self.is_watched else None
         return unroll(layer, input, hx, quantizers, show)
+
+    def _check_steps(self, steps: Any, why_not: str | None) -> None:
+        """Say before the work that each step is written, or that this cannot be where their number is dynamic."""
+        name = f"a quantized {self.float_class.__name__} is written step by step"
+        because = f", because {why_not}" if why_not else ""
+        if isinstance(steps, torch.SymInt):
+            raise ExportError(
+                f"{name}{because}, and the number of steps is dynamic; export it with a fixed length, without that "
+                "axis in dynamic_shapes"
+            )
+        if why_not:
+            warn_user(f"{name}{because}: the file has the nodes of {steps} steps, and takes no others", CoverageWarning)
+
+    def _of_loops(self) -> list[LoopQuantizers]:
+        return [LoopQuantizers(*(getattr(self, name) for name in _names(suffix))) for suffix in self.suffixes(self)]
+
+    def _looped(self, input: Tensor, hx: Any) -> Any:
+        layer, is_lstm = cast("nn.RNNBase", self), cast("nn.RNNBase", self).mode == "LSTM"
+        steps_axis = 1 if layer.batch_first and input.dim() == 3 else 0
+        x = input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, steps_axis)
+        quantizers = self._of_loops()
+        given = [x.new_zeros(len(quantizers), x.shape[1], layer.hidden_size)] * (2 if is_lstm else 1)
+        if hx is not None:
+            given = [s.unsqueeze(1) if input.dim() == 2 else s for s in (hx if is_lstm else (hx,))]
+        names = [_names(suffix)[1] for suffix in self.suffixes(self)]
+        y, state = looped(layer, x, given, quantizers, names)
+        if input.dim() == 2:
+            y, state = y.squeeze(1), [s.squeeze(1) for s in state]
+        return y.transpose(0, steps_axis), (state[0], state[1]) if is_lstm else state[0]
 
 
 @quantizes(nn.LSTM)
@@ -159,7 +187,7 @@ class _RecurrentCell(_Recurrent):
         zeros = x.new_zeros(x.shape[0], cell.hidden_size)
         given = ((zeros, zeros) if is_lstm else zeros) if hx is None else hx
         state = tuple(torch.atleast_2d(s) for s in (given if is_lstm else (given,)))
-        if self._watching:
+        if self.is_watched:
             self._show(quantizers[0], 0, (x,), lambda _: (state[0],))
         weights = quantizers[0].weights(GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh))
         after = step(self._mode(), x, state, weights, quantizers[0])
