@@ -42,11 +42,11 @@ SECONDS = 300
 test-slow: setup
 	$(SUITE) -m 'slow and not exhaustive' --seconds $(SECONDS) --order $$(git rev-parse --short HEAD)
 
-# Files of other programs, loaded by these programs; without them most of the tests are skipped.
+# Files of other programs, loaded by these programs, and of ONNX in OpenVINO; without them most of the tests are skipped.
 test-delivery: setup $(LLAMA_CPP)/made
-	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[delivery]'
+	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[delivery,openvino]'
 	LLAMA_CPP_BINDINGS=$(abspath $(LLAMA_CPP)) LLAMA_CPP_LIB_PATH=$(abspath $(LLAMA_CPP)/libraries/bin) \
-		$(SUITE) tests/delivery
+		$(SUITE) tests/delivery tests/model/sites/test_target_engines.py
 
 # llama.cpp's libraries `llama` and `ggml` from the sources of llama-cpp-python, 4 minutes of two cores.
 # Without GGML_NATIVE they have the same instructions, and so the same sums, on every x86-64 processor with AVX2.

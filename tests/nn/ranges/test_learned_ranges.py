@@ -101,6 +101,21 @@ def test_a_parameter_below_zero_quantizes_to_zero_and_comes_back(method: str, ar
         assert parameter.grad.item() < 0
 
 
+@pytest.mark.parametrize("offset", [-7.0, 0.0, 50.0])
+@pytest.mark.parametrize("step", [-0.01, 0.0, 1e-30])
+def test_an_offset_beside_a_step_below_zero_stays_finite(step: float, offset: float) -> None:
+    """An offset over the smallest step is infinite, and its zero point was NaN."""
+    x = data(64, dtype=torch.float32)
+    quantizer = learning("lsq_plus", "uint4", x)
+    with torch.no_grad():
+        of(quantizer, "step").fill_(step)
+        of(quantizer, "offset").fill_(offset)
+    y = quantizer(x)
+    (y - x).square().sum().backward()
+    assert y.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in quantizer.parameters())
+
+
 def test_the_offset_beyond_the_codes_keeps_its_gradient() -> None:
     quantizer = learning("lsq_plus", "uint4", X)
     with torch.no_grad():

@@ -285,7 +285,8 @@ class LSQPlus(LSQ):
         if self.spec.symmetric:
             return QParams(scale)
         offset = -straight_through(self.offset, self.offset, self._factor(elements))
-        steps = divide(offset, scale)
+        # A zero point is no larger than 2**16: where a step that fell below zero would make it infinite, it is finite.
+        steps = divide(offset, torch.maximum(scale, offset.detach().abs() * 2.0**-20))
         fmt = self.spec.format
         return QParams(scale, straight_through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
 
