@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
@@ -68,6 +69,34 @@ def test_a_metric_of_ones_own() -> None:
 
     found = sensitivity(model, [], agreement)
     assert all(s.change == s.value - 1.0 for s in found)
+
+
+def test_each_quantizer_alone() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "int8")
+    x = torch.randn(16, 4)
+    fq.calibrate(model, [x])
+    found = fq.sensitivity(model, [x], each="quantizer")
+    assert {s.layer for s in found} == set(quantizers(model))
+    assert found.header[0] == "quantizer"
+    with fq.disabled(model):
+        exact = model(x)
+        for one in found:
+            quantizer = model.get_submodule(one.layer)
+            quantizer.mode = Mode.QUANTIZE
+            noise = (model(x) - exact).square().sum()
+            quantizer.mode = Mode.OFF
+            assert one.value == pytest.approx(10 * (exact.square().sum() / noise).log10().item(), rel=1e-4)
+    with pytest.raises(ConfigError, match='each is "layer" or "quantizer", got \'quantizers\''):
+        fq.sensitivity(model, [x], each="quantizers")
+
+
+def test_each_quantizer_of_a_recurrent_layer_alone() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.LSTM(4, 4, num_layers=2, bidirectional=True), "int8")
+    x = torch.randn(3, 5, 4)
+    fq.calibrate(model, [x])
+    assert len(fq.sensitivity(model, [x], each="quantizer")) == 16 == len(quantizers(model))
 
 
 def test_modes_and_hooks_are_left_as_they_were() -> None:

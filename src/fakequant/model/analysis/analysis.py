@@ -15,7 +15,7 @@ from fakequant.calibration.transformed import outside_of_transforms
 from fakequant.data.arguments import Metric, check_metric, check_model, measured
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, nearest
 from fakequant.model.analysis.html import html_result
 from fakequant.model.analysis.reuse import ReusedOutputs
 from fakequant.model.execution import simulated
@@ -23,6 +23,7 @@ from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.run.outputs import Distance, decibels, named_tensors, shown_place
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
+from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import Site
@@ -82,7 +83,7 @@ def layer_sqnr(
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The effect of quantizing one layer alone.
+    """The effect of quantizing one layer alone, or of one quantizer.
 
     Attributes:
         layer: its path.
@@ -106,16 +107,18 @@ class Sensitivities(list[Sensitivity]):
 
     Attributes:
         in_decibels: whether the values are dB of signal to quantization noise, the default metric.
+        each: "layer" or "quantizer", what was on alone.
     """
 
     in_decibels: bool = True
+    each: str = "layer"
 
     @property
     def header(self) -> tuple[str, ...]:
         """The names of the columns, with the unit of the values."""
         if not self.in_decibels:
-            return "layer", "metric alone", "change"
-        return ("layer", "dB alone", "worst output") if any(s.output for s in self) else ("layer", "dB alone")
+            return self.each, "metric alone", "change"
+        return (self.each, "dB alone", "worst output") if any(s.output for s in self) else (self.each, "dB alone")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
@@ -141,8 +144,11 @@ def sensitivity(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
+    each: str = "layer",
 ) -> Sensitivities:
     """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
+
+    Of a layer with several weights, as an LSTM, `each="quantizer"` tells which of its tensors hurts.
 
     The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
     is not computed again: all activations of one batch are held.
@@ -153,14 +159,15 @@ def sensitivity(
             them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
             of the model's outputs, against the float model's. All outputs count alike.
+        each: "layer", or "quantizer" to measure each quantizer alone.
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
         and its difference from that of the float model (`change`; by the default metric the same number).
 
     Raises:
-        ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
-            no batch or the model's output holds no float tensor.
+        ConfigError: `each` is unknown, the model has no quantized layers, the batches are one tensor, or, by the
+            default metric, there was no batch or the model's output holds no float tensor.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
@@ -173,11 +180,7 @@ def sensitivity(
     check_metric(metric, "sensitivity")
     data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
-    held = {
-        name: [one for one in layer.children() if isinstance(one, Quantizer) and not _is_left_off(one)]
-        for name, layer in model.named_modules()
-        if isinstance(layer, (QuantizedLayer, Site))
-    }
+    held = _alone(model, each)
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     if metric is None:
@@ -192,8 +195,22 @@ def sensitivity(
                 values[name] = measured(metric, model)
         found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
     result = Sensitivities(sorted(found, key=lambda s: s.value))
-    result.in_decibels = metric is None
+    result.in_decibels, result.each = metric is None, each
     return result
+
+
+def _alone(model: nn.Module, each: str) -> dict[str, list[Quantizer]]:
+    """The quantizers that are on together, by the path of their layer, or of each."""
+    if each not in ("layer", "quantizer"):
+        raise ConfigError(f'each is "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
+    layers = {
+        name: {key: one for key, one in layer._modules.items() if isinstance(one, Quantizer) and not _is_left_off(one)}
+        for name, layer in model.named_modules()
+        if isinstance(layer, (QuantizedLayer, Site))
+    }
+    if each == "layer":
+        return {name: [*own.values()] for name, own in layers.items()}
+    return {join(name, key): [one] for name, own in layers.items() for key, one in own.items()}
 
 
 def _by_output(layer: str, distance: Distance) -> Sensitivity:
