@@ -79,3 +79,14 @@ def test_what_calibration_left_in_float_is_said() -> None:
     assert site.type == "cat"
     assert "float" in site.quantizers.values()
     assert site.state == "ready"
+
+
+def test_operations_of_equal_steps_are_one_line_and_a_quantizer_that_is_off_is_told() -> None:
+    model = fq.prepare(nn.Sequential(nn.LSTM(6, 8)).eval(), "int8")
+    x = torch.randn(9, 4, 6)
+    fq.calibrate(model, [x])
+    fq.nn.quantizers(model)["0._l0_hidden_quantizer"].mode = fq.nn.Mode.OFF
+    text = str(fq.summary(model, x))
+    assert "0: lstm_cell, 1 of 4 inputs in float, 8 times" in text  # the state before the first step is zeros
+    assert text.count("lstm_cell") == 1
+    assert "int8 per_tensor, int8 per_tensor off " in text

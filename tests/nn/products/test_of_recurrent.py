@@ -139,3 +139,20 @@ def test_codes_go_back_where_they_do_not_help_the_output() -> None:
     assert all(row.note for row in found.layers)
     for now, own in zip(model.rnn.parameters(), before, strict=True):
         assert_same_bits(now.data, own.data)
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_per_token", "dynamic"])
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_sequence_in_parts_has_the_bits_of_one_call(cls: Any, config: str) -> None:
+    dynamic = fq.Config("dynamic", fq.Rule("*", input=fq.TensorConfig("int8 per_tensor", dynamic=True), weight="int8"))
+    model = fq.prepare(Reader(cls, num_layers=2).eval(), dynamic if config == "dynamic" else config).rnn
+    x = batches(1)[0]
+    fq.calibrate(model, [x])
+    whole, last = model(x)
+    state, parts = None, []
+    for steps in x.split([2, 1, 2]):
+        y, state = model(steps, state)
+        parts.append(y)
+    assert_same_bits(torch.cat(parts).detach(), whole.detach())
+    for one, other in zip(*map(torch.utils._pytree.tree_leaves, (state, last)), strict=True):
+        assert_same_bits(one.detach(), other.detach())

@@ -112,7 +112,9 @@ class Summary:
             lines.append(
                 f"left in float: {len(products)} products, {len(self.unquantized) - len(products)} other operations"
             )
-            lines += [f"  {operation}" for operation in (*products, *(o for o in self.unquantized if not o.is_product))]
+            others = [operation for operation in self.unquantized if not operation.is_product]
+            shown = Counter(map(str, (*products, *others)))  # a recurrent layer has those of all steps
+            lines += [f"  {text}{f', {count} times' if count > 1 else ''}" for text, count in shown.items()]
         return lines
 
 
@@ -232,7 +234,7 @@ def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
 def _shown(quantizer: Quantizer) -> str:
     if quantizer.needs_calibration and quantizer.mode is Mode.OFF:  # by `calibrate(unseen="float")`
         return "float"
-    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}"
+    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}{' off' if quantizer.mode is Mode.OFF else ''}"
 
 
 def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
