@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from fakequant.export.graph import GraphEditor
+from fakequant.export.ranges import lower_scale
 from fakequant.export.record import SiteRecord
 from fakequant.export.site import Emitter
+from fakequant.export.style import Style
 from fakequant.nn.paths import join
+from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:
     from onnx import NodeProto, ValueInfoProto
@@ -60,7 +63,7 @@ def translation() -> Any:
 
 
 def write_loop(
-    editor: GraphEditor, node: NodeProto, path: str, express: Express
+    editor: GraphEditor, node: NodeProto, path: str, style: Style, express: Express
 ) -> tuple[list[NodeProto], SiteRecord | None]:
     """The nodes that replace a node of the operator, and the record of the quantizer of its hidden state.
 
@@ -68,6 +71,7 @@ def write_loop(
         editor: of the graph; it gets the constants.
         node: of the operator.
         path: of the layer.
+        style: the dialect of the file.
         express: writes the quantizer.
     """
     from onnx import TensorProto, helper
@@ -82,7 +86,12 @@ def write_loop(
     before, seen, record = state, [], None
     if given["spec"]:
         editor.declare(state, TensorProto.FLOAT, shape)
-        before = f"{to.label}/state_quantized"
+        before, one = f"{to.label}/state_quantized", QuantSpec.parse(str(given["spec"]))
+        if not scale:
+            scale, scaled = f"{to.label}/state_scale", one.granularity.group_shape((1, int(shape[-1])))[1:]
+            editor.declare(scale, TensorProto.FLOAT, [shape[0], *scaled])
+            chooser = helper.make_node("ChooseScale", [state], [scale], domain=DOMAIN, spec=given["spec"])
+            to.nodes += lower_scale(editor, chooser, join(path, str(given["quantizer"])), style).nodes
         inputs = [state, scale, *([zero_point] if zero_point else [])]
         one = helper.make_node("FakeQuantize", inputs, [before], domain=DOMAIN, spec=given["spec"])
         nodes, record = express(one, join(path, str(given["quantizer"])))

@@ -94,7 +94,7 @@ def lower(
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         try:
             if node.op_type == loops.OPERATOR:
-                own, record = loops.write_loop(editor, node, path, partial(_in_loop, editor, style))
+                own, record = loops.write_loop(editor, node, path, style, partial(_in_loop, editor, style))
                 nodes += own
                 records += [record] if record is not None else []
                 continue
@@ -125,7 +125,7 @@ def lower(
 def _in_loop(editor: GraphEditor, style: Style, node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
     """The nodes of a quantizer in the body of a loop, and its record."""
     site = _site(editor, node, path, style)
-    record = _express(site, is_dynamic=False)
+    record = _express(site, is_dynamic=site.constant is None)
     return site.nodes, record
 
 

@@ -173,10 +173,11 @@ def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
     if not isinstance(text, str) or not text:
         return None
     assert isinstance(hidden, fx.Node)
-    assert isinstance(scale, fx.Node)
-    spec, shape = QuantSpec.parse(text), _shape(hidden.meta["val"])
-    check(spec, style, shape, constant=False, dynamic=False)
-    placement = place(spec, style, shape, _shape(scale.meta["val"]))
+    spec, shape, is_dynamic = QuantSpec.parse(text), _shape(hidden.meta["val"]), scale is None
+    check(spec, style, shape, constant=False, dynamic=is_dynamic)
+    groups = [shape[0], *spec.granularity.group_shape((1, int(shape[-1])))[1:]]
+    groups = _shape(scale.meta["val"]) if isinstance(scale, fx.Node) else groups
+    placement = place(spec, style, shape, groups)
     return TracedSite(join(_path(node), str(name)), spec, placement.opset(constant=False))
 
 

@@ -107,7 +107,7 @@ def test_algorithms_choose_both_weights_and_their_biases(case: str) -> None:
     assert all(row.after < row.before for row in rows.values())
 
 
-@pytest.mark.parametrize("config", ["int8", "int8_per_token"])
+@pytest.mark.parametrize("config", ["int8", "int8_per_token", "mxfp8", "nvfp4"])
 def test_quantized_rows_are_those_of_the_steps(config: str) -> None:
     model = quantized(Reader(nn.LSTM), config)
     x = batches(1)[0]
@@ -141,7 +141,7 @@ def test_codes_go_back_where_they_do_not_help_the_output() -> None:
         assert_same_bits(now.data, own.data)
 
 
-@pytest.mark.parametrize("config", ["int8", "int8_per_token", "dynamic"])
+@pytest.mark.parametrize("config", ["int8", "int8_per_token", "nvfp4", "dynamic"])
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_sequence_in_parts_has_the_bits_of_one_call(cls: Any, config: str) -> None:
     dynamic = fq.Config("dynamic", fq.Rule("*", input=fq.TensorConfig("int8 per_tensor", dynamic=True), weight="int8"))

@@ -22,7 +22,7 @@ def state(layer: Any, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize("config", ["int8", "int8_weight_only"])
+@pytest.mark.parametrize("config", ["int8", "int8_per_token", "int8_weight_only"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}, {"nonlinearity": "relu"}],

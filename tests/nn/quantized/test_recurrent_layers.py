@@ -276,13 +276,23 @@ def test_the_file_takes_sequences_of_all_lengths(tags: Tags, tmp_path: Path) -> 
     assert not found.uncovered
 
 
+@pytest.mark.parametrize("config", ["int8_per_token", "int8_weight_only"])
+def test_a_file_with_ranges_of_tokens_takes_sequences_of_all_lengths(config: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = fq.prepare(Tags(nn.RNN).eval(), config)
+    fq.export_onnx(model, X, tmp_path / "model.onnx", dynamic_shapes=({0: "batch", 1: "steps"},))
+    found = fq.verify_onnx(tmp_path / "model.onnx", model, [data(5, 11, IN), X])
+    assert found.exact
+    assert not found.uncovered
+
+
 def test_ranges_that_a_loop_cannot_hold_are_named_before_the_work(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     config = fq.Config(
         "dynamic", (fq.Rule("*", input=fq.TensorConfig("int8 per_tensor", dynamic=True), weight="int8 per_channel(0)"),)
     )
     model = fq.prepare(Tags(nn.GRU).eval(), config)
-    reason = "because the range of its hidden state is computed at every step"
+    reason = "because the range of its hidden state is computed of whole steps"
     with pytest.raises(ExportError, match=f"{reason}, and the number of steps is dynamic"):
         fq.export_onnx(model, X, tmp_path / "steps.onnx", dynamic_shapes=({1: "steps"},))
     with pytest.warns(CoverageWarning, match=f"{reason}: the file has the nodes of 3 steps"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
-from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.spec import QuantSpec
 
 _PREFIX = "weight_"
 
@@ -61,16 +61,18 @@ class GateProduct(MatrixProduct):
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows [n, steps, columns], or [n, columns] of one step, as the steps see them."""
         (x,), quantizer = inputs, self.input_quantizer
-        if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec.granularity):
+        if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec):
             return (self.layer.quantized(self.input_attribute, x),)
         return (torch.stack([quantizer(step) for step in x.unbind(1)], 1),)
 
 
-def is_by_row(granularity: Granularity) -> bool:
+def is_by_row(spec: QuantSpec) -> bool:
     """Whether each row of a matrix has scales of its own, so that its range depends on no other row.
 
-    >>> from fakequant import PerBlock, PerTensor, PerToken
-    >>> is_by_row(PerToken()), is_by_row(PerBlock({-1: 16})), is_by_row(PerTensor())
-    (True, True, False)
+    >>> is_by_row(QuantSpec.parse("int8 per_token")), is_by_row(QuantSpec.parse("int8 per_tensor"))
+    (True, False)
     """
-    return granularity.group_shape((2, 16_384))[0] == 2
+    shape: tuple[int, ...] = (2, 16_384)
+    for granularity in (spec.granularity, *spec.shared_granularities):
+        shape = tuple(granularity.group_shape(shape))
+    return shape[0] == 2

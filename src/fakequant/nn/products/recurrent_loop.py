@@ -49,11 +49,15 @@ class LoopQuantizers(NamedTuple):
     def why_not(self) -> str | None:
         """Why a loop cannot hold them; None where it can."""
         hidden, input = active(self.hidden), active(self.input)
-        if hidden is not None and (hidden.dynamic or hidden.learned is not None):
-            return "the range of its hidden state is computed at every step"
-        if input is not None and input.dynamic and not is_by_row(input.spec.granularity):
+        if hidden is not None and (hidden.learned is not None or (hidden.dynamic and not _is_own_of_rows(hidden.spec))):
+            return "the range of its hidden state is computed of whole steps"
+        if input is not None and input.dynamic and not is_by_row(input.spec):
             return "the range of its input is that of one step"
         return None
+
+
+def _is_own_of_rows(spec: QuantSpec) -> bool:
+    return is_by_row(spec) and spec.symmetric
 
 
 def active(quantizer: Quantizer | None) -> Quantizer | None:
@@ -109,8 +113,8 @@ def looped(
                 state[-1][i],
                 _by(own.hidden_weight, u),
                 c,
-                None if hidden is None else hidden.scale,
-                None if hidden is None else hidden.zero_point,
+                None if hidden is None or hidden.dynamic else hidden.scale,
+                None if hidden is None or hidden.dynamic else hidden.zero_point,
                 "" if hidden is None else hidden.spec.to_text(),
                 names[i],
                 layer.mode,
@@ -149,6 +153,8 @@ def _recurrent(  # noqa: PLR0913
     for x in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
         if spec and scale is not None:
             hidden = library.fake_quantize(hidden, QParams(scale, zero_point), QuantSpec.parse(spec))
+        elif spec:
+            hidden = library.fake_quantize_dynamic(hidden, QuantSpec.parse(spec))
         hidden, cell = _after(mode, x, F.linear(hidden, weight, bias), hidden, cell)
         outputs.append(hidden)
     return torch.stack(outputs[::-1] if reverse else outputs), hidden.clone(), cell
