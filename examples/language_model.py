@@ -91,7 +91,7 @@ def main(out: Path, steps: int = 150) -> None:
     schedule = fq.qat.Schedule(RATE, original_epochs=1, fraction=1.0, start=0.1)
     fq.qat.finetune(model, batches(steps // 5, seed=3), None, schedule, fq.qat.Options(optimizer=torch.optim.AdamW))
     file = fq.deliver(model, out / "q4_k.gguf", "gguf")
-    compare("QAT, GGUF_Q4_K", model, file, AutoModelForCausalLM.from_pretrained(out, gguf_file=file.name))
+    compare("QAT, GGUF_Q4_K", model, file, AutoModelForCausalLM.from_pretrained(out, gguf_file=str(file.resolve())))
     if llama_cpp.is_there():
         assert text_by_llama_cpp(file) == text(fq.delivery.llama_cpp_inputs(model))
         print(f"llama.cpp: the same text as the model with the inputs of llama.cpp\n{text_by_llama_cpp(file)}")

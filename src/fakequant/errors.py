@@ -148,6 +148,23 @@ def shown(value: Any) -> str:
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line.
+
+    >>> first_line(ImportError("\\nLlama needs sentencepiece.\\nInstall it."))
+    'ImportError: Llama needs sentencepiece.'
+    """
+    return (f"{type(error).__name__}: {str(error).strip()}".rstrip(": ").splitlines() or [""])[0]
+
+
+def not_imported(error: ImportError) -> str:
+    """Why a package that loads its modules when they are used could not do so: the first cause, and what helps."""
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return f"{first_line(first):.300}; install what is missing, or versions of the packages that fit each other"
+
+
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's program: the nearest caller outside of this package and `contextlib`."""
     frame, level = sys._getframe(1), 2

@@ -95,6 +95,38 @@ def test_mistakes_are_one_line(folder: Path, change: list[Any], text: str) -> No
     assert done.output.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.parametrize("content", ["", "\n \n\t\n"], ids=["empty", "blank"])
+def test_a_text_without_lines_is_named(folder: Path, content: str) -> None:
+    text = folder.parent / "none.txt"
+    text.write_text(content)
+    done = invoke(folder, "--out", folder.parent / "out", "--text", text)
+    assert done.exit_code == 1
+    assert f"{folder} needs text for calibration, and {text} has no line; give a file with lines" in done.output
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        done = invoke(*words_for(folder, "out"))
+        assert done.exit_code == 1
+        return done.output
+
+    def raises(error: Exception) -> None:
+        def read(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", read)
+
+    raises(ValueError("\nNo files.\nMore."))
+    end = "ValueError: No files.; write it there by the tokenizer's save_pretrained\n"
+    assert said() == f"error: transformers cannot read the tokenizer in {folder}: {end}"
+    error = ModuleNotFoundError("Could not import module 'LlamaConfig'")
+    error.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    raises(error)
+    assert "RuntimeError: operator torchvision::nms does not exist; install what is missing, or versions" in said()
+    raises(ValueError("pass trust_remote_code=True"))
+    assert "do not run; call fakequant.improve_folder with batches of your own\n" in said()
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     done = invoke(tmp_path, "--out", tmp_path / "out")
     assert done.exit_code == 1

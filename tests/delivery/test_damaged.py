@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,20 @@ def test_architectures_that_are_none(folder: Path, name: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
     with pytest.raises(CheckpointError, match="the architecture"):
+        fq.read(folder)
+
+
+def test_a_package_that_does_not_fit_transformers_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        __version__ = "5"
+
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(name) from RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setitem(sys.modules, "transformers", Broken())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"import LlamaForCausalLM: RuntimeError: operator torch.* fit each"):
         fq.read(folder)
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.cli.results import ONNX
 from fakequant.data.batches import run_batch
+from fakequant.errors import first_line
 from fakequant.files import write_whole
 from fakequant.ir import capture, to_text
 from fakequant.model.modes import evaluating
@@ -75,8 +76,3 @@ def write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
         return [f"The graph is missing, because the model could not be captured: {first_line(error)}"]
     write_whole(path, to_text(graph).encode())
     return [f"{path.name} lists every operation of the graph; Netron shows that of {ONNX}."]
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -12,30 +12,31 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from fakequant.cli.examples import first_line
 from fakequant.cli.steps import Steps
-from fakequant.errors import RecipeError
+from fakequant.errors import RecipeError, first_line, not_imported
 from fakequant.model.config import Config
 from fakequant.streaming import improve_folder
 
 _ROWS, _TOKENS, _LINES = 8, 128, 256
 
 
-def folder_functions(folder: Path, text: Path | None, trust: bool = False) -> dict[str, Callable[..., Any]]:
+def folder_functions(folder: Path, text: Path | None, trust: bool | None = False) -> dict[str, Callable[..., Any]]:
     """The functions of a recipe for a folder that `save_pretrained` wrote.
 
     Args:
         folder: with config.json, weights and tokenizer.
         text: a file with lines of text; the first 256 that are not empty are used.
-        trust: whether Python files of the folder, which config.json names in `auto_map`, may run.
+        trust: whether Python files of the folder, which config.json names in `auto_map`, may run; None where a command
+            has no such option.
 
     Raises:
         RecipeError: transformers is not installed, or there is no text.
     """
     if find_spec("transformers") is None:
         raise RecipeError(f"{folder} is a folder of Hugging Face, which transformers reads: pip install transformers")
-    if text is None or not text.is_file():
-        came = "none was given" if text is None else f"there is no {text}"
+    lines = _lines(text) if text is not None and text.is_file() else []
+    if not lines:
+        came = "none was given" if text is None else f"{text} has no line" if text.is_file() else f"there is no {text}"
         raise RecipeError(
             f"{folder} needs text for calibration, and {came}; give a file with lines of text by --text, or write a "
             "recipe for other inputs: fakequant init"
@@ -44,13 +45,13 @@ def folder_functions(folder: Path, text: Path | None, trust: bool = False) -> di
     def model() -> nn.Module:
         import transformers
 
-        with _read(folder, "model"):
+        with _read(folder, "model", trust):
             values = json.loads((folder / "config.json").read_text())
             named = (values.get("architectures") or [None])[0] if isinstance(values, dict) else None
             kind = getattr(transformers, named, None) if isinstance(named, str) else None
             own = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
             reader: Any = kind if own else transformers.AutoModel
-            found = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+            found = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=bool(trust))
         if hasattr(found.config, "use_cache"):
             found.config.use_cache = False
         return found.eval()
@@ -58,15 +59,14 @@ def folder_functions(folder: Path, text: Path | None, trust: bool = False) -> di
     def calibration_batches() -> Iterator[dict[str, Any]]:
         from transformers import AutoTokenizer
 
-        with _read(folder, "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        with _read(folder, "tokenizer", trust):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=bool(trust))
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
-        lines = [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()][:_LINES]
         for start in range(0, len(lines), _ROWS):
             some = lines[start : start + _ROWS]
             # All batches have one length, so that each fits the exported file.
-            with _read(folder, "tokenizer"):
+            with _read(folder, "tokenizer", trust):
                 given = tokenizer(some, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
                 batch = {name: given[name] for name in ("input_ids", "attention_mask")}
             yield batch
@@ -92,7 +92,7 @@ def improve_by_text(
     """
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{folder} has no config.json; give a folder that save_pretrained of Hugging Face wrote")
-    batches, line = [*folder_functions(folder, text)["calibration_batches"]()], Steps(console, 1)
+    batches, line = [*folder_functions(folder, text, None)["calibration_batches"]()], Steps(console, 1)
     try:
         with line.step("choosing weights a block at a time"):
             found = improve_folder(folder, out, config, batches, steps, format=format, mask="attention_mask")
@@ -103,8 +103,13 @@ def improve_by_text(
     line.note("\n".join([*found.conclusions, f"Written: {out}"]))
 
 
+def _lines(text: Path) -> list[str]:
+    """The first lines of a text that are not empty."""
+    return [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()][:_LINES]
+
+
 @contextmanager
-def _read(folder: Path, what: str) -> Iterator[None]:
+def _read(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
     """Turn what transformers raises for a folder, of many kinds, into one line.
 
     Raises:
@@ -114,10 +119,20 @@ def _read(folder: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         if "trust_remote_code" in str(error):
+            cure = (
+                "call fakequant.improve_folder with batches of your own"
+                if trust is None
+                else "read them, and allow them by --trust-remote-code"
+            )
             raise RecipeError(
-                f"the {what} in {folder} is computed by Python files of that folder (auto_map), which do not run; read "
-                "them, and allow them by --trust-remote-code"
+                f"the {what} in {folder} is computed by Python files of that folder (auto_map), which do not run; "
+                f"{cure}"
+            ) from error
+        if isinstance(error, ImportError):
+            raise RecipeError(
+                f"transformers cannot import what reads the {what} in {folder}: {not_imported(error)}"
             ) from error
         raise RecipeError(
-            f"transformers cannot read the {what} in {folder}: {first_line(error):.300}; save it by save_pretrained"
+            f"transformers cannot read the {what} in {folder}: {first_line(error):.300}; write it there by "
+            f"the {what}'s save_pretrained"
         ) from error

@@ -15,13 +15,13 @@ from torch import nn
 
 from fakequant.calibration import Calibrator, calibrators, find_method
 from fakequant.cli.batches import failures_named
-from fakequant.cli.examples import dynamic_batch, example_of, first_line, fitting, write_graph
+from fakequant.cli.examples import dynamic_batch, example_of, fitting, write_graph
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.settings import Job as Job
 from fakequant.cli.steps import Steps
 from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recipe
-from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, nearest
+from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, first_line, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
 from fakequant.model.analysis.summary import summary

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import CheckpointError
+from fakequant.errors import CheckpointError, not_imported
 from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.state.tensor_file import size_of
@@ -153,7 +153,7 @@ def class_of(path: Path, cure: str) -> Any:
         cure: what to do where there is none, for the message.
 
     Raises:
-        CheckpointError: transformers is not installed, or does not have the class.
+        CheckpointError: transformers is not installed, cannot import the class, or does not have it.
     """
     names = Folder(path).config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -163,7 +163,10 @@ def class_of(path: Path, cure: str) -> Any:
         raise CheckpointError(
             f"{path} is of a model of transformers, which is not installed; install it, or {cure}"
         ) from error
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    try:  # transformers imports the module of the class now
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    except ImportError as error:
+        raise CheckpointError(f"transformers cannot import {name}: {not_imported(error)}") from error
     if cls is None or not hasattr(cls, "config_class"):
         raise CheckpointError(
             f"{path / CONFIG} names the architecture {name!r:.80}, which transformers {transformers.__version__} does "

@@ -58,6 +58,16 @@ def check(kind, weight, tmp_path, *, mine=False, **values):
     return model, path
 
 
+def test_a_file_of_the_same_name_in_the_working_folder_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, type_ in (("model.gguf", "Q8_0"), ("folder/model.gguf", "Q4_K")):
+        model = prepared("llama", str(spec_of(type_)))
+        report = verify_delivery(deliver(model, name, "gguf"), model, [IDS])
+        assert report.passed, str(report)
+    assert torch.equal(logits(read("folder/model.gguf")), logits(model))
+
+
 @pytest.mark.parametrize("type_", LAYOUTS)
 def test_each_type(type_, tmp_path):
     _, path = check("llama", str(spec_of(type_)), tmp_path)

@@ -135,7 +135,8 @@ def _by_transformers(path: Path, dtype: torch.dtype, why_not: str) -> Engine:
     name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
     if why_not:
         return Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
     return Engine(name, loaded.state_dict(), loaded, notes=notes)
 
 
