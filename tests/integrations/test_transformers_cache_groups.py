@@ -308,6 +308,11 @@ def test_sequences_are_selected_and_repeated() -> None:
     cache.reset()
     write(cache, picked, 0, 20)
     assert same(cache, expected)
+    cache.reset(mask)
+    write(cache, own, 0, 20)
+    expected = cache_of("groups", mask)
+    write(expected, own, 0, 20)
+    assert same(cache, expected)
 
 
 def test_gradients_reach_what_is_quantized_late() -> None:
@@ -385,8 +390,11 @@ def test_what_cannot_be_is_refused() -> None:
     sliding = ARCHITECTURES["gpt_oss"].make(sliding_window=4, layer_types=["sliding_attention"])
     with pytest.raises(ConfigError, match="a sliding window drops positions of a group before"):
         FakeQuantCache(KEYS, config=sliding.config)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="residual_length is a number of tokens from 0 on, got -1"):
-        FakeQuantCache(KEYS, residual_length=-1)
+    for length in (-1, 2.5, True, "8"):
+        with pytest.raises(ConfigError, match=f"residual_length is a number of tokens from 0 on, got {length!r}"):
+            FakeQuantCache(KEYS, residual_length=length)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rotate is True or False, got 'no'"):
+        FakeQuantCache(KEYS, rotate="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 sequences may begin with padding"):
         generated(named(), cache_of("groups"), prompt())
     with pytest.raises(ConfigError, match="of the cache has 3 sequences, and the model writes 2"):
@@ -394,6 +402,8 @@ def test_what_cannot_be_is_refused() -> None:
     for mask in ([1, 1, 1], [[1, 0, 1]], [[0, 1, 0, 1]]):
         with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
             cache_of("groups", torch.tensor(mask))
+        with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
+            cache_of("groups", mask)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

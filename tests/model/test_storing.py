@@ -1,8 +1,10 @@
 """Weights that are stored as codes: the bits of a model that keeps floats, its memory, and what is done with it."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -99,6 +101,46 @@ def test_layers_of_every_kind(make, x):
     assert_same_bits(found[0][0], found[1][0])
     assert x.dtype is torch.int64 or torch.equal(found[0][1], found[1][1])
     assert any(type(one) is StoredWeight for one in stored.parameters())
+    x = x.double() if x.is_floating_point() else x  # the graph of the call above is alive
+    moved, expected = (model.double()(x) for model in (stored, kept))
+    assert_same_bits(*(y[0] if isinstance(y, tuple) else y for y in (moved, expected)))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_no_float_weight(layer):
+    model = fq.prepare(nn.Sequential(layer(16, 32)), "int4_weight_only", skip=[])
+    floats = weakref.ref(model[0].weight_hh_l0)
+    fq.store_codes(model)
+    gc.collect()
+    assert floats() is None
+    for held in (model, fq.store_floats(model)):
+        assert held[0].weight_hh_l0 is held[0].all_weights[0][1] is held[0]._flat_weights[1]
+
+
+def test_what_a_backward_pass_has_yet_to_read_moves_as_floats_do():
+    found = []
+    for model in kept_and_stored():
+        held = torch.optim.SGD(model.parameters())
+        y = model(X)
+        model.double()
+        assert all(one.dtype is torch.float64 for one in held.param_groups[0]["params"])
+        y.sum().backward()
+        found.append(model[1].bias.grad)
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("preset", ["nf4_weight_only", "mxfp4", "gguf_q4_k"])
+def test_values_have_the_strides_that_the_weight_says(preset):
+    model = fq.store_codes(fq.prepare(nn.Sequential(nn.Conv1d(32, 32, 3)), preset, skip=[]))
+    values = model[0].weight.values()
+    assert values.stride() == model[0].weight.stride()
+    assert_same_bits(torch.nn.utils.parameters_to_vector([model[0].weight]), values.flatten())
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_moves_to_meta(layer):
+    model = fq.store_codes(fq.prepare(nn.Sequential(layer(16, 32)), "int8_weight_only")).to("meta")
+    assert model[0].weight_ih_l0.device == model[0].weight_ih_l0.packed.device == torch.device("meta")
 
 
 def test_a_part_that_its_layer_holds_stays_in_float_and_is_named():
@@ -124,6 +166,8 @@ def test_conversions(dtype):
     for convert in (lambda model: model.to(dtype), lambda model: model.float()):
         assert_same_bits(convert(stored)(X), convert(kept)(X))
         assert stored[1].weight.scale is stored[1].weight_quantizer.scale
+    weight = stored.to("meta")[1].weight
+    assert weight.device == weight.packed.device == weight.scale.device == torch.device("meta")
 
 
 def test_precisions_of_calls():
@@ -144,6 +188,15 @@ def test_copies_and_pickles(again):
     assert_same_bits(found(X), model(X))
     assert found[1].weight.scale is found[0].weight_quantizer.scale
     assert found[0].weight is found[1].weight
+
+
+def test_codes_of_another_format_are_refused():
+    nf4, int4 = (kept_and_stored(config=preset)[1] for preset in ("nf4_weight_only", "int4_group64"))
+    file = io.BytesIO()
+    torch.save(int4.state_dict(), file)
+    file.seek(0)
+    with pytest.raises(ConfigError, match=r"the codes of 1\.weight are int4 per_block.*, and those of the model nf4"):
+        nf4.load_state_dict(torch.load(file))
 
 
 def tied():
@@ -252,9 +305,12 @@ def test_weights_cannot_be_written():
         lambda weight: weight.data.add_(1),
         nn.init.zeros_,
         lambda weight: weight.data.copy_(torch.zeros(256, 128)),
+        lambda weight: setattr(weight, "data", torch.zeros(256, 128)),
         lambda weight: torch._foreach_add_([weight.data], 1.0),
     ):
-        with pytest.raises(ConfigError, match=r"cannot be changed \(aten\.\w+.*fakequant\.store_floats"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be changed \((aten\.\w+|weight\.data =).*fakequant\.store_floats"
+        ):
             write(stored[1].weight)
     stored.requires_grad_()
     stored(X).sum().backward()

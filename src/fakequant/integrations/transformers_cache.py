@@ -79,8 +79,10 @@ class FakeQuantCache(DynamicCache):
     ) -> None:
         own_keys = _quantizers(keys, "keys")
         own_values = own_keys if values is None else _quantizers(values, "values")
-        if residual_length < 0:
-            raise ConfigError(f"residual_length is a number of tokens from 0 on, got {residual_length}")
+        if type(residual_length) is not int or residual_length < 0:
+            raise ConfigError(f"residual_length is a number of tokens from 0 on, got {residual_length!r}")
+        if type(rotate) is not bool:
+            raise ConfigError(f"rotate is True or False, got {rotate!r}")
         super().__init__(config=config)
         self._key_quantizers, self._value_quantizers = own_keys, own_values
         self._rotate, self._residual = rotate, residual_length
@@ -181,6 +183,12 @@ class FakeQuantCache(DynamicCache):
                 self._padding = torch.tensor(self._padding_of(len(layer.keys)))[indices.cpu()].tolist()
         super().batch_select_indices(indices)
 
+    def reset(self, attention_mask: Tensor | None = None) -> None:
+        """Forget all positions; the next prompt has the padding of the first, or that of another mask."""
+        if attention_mask is not None:
+            self._padding, self._knows_padding = _padding(attention_mask), True
+        super().reset()
+
     def activate_past_recording(self) -> None:
         """Keep what `crop` brings back, until the next `crop`: the floats of new positions."""
         self._past = {}
@@ -277,7 +285,7 @@ def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
 
 def _padding(attention_mask: Tensor) -> list[int]:
     """How many tokens of padding each sequence begins with."""
-    mask = attention_mask.bool()
+    mask = torch.as_tensor(attention_mask).bool()
     if mask.dim() != 2 or bool(((mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
         raise ConfigError(
             "the attention_mask of a cache has an axis of sequences and one of tokens, with padding before and behind "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.stored.layer import StoringLayer
 from fakequant.nn.stored.weight import StoredWeight
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_on_error
@@ -95,7 +96,7 @@ def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None
         # One copy of the scale: that of the first quantizer.
         stored.scale, stored.zero_point = first.qparams(stored)[:2]
         for product in readers:
-            product.owner._parameters[product.name] = stored
+            cast("StoringLayer", product.owner).put(product.name, stored)
 
     with restore_on_error(finish):  # forwards: an interrupt leaves each weight as it was, or as codes
         finish()
@@ -127,7 +128,7 @@ def _give_floats(stored: StoredWeight, readers: list[Product]) -> None:
 
     def finish() -> None:
         for product in readers:
-            product.owner._parameters[product.name] = parameter
+            cast("StoringLayer", product.owner).put(product.name, parameter)
             product.quantizer.fix_codes(codes, parameter)
 
     with restore_on_error(finish):

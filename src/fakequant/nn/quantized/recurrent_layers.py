@@ -109,6 +109,10 @@ class _RecurrentLayer(_Recurrent):
     def takes(cls, layer: nn.Module) -> bool:
         return not getattr(layer, "proj_size", 0)  # a projection is a third product, without a quantizer here
 
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        super().put(name, parameter)
+        cast("nn.RNNBase", self)._init_flat_weights()  # torch's layer keeps its parameters in a list, too
+
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Output and last state as the float layer returns them, of the same arguments."""
         if isinstance(input, Proxy):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from fakequant.errors import ConfigError
 from fakequant.nn.stored.weight import CODES, StoredWeight
+
+_SPECS = "stored"
+"""In the metadata of a state dict: what its codes mean, which their shape does not tell."""
 
 
 class StoringLayer(nn.Module):
@@ -21,6 +24,10 @@ class StoringLayer(nn.Module):
     def _stored(self) -> dict[str, StoredWeight]:
         return {name: own for name, own in self._parameters.items() if isinstance(own, StoredWeight)}
 
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """Hold another parameter of the same shape, as floats or as codes."""
+        self._parameters[name] = parameter
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         stored: dict[str, Any] = self._stored()
         if not stored:
@@ -30,10 +37,11 @@ class StoringLayer(nn.Module):
         self._parameters.update(dict.fromkeys(stored))
         try:
             super()._apply(fn, recurse)
+            for weight in stored.values():  # in place, because layers may share it
+                weight.become(weight.moved(fn))
         finally:
-            self._parameters.update(stored)
-        for weight in stored.values():  # in place, because layers may share it
-            torch.utils.swap_tensors(weight, nn.Parameter(weight.moved(fn), requires_grad=weight.requires_grad))
+            for name, weight in stored.items():
+                self.put(name, weight)
         for weight, quantizer in shares:  # one copy of the scale stays one
             weight.scale, weight.zero_point = quantizer.scale, quantizer.zero_point
         return self
@@ -42,16 +50,23 @@ class StoringLayer(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (stored := self._stored()):
             return
+        specs = {name: str(weight.spec) for name, weight in stored.items()}
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})[_SPECS] = specs
         for name in [*self._parameters, *self._buffers]:  # in the order of the float layer
             if (value := destination.pop(prefix + name, None)) is not None:
                 weight = stored.get(name)
                 destination.update({prefix + name: value} if weight is None else {prefix + name + CODES: weight.packed})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
         for name, weight in self._stored().items():
             if (packed := state_dict.get(prefix + name + CODES)) is not None:
+                spec = local_metadata.get(_SPECS, {}).get(name, str(weight.spec))
+                if spec != str(weight.spec):
+                    raise ConfigError(f"the codes of {prefix + name} are {spec}, and those of the model {weight.spec}")
                 attribute = next(own.attribute for own in self.products() if own.name == name)
                 params = (state_dict.get(f"{prefix}{attribute}.{key}") for key in ("scale", "zero_point"))
                 state_dict = {key: own for key, own in state_dict.items() if key != prefix + name + CODES}
                 state_dict[prefix + name] = weight.with_parts(packed, *params)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

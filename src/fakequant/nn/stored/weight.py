@@ -43,6 +43,10 @@ _PRODUCTS = frozenset(
     [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default]
 )
 """Their results hold nothing of their arguments, whose memory the next product may take."""
+_WRITTEN = (
+    "a weight that is stored as codes cannot be changed ({}); call fakequant.store_floats(model) first, or for "
+    "adapters of peft train_merged, which merges into codes"
+)
 View = tuple[Any, tuple[Any, ...]]
 
 
@@ -173,6 +177,23 @@ class StoredWeight(Tensor):
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return self._with(fn(self.packed), like.device, like.dtype)
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight without its graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:  # it would leave the codes as they are
+        raise ConfigError(_WRITTEN.format("weight.data = ..."))
+
+    def become(self, moved: StoredWeight) -> None:
+        """Take the device, the type and the parts of this weight moved; graphs and optimizers may hold it meanwhile."""
+        if not torch._has_compatible_shallow_copy_type(self, moved):  # to "meta", which no graph may hold
+            torch.utils.swap_tensors(self, nn.Parameter(moved, requires_grad=self.requires_grad))
+            return
+        Tensor.data.__set__(self, moved)  # type: ignore[attr-defined]
+        self.packed, self.scale, self.zero_point = moved.packed, moved.scale, moved.zero_point
+
     def _with(self, packed: Tensor, device: torch.device, dtype: torch.dtype) -> StoredWeight:
         scale = self.scale.to(device, compute_dtype(dtype))
         zero_point = self.zero_point
@@ -198,11 +219,11 @@ class StoredWeight(Tensor):
     def _decoded(self, packed: Tensor, params: QParams, shape: tuple[int, ...]) -> Tensor:
         fmt, computed = self.spec.format, compute_dtype(self.dtype)
         if fmt.has_zero_point or fmt.bits > _PACKED or not shape:
-            return library.dequantize(_unpack(packed, fmt, shape), params, self.spec, self.dtype)
+            return library.dequantize(_unpack(packed, fmt, shape), params, self.spec, self.dtype).contiguous()
         table = _table(fmt, computed, packed.device)
         patterns = unpack_bytes(packed, fmt.bits, shape[-1])
         codes = table.index_select(0, patterns.flatten().to(torch.int32)).view(shape)
-        return reference.decode(codes, params, self.spec, self.dtype)
+        return reference.decode(codes, params, self.spec, self.dtype).contiguous()  # as the shape of this weight says
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"StoredWeight({list(self.shape)}, {str(self.spec)!r}, {self.dtype})"
@@ -317,10 +338,7 @@ def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
         place = names.index(own.name)
         given = args[place] if place < len(args) else kwargs.get(own.name)
         if any(isinstance(one, StoredWeight) for one in (given if isinstance(given, (list, tuple)) else [given])):
-            raise ConfigError(
-                f"a weight that is stored as codes cannot be changed ({func}); call fakequant.store_floats(model) "
-                "first, or for adapters of peft train_merged, which merges into codes"
-            )
+            raise ConfigError(_WRITTEN.format(func))
 
 
 def _rebuilt(*parts: Any) -> Any:
