@@ -300,9 +300,9 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
     """Make a granularity known under the name that its text form begins with.
 
-    Your own granularity is a subclass of `Granularity` that says its block size along every axis (`block_shape`). If it
-    names axes, it also says how to name others (`remap_axes`), and how it applies to each of several stacked tensors
-    (`for_each`).
+    Your own granularity is a subclass of `Granularity` that says its block size on every axis (`block_shape`), writes
+    its text (`__str__`) and reads it (`parse`, which is registered). If it names axes, it also says how to name others
+    (`remap_axes`), and how it applies to each of several stacked tensors (`for_each`).
 
     Raises:
         SpecError: another granularity already has the name.
