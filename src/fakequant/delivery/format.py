@@ -19,7 +19,7 @@ from fakequant.model.state.snapshots import QuantizedState
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.operands import Operand
 from fakequant.nn.paths import join
-from fakequant.text import module_name
+from fakequant.text import listed, module_name
 
 
 @dataclass(frozen=True)
@@ -200,4 +200,7 @@ def format_of(path: Path) -> DeliveryFormat:
     for one in known.values():
         if one.recognizes(path):
             return one
+    inside = sorted(path.glob("*")) if path.is_dir() else []
+    if files := [str(file) for file in inside if any(one.suffix and one.recognizes(file) for one in known.values())]:
+        raise CheckpointError(f"{path} is a folder; give the file in it: {listed(files)}")
     raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")

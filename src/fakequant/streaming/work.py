@@ -50,7 +50,7 @@ class Work:
         if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other {listed(other)}; call with the same "
-                "arguments, remove the folder, or give another one by work="
+                "arguments, remove the folder, or give another target, or another folder as work="
             )
         if held != run:
             self._clear("hidden-*")

@@ -66,6 +66,8 @@ def test_a_file_of_the_same_name_in_the_working_folder_is_not_taken(tmp_path, mo
         report = verify_delivery(deliver(model, name, "gguf"), model, [IDS])
         assert report.passed, str(report)
     assert torch.equal(logits(read("folder/model.gguf")), logits(model))
+    with pytest.raises(CheckpointError, match=r"^folder is a folder; give the file in it: folder.model\.gguf$"):
+        read("folder")
 
 
 @pytest.mark.parametrize("type_", LAYOUTS)
