@@ -22,7 +22,10 @@ NAMES = {
     "fq": fakequant,
 }
 
-collect_ignore = ["docs/site/examples.py"]  # a part of mkdocstrings, which `make site` alone installs
+collect_ignore = [
+    "docs/site/examples.py",  # a part of mkdocstrings, which `make site` alone installs
+    *("src/fakequant/presets.py", "src/fakequant/qat.py"),  # second names of modules, whose examples run there
+]
 if not find_spec("lightning"):
     collect_ignore.append("src/fakequant/integrations/lightning.py")
 
