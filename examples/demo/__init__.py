@@ -234,7 +234,7 @@ def report_data(
             {f"{name}.onnx": model.path for name, model in published.items()},
             {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
         ),
-        left=layers_left(models, example),
+        unquantized=layers_left(models, example),
         verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
         environment=environment(),
     )

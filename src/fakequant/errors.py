@@ -187,8 +187,12 @@ def renamed(old: str, new: str) -> Any:
 
     def read(owner: Any) -> Any:
         kind = type(owner).__name__
-        text = f"{kind}.{old} is now called {kind}.{new}, and the old name goes with the next release"
-        warn_user(text, DeprecationWarning)
+        warn_renamed(f"{kind}.{old}", f"{kind}.{new}")
         return getattr(owner, new)
 
     return property(read)
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn at the line of the user's program that uses an old name."""
+    warn_user(f"{old} is now called {new}, and the old name goes with the next release", DeprecationWarning)

@@ -247,15 +247,13 @@ def beyond_32_bits(device: str, elements: int = _BEYOND_32_BITS, piece: int = _P
 
 
 def compiled_bits(device: str, backend: str = "inductor", many: int = len(_QUANTIZERS)) -> str:
-    """torch.compile gives the eager bits, alone and between operations that it may fuse with.
-
-    These have no case of their own for -0.0: compiled for a GPU, relu(-0.0) is -0.0 and -(0.0) is 0.0.
-    """
+    """torch.compile gives the eager bits, alone and between operations that it may fuse with, and that keep -0.0."""
     dtypes = (torch.float32, torch.bfloat16)
     for kind in _QUANTIZERS[:many]:
         for dtype in dtypes:
             quantize = quantizer(kind, device)
             x, dy = numbers(5, dtype).to(device), numbers(6, dtype).nan_to_num().to(device)
+            # Not relu and neg: compiled for a GPU, relu(-0.0) is -0.0 and -(0.0) is 0.0.
             for label, function in (("alone", quantize), ("fused", lambda x, q=quantize: q(x.abs()) * -2.0)):
                 torch.compiler.reset()
                 found = both_ways(torch.compile(function, backend=backend), x, dy)

@@ -134,7 +134,7 @@ def test_exact_means_compared_and_equal(nodes: list[NodeCheck], exact: bool) -> 
         ("layers", Section.LAYERS),
         ("distributions", Section.RANGES),
         ("sizes", Section.SIZES),
-        ("left", Section.LEFT),
+        ("unquantized", Section.LEFT),
         ("verifications", Section.VERIFICATION),
         ("environment", Section.ENVIRONMENT),
     ],
@@ -283,7 +283,7 @@ def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
 
 
 def test_a_name_that_utf_8_cannot_write_is_in_the_report(tmp_path: Path) -> None:
-    path = write_report(tmp_path / "report.html", ReportData("a\ud800", left={"m": ["b\udfff"]}))
+    path = write_report(tmp_path / "report.html", ReportData("a\ud800", unquantized={"m": ["b\udfff"]}))
     assert r"a\ud800" in path.read_text()
     assert r"b\udfff" in path.read_text()
 

@@ -56,7 +56,7 @@ def full() -> ReportData:
             Distribution("w", [-1.0, 0.0, 1.0], [2**40, 1], {}, groups=32),
         ],
         sizes=[Size("model.onnx", 1000, 3980), Size("empty<file>", 0), Size("unknown", 5)],
-        left={"INT8": ["<lambda>: softmax, 1 of 1 inputs in float"], "INT4": []},
+        unquantized={"INT8": ["<lambda>: softmax, 1 of 1 inputs in float"], "INT4": []},
         verifications=[
             Verification("int8.onnx", [NodeCheck("a<b>", "int8 per_tensor", 1000, 0)], ["outputs <agree>"]),
             Verification("int4.onnx", [NodeCheck("b", "int4 per_tensor", 1000, 7), NodeCheck("c", "int4", 10, 0)]),

@@ -198,7 +198,6 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     with steps.step("writing the report"):
         has_graph = write_graph(model, example, folder / GRAPH)
         files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
-        left = _left(config, progress, model, example)
         known = {} if export is None else {ONNX: export.float_bytes}
         so_far = progress.data(config)
         data = replace(
@@ -209,7 +208,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
             sizes=sizes({job.label(name): path for name, path in files.items()}, known),
-            left=left,
+            unquantized=_unquantized(config, progress, model, example),
             verifications=[] if check is None else [verification(ONNX, check)],
         )
         metric = progress.recipe.evaluate if progress.recipe.offers("evaluate") else None
@@ -252,7 +251,7 @@ def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes
         raise ExportError(f"torch cannot trace the model: {cause}{cure} (-v shows the traceback)") from error
 
 
-def _left(config: Config, progress: _Progress, model: nn.Module, example: Any) -> dict[str, list[str]]:
+def _unquantized(config: Config, progress: _Progress, model: nn.Module, example: Any) -> dict[str, list[str]]:
     """The layers and operations in float; if torch cannot trace the model, none, and the report gets the reason."""
     try:
         return layers_left({config.name: model}, example)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, warn_renamed
 from fakequant.model.storing import store_floats
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.paths import layer_of
@@ -63,11 +62,7 @@ def fold(model: Model) -> Model:
     >>> print(said[0].message)
     fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release
     """
-    warnings.warn(
-        "fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    warn_renamed("fakequant.fold", "fakequant.bake_weights")
     return bake_weights(model)
 
 

@@ -257,7 +257,7 @@ class ReportData:
         curve: forms of the model to compare, see `Point`.
         curve_metric: what the curve measures; "" for `metric`.
         sizes: the sizes of files and weights.
-        left: operations that compute in float, by model; an empty list means none.
+        unquantized: operations that compute in float, by model; an empty list means none.
         verifications: the comparisons of the exported models.
         environment: versions and machine.
         advice: what was tried on the model; None where nothing was.
@@ -281,7 +281,7 @@ class ReportData:
     curve: Sequence[Point] = ()
     curve_metric: str = ""
     sizes: Sequence[Size] = ()
-    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unquantized: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     advice: Advice | None = None

@@ -144,7 +144,7 @@ def _sizes(data: ReportData) -> str:
 
 def _left(data: ReportData) -> str:
     parts = []
-    for model, operations in data.left.items():
+    for model, operations in data.unquantized.items():
         items = "".join(f"<li><code>{breakable(operation)}</code></li>" for operation in operations)
         shown = f"<ul>{items}</ul>" if items else "<p>No operation.</p>"
         if len(operations) > WORST:

@@ -29,7 +29,7 @@ def print_report(console: Console, data: ReportData) -> None:
     ]
     if sizes:
         print_table(console, "Sizes", ("what", "bytes", "in float32"), sizes, numbers=(1, 2))
-    for model, operations in data.left.items():
+    for model, operations in data.unquantized.items():
         console.print(Text(visible(f"{model}, left in float: {'; '.join(operations) or 'nothing'}")))
     checks = [
         (
