@@ -5,7 +5,7 @@ The states before the steps and their quantized values are outputs of the node, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,56 +77,75 @@ def write_loop(
     from onnx import TensorProto, helper
 
     given = {a.name: a.i if a.name == "reverse" else a.s.decode() for a in node.attribute}
-    mode, is_lstm = str(given["mode"]), given["mode"] == "LSTM"
-    gates, hidden, cell, weight, bias, scale, zero_point = (*node.input, "", "", "")[:7]
-    y, last_hidden, last_cell = (*node.output, "", "")[:3]
-    to = Emitter(editor, editor.label(f"{path}/{given['quantizer']}/loop"))
-    state, of_cell, step = (f"{to.label}/{name}" for name in ("state", "cell", "step"))
-    shape = editor.shape(hidden)
-    before, seen, record = state, [], None
+    mode, quantizer, direction = str(given["mode"]), str(given["quantizer"]), [int(given["reverse"])]
+    count = 2 if mode == "LSTM" else 1
+    gates, hidden, cell, weight, bias, *params = (*node.input, "", "", "")[:7]
+    y, *last = (*node.output, "", "")[:3]
+    to = Emitter(editor, editor.label(f"{path}/{quantizer}/loop"))
+    state, of_cell, step, turned = (f"{to.label}/{name}" for name in ("state", "cell", "step", "weight"))
+    shape, before, seen, record = editor.shape(hidden), state, [], None
     if given["spec"]:
         editor.declare(state, TensorProto.FLOAT, shape)
-        before, one = f"{to.label}/state_quantized", QuantSpec.parse(str(given["spec"]))
-        if not scale:
-            scale, scaled = f"{to.label}/state_scale", one.granularity.group_shape((1, int(shape[-1])))[1:]
-            editor.declare(scale, TensorProto.FLOAT, [shape[0], *scaled])
-            chooser = helper.make_node("ChooseScale", [state], [scale], domain=DOMAIN, spec=given["spec"])
-            to.nodes += lower_scale(editor, chooser, join(path, str(given["quantizer"])), style).nodes
-        inputs = [state, scale, *([zero_point] if zero_point else [])]
-        one = helper.make_node("FakeQuantize", inputs, [before], domain=DOMAIN, spec=given["spec"])
-        nodes, record = express(one, join(path, str(given["quantizer"])))
-        to.nodes += nodes
+        before, record = _quantize(to, state, params, str(given["spec"]), join(path, quantizer), style, express)
         seen = [to.emit("Identity", state), to.emit("Identity", before)]
-    own = to.emit("MatMul", before, f"{weight}/turned")
+        record = record.seen_as(f"{to.label}/state_before", f"{to.label}/state_before_quantized")
+    own = to.emit("MatMul", before, turned)
     own = to.emit("Add", own, bias) if bias else own
-    after, cell_after = _step(to, mode, (step, own, before, of_cell), shape[-1])
-    body_in = [state, *([of_cell] if is_lstm else []), step]
-    body_out = [after, *([cell_after] if is_lstm else []), to.emit("Identity", after), *seen]
+    after = _step(to, mode, (step, own, before, of_cell), shape[-1])
+    results = [*after[:count], to.emit("Identity", after[0]), *seen]
     sizes = {step: [*shape[:-1], editor.shape(gates)[-1]]}
 
     def info(name: str) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes.get(name, shape))
 
-    body = helper.make_graph(to.nodes, f"{to.label}/body", [*map(info, body_in)], [*map(info, body_out)])
-    steps = [editor.shape(gates)[0], *shape]
-    outer = [f"{to.label}/state_before", f"{to.label}/state_before_quantized"][: len(seen)]
+    taken = [*[state, of_cell][:count], step]
+    body = helper.make_graph(to.nodes, f"{to.label}/body", [*map(info, taken)], [*map(info, results)])
+    outer = [] if record is None else [record.x, record.y]
     for name in outer:
-        editor.declare(name, TensorProto.FLOAT, steps, visible=True)
-    direction = [int(given["reverse"])]
+        editor.declare(name, TensorProto.FLOAT, [editor.shape(gates)[0], *shape], visible=True)
+    ends = [name or f"{to.label}/last_{place}" for place, name in enumerate(last[:count])]
+    transpose = helper.make_node("Transpose", [weight], [turned], f"{to.label}/Transpose", perm=[1, 0])
     scan = helper.make_node(
         "Scan",
-        [hidden, *([cell] if is_lstm else []), gates],
-        [last_hidden or f"{to.label}/last", *([last_cell or f"{to.label}/last_cell"] if is_lstm else []), y, *outer],
+        [*[hidden, cell][:count], gates],
+        [*ends, y, *outer],
         f"{to.label}/Scan",
         body=body,
         num_scan_inputs=1,
         scan_input_directions=direction,
         scan_output_directions=direction * (1 + len(outer)),
     )
-    turned = helper.make_node("Transpose", [weight], [f"{weight}/turned"], f"{to.label}/Transpose", perm=[1, 0])
-    if record is not None:
-        record = record.seen_as(*outer)
-    return [turned, scan], record
+    return [transpose, scan], record
+
+
+def _quantize(
+    to: Emitter, state: str, params: Sequence[str], spec: str, path: str, style: Style, express: Express
+) -> tuple[str, SiteRecord]:
+    """Add the nodes that quantize the hidden state of a step; the name of the result, and the record.
+
+    Args:
+        to: gets them.
+        state: the hidden state [n, hidden].
+        params: the names of scale and zero point, "" for one that is missing; without a scale each step computes it.
+        spec: of the quantizer, as text.
+        path: of the quantizer.
+        style: the dialect of the file.
+        express: writes the quantizer.
+    """
+    from onnx import TensorProto, helper
+
+    given = [name for name in params if name]
+    if not given:
+        n, width = to.editor.shape(state)
+        given = [f"{state}_scale"]
+        groups = QuantSpec.parse(spec).granularity.group_shape((1, int(width)))[1:]
+        to.editor.declare(given[0], TensorProto.FLOAT, [n, *groups])
+        chooser = helper.make_node("ChooseScale", [state], given, domain=DOMAIN, spec=spec)
+        to.nodes += lower_scale(to.editor, chooser, path, style).nodes
+    result = f"{state}_quantized"
+    nodes, record = express(helper.make_node("FakeQuantize", [state, *given], [result], domain=DOMAIN, spec=spec), path)
+    to.nodes += nodes
+    return result, record
 
 
 def _step(to: Emitter, mode: str, values: tuple[str, str, str, str], width: Any) -> tuple[str, str]:

@@ -252,6 +252,14 @@ def test_compiled(tags: Tags) -> None:
         assert_same_bits(torch.compile(tags, fullgraph=True, backend="aot_eager")(X), tags(X))
 
 
+def test_one_layer_is_compiled_and_exported() -> None:
+    torch.compiler.reset()
+    model, x = quantized(made(nn.GRU)), data(2, N, IN)
+    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
+        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        assert_same(torch.export.export(model, (x,), strict=False).module()(x), model(x))
+
+
 def test_graphs(tags: Tags) -> None:
     with torch.no_grad():
         assert_same_bits(fq.ir.capture(tags, X).run(X), tags(X))

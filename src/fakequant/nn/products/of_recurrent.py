@@ -27,7 +27,7 @@ class GateProduct(MatrixProduct):
 
     @property
     def _ending(self) -> str:
-        """Of the names of the parameters: "ih_l0_reverse"; of a cell "hh"."""
+        """What the names of weight and bias end with: "ih_l0_reverse" of a layer, "hh" of a cell."""
         return self.name.removeprefix(_PREFIX)
 
     @property
