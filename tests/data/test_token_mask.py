@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.data.token_mask import TokenMask
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.nn.quantizer import quantizers
 from tests.support.bits import assert_same_bits
@@ -128,6 +129,64 @@ def test_inputs_of_other_shapes_are_taken_whole_which_is_said_once() -> None:
     with pytest.warns(CalibrationWarning, match="fits 1 inputs and not 2 others, whose padding counts: over") as seen:
         fq.ptq.improve(model, pairs(), "fast", inputs=0, mask=lambda batch: batch[1], progress=False)
     assert len(seen) == 1
+
+
+LENGTHS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, or a cell that is called step by step, on [batch, tokens, 5]."""
+
+    def __init__(self, cls: Any, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = cls(5, 6, **options), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        if not isinstance(self.rnn, nn.RNNCellBase):
+            return self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))
+        state = None
+        for step in x.unbind(1):
+            state = self.rnn(step, state)
+        return state, self.head(x)
+
+
+def recurrent(batches: list[Any], mask: Any, cls: Any, **options: Any) -> dict[str, Tensor]:
+    model = fq.prepare(Recurrent(cls, **options).eval(), "int8")
+    fq.calibrate(model, batches, "max", mask=mask, inputs=0, unseen="float")
+    return {
+        name: q.scale
+        for name, q in quantizers(model).items()
+        if "_input" in name or name.endswith("l0_hidden_quantizer")
+    }
+
+
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_steps_of_recurrent_layers_that_are_padding_move_no_range(cls: Any, options: Any) -> None:
+    x = torch.randn(3, 5, 5)
+    padded = torch.where(LENGTHS[..., None] == 1, x, 100.0)
+    alone = [(own[:length][None],) for own, length in zip(x, LENGTHS.sum(1).tolist(), strict=True)]
+    expected = recurrent(alone, None, cls, **options)
+    actual = recurrent([(padded, LENGTHS)], lambda batch: batch[1], cls, **options)
+    for name, scale in expected.items():
+        if "head" not in name:
+            torch.testing.assert_close(actual[name], scale)
+
+
+def test_the_order_in_which_cells_are_called_is_not_known_which_is_said() -> None:
+    batch = (torch.randn(3, 5, 5), LENGTHS)
+    with pytest.warns(CalibrationWarning, match=r"fits 1 inputs and not 2 others.*rnn \[3, 5\], rnn \[3, 6\]"):
+        recurrent([batch], lambda batch: batch[1], nn.LSTMCell)
+
+
+def test_rows_of_recurrent_layers_have_no_other_axis_of_tokens() -> None:
+    tokens, layer = TokenMask("mask"), fq.prepare(nn.LSTM(5, 6).eval(), "int8")
+    x, mask = torch.randn(3, 5, 5), LENGTHS.bool()
+    assert_same_bits(tokens.select("_l0_input_quantizer", layer, x, mask), x[mask][None])
+    packed = x[mask][None]
+    assert tokens.select("_l0_input_quantizer", layer, packed, mask) is packed
+    tokens.warn_unmasked()
 
 
 def test_scales_of_channels_are_those_of_tokens_that_count() -> None:

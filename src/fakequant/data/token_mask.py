@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, warn_user
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import SpatialLayer
+from fakequant.nn.quantized.recurrent_layers import Recurrent
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import Granularity
 from fakequant.restore import Restore, attributes_of
@@ -43,6 +44,7 @@ class TokenMask:
         self._masked: set[str] = set()
         self._whole: dict[str, tuple[int, ...]] = {}
         self._shape: tuple[int, ...] = ()
+        self._observers: list[_Unmasked] = []
         self.present: Tensor | None = None
         """The mask of the present batch; None if all tokens count."""
 
@@ -86,12 +88,15 @@ class TokenMask:
             mask: of the batch.
             granularity: of a fixed range for the input, which may have scales for positions.
         """
-        if mask is None:
+        is_recurrent = isinstance(layer, Recurrent)
+        if mask is None or (is_recurrent and x[..., 0].numel() == int(mask.sum())):  # as in `select_steps`
             return x
         if _has_tokens(layer, x, mask) and (granularity is None or not _counts_positions(granularity, x)):
             self._masked.add(name)
             return x[mask.to(x.device)][None]
-        if x.dim() != 2 or len(x) != len(mask) or x.shape == mask.shape:  # one row for each example has no tokens
+        if (
+            is_recurrent or x.dim() != 2 or len(x) != len(mask) or x.shape == mask.shape
+        ):  # else one row for each example has no tokens
             self._whole[name] = tuple(x.shape)
         return x
 
@@ -105,16 +110,41 @@ class TokenMask:
         Returns:
             A function that gives the quantizers their own calibrators back.
         """
-        restore = attributes_of(inputs.values(), "calibrator")
+        restore, self._observers = attributes_of(inputs.values(), "calibrator"), []
         for name, quantizer in inputs.items() if self._key is not None else ():
             layer: Any = model.get_submodule(layer_of(name))
             show: Any = _Unmasked(self, name, layer, quantizer)
+            self._observers.append(show)
             quantizer.calibrator = show
         return restore
 
     def enter(self, batch: Any) -> None:
         """Make a batch the present one."""
         self.present = self.mask(batch)
+
+    def leave(self) -> None:
+        """Show calibrators what recurrent layers did step by step in the present batch, when all steps are known."""
+        for observer in self._observers:
+            observer.show_steps()
+
+    def select_steps(self, name: str, layer: Recurrent, steps: Sequence[Tensor], mask: Tensor) -> Sequence[Tensor]:
+        """The unmasked rows of the inputs [batch, columns] that a quantizer of a recurrent layer saw in a batch.
+
+        Args:
+            name: of the quantizer.
+            layer: that it is in.
+            steps: the inputs, in the order of its calls.
+            mask: of the batch.
+        """
+        if sum(map(len, steps)) == int(mask.sum()):  # all tokens count, or a packed sequence has no others
+            return steps
+        places = layer.places(name.rpartition(".")[2], len(steps))
+        if places is None or len(steps) != mask.shape[1] or any(len(x) != len(mask) for x in steps):
+            self._whole[name] = tuple(steps[0].shape)
+            return steps
+        self._masked.add(name)
+        columns = mask.to(steps[0].device).unbind(1)
+        return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
 
     def warn_unmasked(self) -> None:
         """Warn once about inputs that the mask does not fit, whose padding counts.
@@ -144,22 +174,33 @@ class _Unmasked:
     def __init__(self, tokens: TokenMask, name: str, layer: nn.Module, quantizer: Quantizer) -> None:
         self._tokens, self._name, self._layer = tokens, name, layer
         self._granularity, self._calibrator = quantizer.spec.granularity, quantizer.calibrator
+        self._steps: list[Tensor] = []
 
     @property
     def observed(self) -> bool:
         return self._calibrator is not None and self._calibrator.observed
 
     def observe(self, x: Tensor) -> None:
-        if self._calibrator is not None:
-            mask = self._tokens.present
+        mask = self._tokens.present
+        if isinstance(self._layer, Recurrent) and mask is not None:
+            self._steps.append(x)
+        elif self._calibrator is not None:
             self._calibrator.observe(self._tokens.select(self._name, self._layer, x, mask, self._granularity))
+
+    def show_steps(self) -> None:
+        """Show the steps of the present batch."""
+        steps, mask, self._steps = self._steps, self._tokens.present, []
+        layer = self._layer
+        if steps and isinstance(layer, Recurrent) and mask is not None and self._calibrator is not None:
+            for x in self._tokens.select_steps(self._name, layer, steps, mask):
+                self._calibrator.observe(x)
 
 
 def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
     """Whether the leading axes of an input are those of the mask, and no other axis may be that of its tokens."""
     if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
         return False  # a convolution has channels where other layers have tokens
-    others = x.shape[2:-1] if isinstance(layer, nn.Linear) else x.shape[2:]
+    others = x.shape[2:-1] if isinstance(layer, nn.Linear | Recurrent) else x.shape[2:]
     return mask.shape[1] not in others
 
 

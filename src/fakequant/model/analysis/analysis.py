@@ -148,7 +148,7 @@ def sensitivity(
 ) -> Sensitivities:
     """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
 
-    `each="quantizer"` measures each quantizer alone: it tells which tensor of a layer hurts most, as a weight of an LSTM.
+    `each="quantizer"` measures each quantizer alone, to find which of the tensors of a layer, such as an LSTM, hurts.
 
     The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
     is not computed again: all activations of one batch are held.

@@ -99,10 +99,10 @@ class Observation:
 
     def _show(self, *, shared: bool) -> None:
         model, mask = self._inner(), self.data.mask
-        restore = mask.observe_through(self.model, self.inputs)
         forms: set[str] = set()
         is_sharded = shared and bool(first_sharded(self.model))
         batches, failed = self.data.tracked("calibrating"), self._deferred() if is_sharded else list[Exception]()
+        restore = mask.observe_through(self.model, self.inputs)
         for batch in self.processes.in_step(batches) if is_sharded else batches:
             mask.enter(batch)
             # Not all: 24 batches of eight small blocks took 2.5 times as long.
@@ -110,6 +110,7 @@ class Observation:
             forms.add(form)
             with watch, self.processes.unheard() if is_sharded else nullcontext():
                 self.data.run(model, batch)
+            mask.leave()
             if failed:
                 raise failed[0]
             self.batches += 1

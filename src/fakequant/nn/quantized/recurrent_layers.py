@@ -52,7 +52,7 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
     )
 
 
-class _Recurrent(Watched, QuantizedLayer):
+class Recurrent(Watched, QuantizedLayer):
     """Functions that watch it are called with the attribute of a weight's quantizer, and what gives its rows.
 
     Those are [n, columns] of a cell, [n, steps, columns] of a layer, and [1, rows, columns] of a packed sequence.
@@ -74,6 +74,10 @@ class _Recurrent(Watched, QuantizedLayer):
             found[input_weight] = Operand(Role.WEIGHT, weight=f"weight_ih{suffix}")
             found[hidden_weight] = Operand(Role.WEIGHT, weight=f"weight_hh{suffix}")
         return found
+
+    def places(self, attribute: str, steps: int) -> Sequence[int] | None:
+        """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
+        return None
 
     def _quantizers(self) -> list[_Separate] | None:
         """Those of every layer in each direction; None if all are off, and nothing watches."""
@@ -98,7 +102,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class _RecurrentLayer(_Recurrent):
+class _RecurrentLayer(Recurrent):
     @classmethod
     def suffixes(cls, layer: nn.Module) -> list[str]:
         layer = cast("nn.RNNBase", layer)
@@ -108,6 +112,9 @@ class _RecurrentLayer(_Recurrent):
     @classmethod
     def takes(cls, layer: nn.Module) -> bool:
         return not getattr(layer, "proj_size", 0)  # a projection is a third product, without a quantizer here
+
+    def places(self, attribute: str, steps: int) -> Sequence[int]:
+        return range(steps)[::-1] if "_reverse_" in attribute else range(steps)
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
         super().put(name, parameter)
@@ -173,7 +180,7 @@ class QuantRNN(_RecurrentLayer, nn.RNN):
     """RNN with quantized input [n, in] and hidden state [n, hidden] of every step, and weights [hidden, ...]."""
 
 
-class _RecurrentCell(_Recurrent):
+class _RecurrentCell(Recurrent):
     mode: ClassVar[str]
 
     def _rows(self, steps: Sequence[Tensor]) -> Tensor:
