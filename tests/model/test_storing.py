@@ -160,6 +160,30 @@ def test_a_pattern_chooses_layers():
         fq.store_codes(model, "head")
 
 
+def test_a_pattern_tells_of_weights_that_are_computed():
+    """Also where there are no others, and for a pattern of their layer."""
+    model = text()
+    nn.utils.parametrizations.weight_norm(model[1])
+    model = fq.prepare(model, "int8_weight_only", skip=[])
+    with pytest.warns(UserWarning, match=r"^1 quantized weights stay in float: 1\.weight: it is computed"):
+        fq.store_codes(model, "1")
+
+
+@pytest.mark.parametrize("pattern", [None, ["1", "3"], 1])
+@pytest.mark.parametrize(
+    "use",
+    [
+        fq.store_codes,
+        fq.store_floats,
+        lambda model, pattern: fq.set_execution(model, "auto", pattern),
+        lambda model, pattern: fq.calibrate(model, [X], pattern=pattern, progress=False),
+    ],
+)
+def test_a_pattern_that_is_no_text_is_told(use, pattern):
+    with pytest.raises(ConfigError, match=r"a pattern is one text, such as 'head' or 'blocks\.\*', got "):
+        use(fq.prepare(text(), "int8", skip=[]), pattern)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_conversions(dtype):
     kept, stored = kept_and_stored()
@@ -191,12 +215,19 @@ def test_copies_and_pickles(again):
 
 
 def test_codes_of_another_format_are_refused():
+    """From a file that keeps the tensors alone, too, as those of safetensors do."""
     nf4, int4 = (kept_and_stored(config=preset)[1] for preset in ("nf4_weight_only", "int4_group64"))
-    file = io.BytesIO()
-    torch.save(int4.state_dict(), file)
-    file.seek(0)
-    with pytest.raises(ConfigError, match=r"the codes of 1\.weight are int4 per_block.*, and those of the model nf4"):
-        nf4.load_state_dict(torch.load(file))
+    for given in (int4.state_dict(), dict(int4.state_dict())):
+        file = io.BytesIO()
+        torch.save(given, file)
+        file.seek(0)
+        state = torch.load(file)
+        with pytest.raises(
+            ConfigError, match=r"the codes of 1\.weight are int4 per_block.*, and those of the model nf4"
+        ):
+            nf4.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"the codes of 0\.weight are unknown, and those of the model int8"):
+        int4.load_state_dict({name: own for name, own in state.items() if not name.endswith("_spec")})
 
 
 def tied():
@@ -217,7 +248,7 @@ def test_layers_that_share_a_weight_share_its_codes():
 
 def test_a_state_dict_has_the_codes():
     stored = kept_and_stored()[1]
-    assert [*stored.state_dict()][:3] == ["0.weight_codes", "0._weight_quantizer.scale", "1.weight_codes"]
+    assert [*stored.state_dict()][:3] == ["0.weight_codes", "0.weight_codes_spec", "0._weight_quantizer.scale"]
     file = io.BytesIO()
     torch.save(stored.state_dict(), file)
     file.seek(0)

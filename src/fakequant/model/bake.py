@@ -24,10 +24,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 
-    The model computes the same as before, without quantizing weights again in every pass. A weight that several layers
-    share, as embedding and head of a language model do, is replaced once for all of them. Of functions in a model's own
-    `forward`, parameters are replaced that one call alone reads; others keep their quantizers. An interrupt is raised
-    when all weights are replaced.
+    The model computes the same as before, without quantizing weights again in every pass. Last bits change only in
+    recurrent layers without other quantizers, which torch's own kernel computes from then on. A weight that several
+    layers share, as embedding and head of a language model do, is replaced once for all of them. Of functions in a
+    model's own `forward`, parameters are replaced that one call alone reads; others keep their quantizers. An interrupt
+    is raised when all weights are replaced.
 
     Raises:
         ConfigError: a weight whose quantizer is off, that another layer uses too and quantizes otherwise (names both),

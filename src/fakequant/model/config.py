@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from fakequant.model.tensor_config import TensorConfig as TensorConfig
 from fakequant.model.weights import weights_of
 from fakequant.nn.integer import Execution
 from fakequant.nn.operands import NO_KERNEL, Kernel, Role
+from fakequant.nn.paths import matches
 from fakequant.nn.quantized.forms import computed_class, quantized_class
 from fakequant.nn.quantized.layers import layers
 from fakequant.nn.sites.functions import canonical_ops
@@ -130,7 +130,7 @@ class Rule:
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
-        if not fnmatchcase(name, self.pattern):
+        if not matches(name, self.pattern):
             return False
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
 

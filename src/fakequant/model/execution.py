@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model.config import as_execution
 from fakequant.nn.integer import Execution
+from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import attributes_of, restore_after, restore_on_error
@@ -43,7 +43,7 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     found = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, QuantizedLayer) and fnmatchcase(name, pattern)
+        if isinstance(layer, QuantizedLayer) and matches(name, pattern)
     }
     if not found:
         raise ConfigError(f"no quantized layer matches {pattern!r}; prepare the model first, or correct the pattern")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +14,7 @@ from fakequant.errors import ConfigError, warn_user
 from fakequant.model.state.snapshots import shared_names
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.paths import layer_of
+from fakequant.nn.paths import layer_of, matches
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.stored.layer import StoringLayer
@@ -53,20 +52,19 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
     refuse_sharded(model, "store the codes of")
     shared = shared_names(model)
     weights, places = QuantizedWeights(model, shared), dict(_places(model, pattern))
-    if not places:
+    found = weights.in_float.items()
+    left = {name: why for name, why in found if name in places or matches(layer_of(name), pattern)}
+    if not (places or left):
         raise ConfigError(f"no quantized weight matches {pattern!r}; prepare the model first, or correct the pattern")
-    left = weights.in_float
     for name, readers in places.items():
         if name not in left and not all(isinstance(one.owner, QuantizedLayer) for one in readers):
             left[name] = "it is held by a function or by a part of its layer"
     for name, readers in places.items():
         if name not in left and type(readers[0].tensor) is not StoredWeight:
             _store(weights, name, readers)
-    if told := {name: why for name, why in left.items() if fnmatchcase(name, pattern) or name in places}:
-        warn_user(
-            f"{len(told)} quantized weights stay in float: "
-            + listed((f"{name}: {why}" for name, why in told.items()), _NAMED, between="; ")
-        )
+    if left:
+        told = listed((f"{name}: {why}" for name, why in left.items()), _NAMED, between="; ")
+        warn_user(f"{len(left)} quantized weights stay in float: {told}")
     return model
 
 
@@ -77,7 +75,7 @@ def _places(model: nn.Module, pattern: str) -> Iterator[tuple[str, list[Product]
         readers.setdefault(id(product.parameter), {})[path] = product
     for name, parameter in model.named_parameters():
         held = readers.get(id(parameter), {})
-        if any(fnmatchcase(layer_of(path), pattern) for path in held):
+        if any(matches(layer_of(path), pattern) for path in held):
             yield name, list(held.values())
 
 

@@ -148,7 +148,7 @@ class _Merged:
             merged = StoredWeight.of(codes[0], QParams(before.scale, before.zero_point), before.spec, before.dtype)
             if not self.merged_adapters:
                 self._before = before, None if bias is None else bias.detach().clone()
-            base._parameters["weight"] = nn.Parameter(merged, requires_grad=False)
+            base.put("weight", nn.Parameter(merged, requires_grad=False))
             if bias is not None:
                 bias.copy_(found["bias"])
         self.merged_adapters += active
@@ -157,7 +157,8 @@ class _Merged:
         base: Any = self.get_base_layer()
         if type(base.weight) is not StoredWeight or not self.merged:
             return super().unmerge()  # type: ignore[misc]
-        (base._parameters["weight"], bias), self._before = self._before, None
+        (weight, bias), self._before = self._before, None
+        base.put("weight", weight)
         if bias is not None:
             with torch.no_grad():
                 base.bias.copy_(bias)

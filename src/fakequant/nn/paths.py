@@ -1,8 +1,12 @@
-"""The paths of quantizers in a model."""
+"""The paths of quantizers in a model, and patterns of them."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from torch import nn
+
+from fakequant.errors import ConfigError, shown
 
 
 def join(layer: str, attribute: str) -> str:
@@ -21,6 +25,20 @@ def layer_of(quantizer: str) -> str:
     'blocks.0'
     """
     return quantizer.rpartition(".")[0]
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern of fnmatch matches a path.
+
+    Raises:
+        ConfigError: the pattern is no text.
+
+    >>> matches("blocks.0", "blocks.*"), matches("blocks.0", "blocks")
+    (True, False)
+    """
+    if not isinstance(pattern, str):
+        raise ConfigError(f"a pattern is one text, such as 'head' or 'blocks.*', got {shown(pattern)}")
+    return fnmatchcase(path, pattern)
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fakequant.nn.adapters import join_adapters
 from fakequant.nn.ranges.fitted import look
 from fakequant.nn.ranges.fixed_codes import UNUSUAL, FixedCodes
 from fakequant.nn.ranges.global_scale import GlobalScale
+from fakequant.nn.ranges.kinds import Kind, Mode
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.ranges.sharded import Mesh, known_part
 from fakequant.nn.weight_cache import WeightCache
@@ -27,26 +27,6 @@ from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
-
-
-class Mode(Enum):
-    """What a quantizer does with a tensor."""
-
-    OFF = "off"
-    """Returns it as it is."""
-    OBSERVE = "observe"
-    """Shows it to the calibrator and returns it as it is."""
-    QUANTIZE = "quantize"
-    """Fake-quantizes it."""
-
-
-class Kind(Enum):
-    """What a quantizer sits on, which decides where its range comes from before calibration."""
-
-    INPUT = "input"
-    """Activations: a static range must come from calibration."""
-    WEIGHT = "weight"
-    """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
 
 
 class Quantizer(GlobalScale, FixedCodes):
@@ -130,10 +110,9 @@ class Quantizer(GlobalScale, FixedCodes):
         # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
-        if (
-            type(x) not in PLAIN or (self.mesh is not None and self.mesh.group is not None)
-        ) and self.mode is not Mode.OFF:
-            x = x if self.mode is Mode.OFF else known_part(self, x)
+        is_parallel = type(x) not in PLAIN or (self.mesh is not None and self.mesh.group is not None)
+        if is_parallel and self.mode is not Mode.OFF:
+            x = known_part(self, x)
         return nn.Module.__call__(self, x)
 
     def forward(self, x: Tensor) -> Tensor:

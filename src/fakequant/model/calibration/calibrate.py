@@ -16,7 +16,7 @@ from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.choice import AUTO, HeldBack, choose
-from fakequant.model.calibration.observation import Observation, matches
+from fakequant.model.calibration.observation import Observation, is_chosen
 from fakequant.model.calibration.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
@@ -253,7 +253,9 @@ def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
     if not quantizers(model):
         raise CalibrationError(_NOT_PREPARED)
-    found = {name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and matches(name, pattern)}
+    found = {
+        name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and is_chosen(name, pattern)
+    }
     if not found and pattern != "*":
         raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
     return found

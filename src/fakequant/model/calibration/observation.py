@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,14 +20,14 @@ from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import watching
 from fakequant.model.weights import fresh_weight, quantized_weights
-from fakequant.nn.paths import layer_of
+from fakequant.nn.paths import layer_of, matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 
 
-def matches(name: str, pattern: str) -> bool:
+def is_chosen(name: str, pattern: str) -> bool:
     """Whether a pattern matches a quantizer: its path if the pattern ends with "_quantizer", else its layer's."""
-    return fnmatchcase(name if pattern.endswith("_quantizer") else layer_of(name), pattern)
+    return matches(name if str(pattern).endswith("_quantizer") else layer_of(name), pattern)
 
 
 def _form(batch: Any) -> str:
@@ -76,7 +75,7 @@ class Observation:
         self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
         # Dynamic ones too: that the quantizer of a weight is called tells that the layer is.
         weights = quantized_weights(self.model).items()
-        self.weights = {name: weight for name, weight in weights if matches(name, self.pattern)}
+        self.weights = {name: weight for name, weight in weights if is_chosen(name, self.pattern)}
 
     def observe(self, *, shared: bool) -> ProcessPart:
         """Show the batches of this process, and the weights, to fresh calibrators."""

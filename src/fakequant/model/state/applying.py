@@ -17,7 +17,7 @@ from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
 from fakequant.model.state.snapshots import QuantizedState, versions_of
 from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
 from fakequant.model.state.stored_sites import check_sites, restore_sites
-from fakequant.model.state.weight_codes import WeightCodes, is_same
+from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, quantized_weights, warn_stale_scales, weights_of
 from fakequant.nn.low_rank import LowRank
@@ -25,7 +25,7 @@ from fakequant.nn.quantized.fast_paths import leave_fast_paths
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps

@@ -233,9 +233,8 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     shared = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in with_stored(model, model.state_dict()).items():
-        if (
-            is_sharded(tensor) or tensor.is_meta or type(tensor) is StoredWeight
-        ):  # by the parameter: its memory may be elsewhere, or shared out
+        # By the parameter where its memory may be elsewhere, or shared out.
+        if is_sharded(tensor) or tensor.is_meta or type(tensor) is StoredWeight:
             key: tuple[Any, ...] = (id(parameters.get(name, tensor)),)
         else:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -18,6 +18,7 @@ from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.ranges.fitted import mark
+from fakequant.nn.ranges.fixed_codes import is_same
 from fakequant.numerics.codes import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
@@ -212,8 +213,3 @@ def _are_alike(one: Quantizer, other: Quantizer, weight: Tensor) -> bool:
         return True
     codes, others = one.encoded(weight), other.encoded(weight)
     return codes is not None and others is not None and torch.equal(codes[0], others[0])
-
-
-def is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two parameters of quantizers are equal in all values, or one object."""
-    return one is other or (one is not None and other is not None and torch.equal(one, other))

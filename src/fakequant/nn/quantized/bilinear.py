@@ -1,4 +1,4 @@
-"""The quantized bilinear layer, a product of two inputs and a weight; registered as the layers in `layers.py`."""
+"""Quantized layers of two inputs; registered as the layers in `layers.py`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,49 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant.nn.integer_products import MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
 from fakequant.nn.quantizer import Quantizer
 
 
+class _QuantPair(QuantizedLayer):
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    _other_quantizer: Quantizer | None
+
+
+@quantizes(MatMul)
+class QuantMatMul(_QuantPair, MatMul):
+    """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
+
+    output_channels: ClassVar[int | None] = None
+    input_reductions = (-1, -2)
+    product = MatMulProduct()
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        if (y := self.integer_product(input, other)) is not None:
+            return y
+        return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))
+
+
+@quantizes(Add)
+class QuantAdd(_QuantPair, Add):
+    """Add of two quantized activations."""
+
+    output_channels: ClassVar[int | None] = None
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))
+
+
 @quantizes(nn.Bilinear)
-class QuantBilinear(QuantizedLayer, nn.Bilinear):
+class QuantBilinear(_QuantPair, nn.Bilinear):
     """Bilinear with quantized inputs [..., in1] and [..., in2] and weight [out, in1, in2].
 
     The product sums over both of the weight's last axes. Blocks of the weight lie along its last one, as those of the
@@ -24,10 +60,6 @@ class QuantBilinear(QuantizedLayer, nn.Bilinear):
     >>> model._other_quantizer.calibrated
     True
     """
-
-    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
-    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
-    _other_quantizer: Quantizer | None
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """The output [..., out] of two inputs, as `nn.Bilinear` computes it."""

@@ -17,13 +17,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
 from fakequant.nn.integer import Execution, IntegerProduct
-from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
+from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import Kernel, Operand, Role
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.products.windows import WindowProduct
-from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
 from fakequant.nn.stored.layer import StoringLayer
@@ -377,36 +376,3 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
     """Conv3d with quantized input [n, in, d, h, w] and weight [out, in / groups, kd, kh, kw]."""
 
     input_reductions = (-4,)
-
-
-class _QuantPair(QuantizedLayer):
-    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
-    output_channels: ClassVar[int | None] = None
-    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
-    _other_quantizer: Quantizer | None
-
-    def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
-            return as_leaf(self, input, other)
-        other = other if self._other_quantizer is None else self._other_quantizer(other)
-        return super().forward(self.quantized_input(input), other)
-
-
-@quantizes(MatMul)
-class QuantMatMul(_QuantPair, MatMul):
-    """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
-
-    input_reductions = (-1, -2)
-    product = MatMulProduct()
-
-    def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
-            return as_leaf(self, input, other)
-        if (y := self.integer_product(input, other)) is not None:
-            return y
-        return super().forward(input, other)
-
-
-@quantizes(Add)
-class QuantAdd(_QuantPair, Add):
-    """Add of two quantized activations."""

@@ -17,6 +17,7 @@ from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning, warn_user
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.ranges.fitted import magnitudes, mark
+from fakequant.nn.ranges.kinds import Kind
 from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics import reference
@@ -42,7 +43,7 @@ class FixedCodes(QuantizerPart):
 
     name: str
     spec: QuantSpec
-    kind: Any
+    kind: Kind
     dynamic: bool
     scale: Tensor | None
     fixed_codes: Tensor | None
@@ -173,7 +174,7 @@ class FixedCodes(QuantizerPart):
         """What a call gives for what is no tensor of numbers."""
         if isinstance(x, Proxy):
             return as_leaf(self, x)
-        return self.of_stored(x) if self.kind.value == "weight" else self(x.values())
+        return self.of_stored(x) if self.kind is Kind.WEIGHT else self(x.values())
 
     def of_stored(self, x: StoredWeight) -> StoredWeight:
         """The values of a weight that is stored as codes, whose scale this quantizer has.
@@ -184,7 +185,7 @@ class FixedCodes(QuantizerPart):
         own = self._buffers["scale"], self._buffers["zero_point"]
         if own[0] is x.scale or torch.compiler.is_compiling():
             return x
-        if self.spec != x.spec or not all(map(_is_same, own, (x.scale, x.zero_point))):
+        if self.spec != x.spec or not all(map(is_same, own, (x.scale, x.zero_point))):
             raise ConfigError(
                 f"the scale of {self.name or self} was set anew, but the codes of its weight are stored; call "
                 "fakequant.store_floats(model) before that"
@@ -287,7 +288,7 @@ class FixedCodes(QuantizerPart):
 
     def _check_can_fix(self, weight: Tensor | None) -> None:
         name = self.name or self
-        if self.kind.value != "weight":
+        if self.kind is not Kind.WEIGHT:
             raise ConfigError(f"the quantizer {name} is that of an input, and codes are fixed for weights")
         if self.learned is not None:
             raise ConfigError(
@@ -386,7 +387,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it
 
 
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two parameters of quantizers are equal in all values, or one object."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 

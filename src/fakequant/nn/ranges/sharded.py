@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.distributed import gather, is_sharded, parallel_group
 from fakequant.errors import ConfigError
+from fakequant.nn.ranges.kinds import Kind
 from fakequant.numerics.granularity import PerBlock, PerTensor
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.numerics.sums import whole_sums
@@ -83,7 +84,7 @@ def known_part(quantizer: _Parallel, x: Tensor) -> Tensor:
     """
     if is_sharded(x):
         return _of_dtensor(quantizer, x)
-    if quantizer.kind.value == "input" and type(x) is Tensor:
+    if quantizer.kind is Kind.INPUT and type(x) is Tensor:
         _check_same(quantizer, x)
     return x
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.nn.stored.weight import CODES, StoredWeight
-
-_SPECS = "stored"
-"""In the metadata of a state dict: what its codes mean, which their shape does not tell."""
+from fakequant.nn.stored.weight import CODES, SPEC, StoredWeight
 
 
 class StoringLayer(nn.Module):
@@ -50,23 +48,27 @@ class StoringLayer(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (stored := self._stored()):
             return
-        specs = {name: str(weight.spec) for name, weight in stored.items()}
-        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})[_SPECS] = specs
         for name in [*self._parameters, *self._buffers]:  # in the order of the float layer
             if (value := destination.pop(prefix + name, None)) is not None:
-                weight = stored.get(name)
-                destination.update({prefix + name: value} if weight is None else {prefix + name + CODES: weight.packed})
+                key, weight = prefix + name, stored.get(name)
+                held = {key: value} if weight is None else {key + CODES: weight.packed, key + SPEC: _bytes(weight)}
+                destination.update(held)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         for name, weight in self._stored().items():
-            if (packed := state_dict.get(prefix + name + CODES)) is not None:
-                spec = local_metadata.get(_SPECS, {}).get(name, str(weight.spec))
+            key = prefix + name
+            if (packed := state_dict.get(key + CODES)) is not None:
+                spec = bytes(state_dict.get(key + SPEC, [])).decode() or "unknown"
                 if spec != str(weight.spec):
-                    raise ConfigError(f"the codes of {prefix + name} are {spec}, and those of the model {weight.spec}")
+                    raise ConfigError(f"the codes of {key} are {spec}, and those of the model {weight.spec}")
                 attribute = next(own.attribute for own in self.products() if own.name == name)
-                params = (state_dict.get(f"{prefix}{attribute}.{key}") for key in ("scale", "zero_point"))
-                state_dict = {key: own for key, own in state_dict.items() if key != prefix + name + CODES}
-                state_dict[prefix + name] = weight.with_parts(packed, *params)
+                params = (state_dict.get(f"{prefix}{attribute}.{own}") for own in ("scale", "zero_point"))
+                state_dict = {name: own for name, own in state_dict.items() if name not in (key + CODES, key + SPEC)}
+                state_dict[key] = weight.with_parts(packed, *params)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def _bytes(weight: StoredWeight) -> Tensor:
+    return torch.tensor([*str(weight.spec).encode()], dtype=torch.uint8)

@@ -24,6 +24,8 @@ from fakequant.ops import library
 
 CODES = "_codes"
 """Added to the name of a weight, it is the key of its packed codes in a state dict."""
+SPEC = "_codes_spec"
+"""The same for the text of its specification, as bytes: files keep tensors alone, whose shapes do not tell it."""
 _PACKED = 8
 """Codes of at most so many bits are packed; wider ones are stored as they are."""
 _CHUNK = 1 << 19
@@ -53,7 +55,8 @@ View = tuple[Any, tuple[Any, ...]]
 class StoredWeight(Tensor):
     """A frozen weight as codes, packed along its last axis, and scales; every operation decodes it anew.
 
-    Autograd keeps this tensor, and no values, for the backward pass. It cannot be written to.
+    Autograd keeps this tensor, and no values, for the backward pass. It cannot be written to. Its `nbytes` are those of
+    the values; it holds `packed.nbytes`, and those of scale and zero point.
 
     Args:
         packed: uint8 [..., bytes]; codes of more than 8 bits are as they are.
@@ -169,8 +172,7 @@ class StoredWeight(Tensor):
         for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
             if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):
                 raise ConfigError(f"{new.dtype} {list(new.shape)} does not fit {own.dtype} {list(own.shape)} of {self}")
-        params = QParams(self.scale if scale is None else scale, given[2])
-        return type(self)(packed, params, self.spec, self.whole_shape, self.dtype)
+        return type(self)(packed, QParams(*given[1:]), self.spec, self.whole_shape, self.dtype)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
         """As `nn.Module._apply` moves or converts a parameter: scales keep float32 at least, and codes all bits."""
@@ -311,7 +313,8 @@ def with_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     """The state dict of a model with weights that are stored as codes in place of their codes, which is changed."""
     every = model.named_parameters(remove_duplicate=False)
     if stored := {name + CODES: (name, own) for name, own in every if type(own) is StoredWeight}:
-        items = [stored.get(name, (name, value)) for name, value in state.items()]
+        specs = {name + SPEC for name, _ in stored.values()}
+        items = [stored.get(name, (name, value)) for name, value in state.items() if name not in specs]
         state.clear()
         state.update(items)
     return state
