@@ -115,18 +115,22 @@ class FakeQuantCache(DynamicCache):
             keys, values = self._quantized(layer_idx, key_states, value_states)
             return super().update(keys, values, layer_idx, *args, **kwargs)
         start, past = self.get_seq_length(layer_idx), self._past_of(layer_idx)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = floats = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        padding = self._padding_of(len(keys))
+        runs = list(self._runs(start, keys.shape[_TOKENS], padding))
+        if len(runs) > 1 or self._past is not None:
+            keys, values = keys.clone(), values.clone()
+        self._settle(layer_idx, keys, values, start)
         layer: Any = self.layers[layer_idx]
-        if layer.is_sliding:
-            raise ConfigError(_SLIDING)
-        layer.keys, layer.values = found = self._settled(layer_idx, keys, values, start)
+        layer.keys, layer.values = keys, values
         if self._past is not None and past is None:
-            self._past[layer_idx] = _Past(start, keys, values, layer.keys)
+            self._past[layer_idx] = _Past(start, *floats, keys)
         elif self._past is not None and past is not None:
             grown = torch.cat([past.keys, key_states], _TOKENS), torch.cat([past.values, value_states], _TOKENS)
-            self._past[layer_idx] = _Past(past.start, *grown, layer.keys)
-        runs = list(self._runs(start, keys.shape[_TOKENS], self._padding_of(len(keys))))
-        return found if len(runs) == 1 else (ByQuery(keys, found[0], runs), ByQuery(values, found[1], runs))
+            self._past[layer_idx] = _Past(past.start, *grown, keys)
+        if len(runs) == 1:
+            return keys, values
+        return ByQuery(floats[0], keys, runs, padding), ByQuery(floats[1], values, runs, padding)
 
     def _quantized(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as their quantizers make them."""
@@ -135,29 +139,25 @@ class FakeQuantCache(DynamicCache):
         return keys, _of_layer(self._value_quantizers, layer, "values")(values)
 
     def _count(self, tokens: int) -> int:
-        """How many of so many tokens of a sequence are quantized: the first ones."""
+        """The number of quantized tokens, the oldest ones, of a sequence of this length."""
         return self._group * (max(tokens - self._residual, 0) // self._group)
 
-    def _settled(self, layer: int, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values with all that is due quantized, where all that was due at the length `start` is."""
+    def _settle(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
+        """Quantize, in place, what became due since these keys and values had the length `start`."""
         padding, length = self._padding_of(len(keys)), keys.shape[_TOKENS]
         for pad in sorted({*padding}):
             first, stop = pad + self._count(start - pad), pad + self._count(length - pad)
             if stop > first:
                 rows = torch.tensor([row for row, own in enumerate(padding) if own == pad], device=keys.device)
                 part = rows, slice(None), slice(first, stop)
-                new = self._quantized(layer, keys[part], values[part])
-                keys, values = keys.clone(), values.clone()
-                keys[part], values[part] = new
-        return keys, values
+                keys[part], values[part] = self._quantized(layer, keys[part], values[part])
 
     def _runs(self, start: int, length: int, padding: list[int]) -> Iterator[Run]:
         """The new queries that see the same, with how many tokens of each sequence are quantized for them."""
         due = {
             tokens
             for pad in {*padding}
-            for tokens in range(pad + self._residual + self._group, length + 1, self._group)
-            if tokens > start
+            for tokens in range(pad + self._residual + self._group + self._count(start - pad), length + 1, self._group)
         }
         firsts = sorted({start + 1, *due})
         for first, after in zip(firsts, [*firsts[1:], length + 1], strict=True):
@@ -228,7 +228,9 @@ class FakeQuantCache(DynamicCache):
         length = layer.keys.shape[_TOKENS]
         wanted, past = length - removed, self._past_of(index)
         if past is not None and past.start <= wanted:
-            return self._settled(index, past.keys[:, :, :wanted], past.values[:, :, :wanted], past.start)
+            keys, values = (x[:, :, :wanted].clone() for x in (past.keys, past.values))
+            self._settle(index, keys, values, past.start)
+            return keys, values
         if any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
             raise ConfigError(
                 f"to remove {removed} positions, quantized ones would have to be in float again; call "

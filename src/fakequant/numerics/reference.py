@@ -123,17 +123,19 @@ def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor
 
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
     """The parameters that x itself gives, see `qparams.choose_qparams` and `ScaleRounding`."""
-    return choose_from(x, measure(x, spec.granularity), spec)
+    return choose_from(x, None, spec)
 
 
-def choose_from(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
-    """`choose` with the measured range of x."""
+def choose_from(x: Tensor, range: Range | None, spec: QuantSpec) -> QParams:
+    """`choose` with the measured range of x, where it is known."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
         amax = _mean_magnitude(x, spec.granularity) * spec.format.bound
         range = Range(-amax, amax)
-    if spec.offset is not None and spec.offset.needs_values:
+    elif spec.offset is not None and spec.offset.needs_values:
         range = measure(x, spec.granularity, with_zero=False)
+    elif range is None:
+        range = measure(x, spec.granularity)
     params = choose_qparams(range, spec, largest=largest)
     if spec.scale.rounding is not ScaleRounding.FOUR_OVER_SIX:
         return params
