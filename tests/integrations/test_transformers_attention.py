@@ -19,15 +19,13 @@ from fakequant.functional import fake_quantize
 from fakequant.model.run.recording import record
 from fakequant.model.sites.sites import apply_sites, plan_sites, site_plan
 from fakequant.nn.sites.sites import sites_of
-from tests.support.transformers_models import ARCHITECTURES, tokens, uncached
+from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens, uncached
 from tests.support.vision import import_torchvision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import_torchvision()  # transformers imports it for its losses
 
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import sdpa_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
@@ -70,13 +68,10 @@ def by_hand() -> Any:
             if (sites := sites_of(module)) is not None:
                 held = sites.scaled_dot_product_attention_0.named_children()  # type: ignore[operator]
                 ranges[float_model.get_submodule(path)] = {key: float(quantizer.scale) for key, quantizer in held}
-        AttentionInterface.register("by_hand", partial(attend_by_hand, ranges))
-        float_model.set_attn_implementation("by_hand")  # type: ignore[operator]
+        register(float_model, partial(attend_by_hand, ranges))
 
-    AttentionMaskInterface.register("by_hand", sdpa_mask)
-    yield give
-    AttentionInterface._global_mapping.pop("by_hand", None)
-    AttentionMaskInterface._global_mapping.pop("by_hand", None)
+    with own_attention() as register:
+        yield give
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

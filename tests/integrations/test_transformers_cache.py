@@ -15,15 +15,14 @@ from fakequant import PerChannel, PerTensor, PerToken, QuantSpec
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.functional import fake_quantize
 from fakequant.nn.quantizer import Quantizer
-from tests.support.transformers_models import ARCHITECTURES, tokens
+from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens
 from tests.support.vision import import_torchvision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import_torchvision()  # transformers imports it for its losses
 
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache  # noqa: E402
+from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from fakequant.integrations.transformers_cache import FakeQuantCache  # noqa: E402
 
@@ -40,14 +39,10 @@ def by_hand() -> Any:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
             return sdpa_attention_forward(module, query, keys(key), values(value), mask, **options)
 
-        AttentionInterface.register("by_hand", attend)
-        model.set_attn_implementation("by_hand")  # type: ignore[operator]
-        return model
+        return register(model, attend)
 
-    AttentionMaskInterface.register("by_hand", sdpa_mask)
-    yield give
-    AttentionInterface._global_mapping.pop("by_hand", None)
-    AttentionMaskInterface._global_mapping.pop("by_hand", None)
+    with own_attention() as register:
+        yield give
 
 
 def generated(model: nn.Module, cache: Any, **further: Any) -> tuple[Tensor, Tensor]:

@@ -17,37 +17,21 @@ from fakequant.errors import ConfigError
 from fakequant.functional import fake_quantize
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.transforms import hadamard, walsh_hadamard
-from tests.support.transformers_models import ARCHITECTURES, tokens
+from fakequant.nn.transforms import walsh_hadamard
+from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens
 from tests.support.vision import import_torchvision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import_torchvision()  # transformers imports it for its losses
 
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache  # noqa: E402
+from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
 from fakequant.integrations.transformers_cache import FakeQuantCache  # noqa: E402
+from tests.support.transformers_caches import KEYS, LAYOUTS, VALUES, cache_of, generated, named, prompt  # noqa: E402
 
-KEYS = "uint4 per_block(-2:3) scale=float16 offset=float16:signed"
-VALUES = "uint4 per_block(-1:4) scale=float16 offset=float16"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "groups": {"keys": KEYS, "values": VALUES},
-    "groups and window": {"keys": KEYS, "values": VALUES, "residual_length": 2},
-    "window": {"keys": "int4 per_token", "residual_length": 3},
-    "two groups": {"keys": KEYS, "values": "uint4 per_block(-2:2)", "residual_length": 1},
-    "fp8": {"keys": "float8_e4m3fn per_token"},
-    "nvfp4": {"keys": "float4_e2m1fn per_block(-1:8) scale=float8_e4m3fn", "values": "int4 per_token"},
-    "shared scales": {"keys": "float4_e2m1fn per_block(-2:1,-1:4) scale=float8_e4m3fn@per_block(-2:2)/float16"},
-}
 GROUP = {"groups": 3, "groups and window": 3, "window": 1, "two groups": 6, "fp8": 1, "nvfp4": 1, "shared scales": 2}
-OF_A_CALL = (
-    *("int8 per_tensor", "int8 per_channel(1)", "int8 per_channel(-2)", "int8 per_token(-2)"),
-    "float4_e2m1fn per_block(-1:4) scale=float8_e4m3fn@per_tensor",
-)
-OPTIONS: Any = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
 @pytest.fixture
@@ -105,36 +89,10 @@ def by_hand() -> Any:
                 rows.append(torch.cat(outs, 1))
             return torch.cat(rows), None
 
-        AttentionInterface.register("by_hand", attend)
-        model.set_attn_implementation("by_hand")  # type: ignore[operator]
-        return model
+        return register(model, attend)
 
-    AttentionMaskInterface.register("by_hand", sdpa_mask)
-    yield give
-    AttentionInterface._global_mapping.pop("by_hand", None)
-    AttentionMaskInterface._global_mapping.pop("by_hand", None)
-
-
-def named(name: str = "llama", **further: Any) -> Any:
-    return name_attention(ARCHITECTURES[name].make(**{"num_hidden_layers": 2, **further}))  # type: ignore[type-var]
-
-
-def prompt() -> dict[str, Tensor]:
-    """Token ids [2, 11], of which the second has four of padding."""
-    ids = torch.arange(22).view(2, 11) % 29 + 2
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def cache_of(layout: str, mask: Tensor | None = None, **further: Any) -> FakeQuantCache:
-    return FakeQuantCache(**{**LAYOUTS[layout], **further}, attention_mask=mask)
-
-
-def generated(model: nn.Module, cache: Any, inputs: Any, **further: Any) -> tuple[Tensor, Tensor]:
-    """Sequences and all logits."""
-    found = model.generate(**inputs, past_key_values=cache, **OPTIONS | further)  # type: ignore[operator]
-    return found.sequences, torch.stack(found.logits)
+    with own_attention() as register:
+        yield give
 
 
 def states(length: int, sequences: int = 1) -> tuple[Tensor, Tensor]:
@@ -279,6 +237,21 @@ def test_crop_without_a_record() -> None:
     assert same(cache, expected)
 
 
+def test_a_refused_crop_changes_nothing() -> None:
+    own, cache, expected = states(20), cache_of("groups and window"), cache_of("groups and window")
+    cache.activate_past_recording()
+    for layer in (0, 1):
+        cache.update(own[0], own[1], layer)
+    second: Any = cache.layers[1]
+    recorded, second.keys = second.keys, second.keys.clone()
+    with pytest.raises(ConfigError, match="to remove 8 positions"):
+        cache.crop(-8)
+    second.keys = recorded
+    cache.crop(-14)
+    write(expected, own, 0, 6)
+    assert same(cache, expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_assisted_generation_gives_the_tokens_of_generation(layout: str) -> None:
     model, assistant = named(), named(num_hidden_layers=1)
@@ -329,17 +302,6 @@ def test_a_prepared_model_generates() -> None:
     assert sequences.shape == (2, 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("features", [1, 12, 16, 80])
-def test_walsh_hadamard_is_the_product_with_the_matrix(features: int, dtype: torch.dtype) -> None:
-    x = torch.randn(5, 3, features, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    block = features & -features
-    expected = (x.double().unflatten(-1, (-1, block)) @ hadamard(block).double()).flatten(-2)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(walsh_hadamard(x).double(), expected, rtol=8 * eps, atol=8 * eps)
-    assert torch.equal(walsh_hadamard(x)[2, 1], walsh_hadamard(x[2, 1].clone()))
-
-
 def test_rotated_keys_keep_scores_and_have_less_error_at_an_outlier() -> None:
     keys, queries = torch.randn(2, 1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
     keys[..., 3] *= 32
@@ -378,60 +340,3 @@ def test_the_page_has_the_bits_of_every_layout() -> None:
             assert found == pytest.approx(float(bits), abs=1e-4)
         if "per_tensor" not in keys:
             FakeQuantCache(keys, values or keys)
-
-
-@pytest.mark.parametrize("spec", OF_A_CALL)
-def test_ranges_of_a_call_are_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="a range that other sequences, or the number of tokens in a call, change"):
-        FakeQuantCache(spec)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    sliding = ARCHITECTURES["gpt_oss"].make(sliding_window=4, layer_types=["sliding_attention"])
-    with pytest.raises(ConfigError, match="a sliding window drops positions of a group before"):
-        FakeQuantCache(KEYS, config=sliding.config)  # type: ignore[arg-type]
-    for length in (-1, 2.5, True, "8"):
-        with pytest.raises(ConfigError, match=f"residual_length is a number of tokens from 0 on, got {length!r}"):
-            FakeQuantCache(KEYS, residual_length=length)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rotate is True or False, got 'no'"):
-        FakeQuantCache(KEYS, rotate="no")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="2 sequences may begin with padding"):
-        generated(named(), cache_of("groups"), prompt())
-    with pytest.raises(ConfigError, match="of the cache has 3 sequences, and the model writes 2"):
-        generated(named(), cache_of("groups", torch.ones(3, 11)), prompt())
-    for mask in ([1, 1, 1], [[1, 0, 1]], [[0, 1, 0, 1]]):
-        with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
-            cache_of("groups", torch.tensor(mask))
-        with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
-            cache_of("groups", mask)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_that_gives_all_queries_the_same_keys_is_refused(implementation: str) -> None:
-    model = ARCHITECTURES["llama"].make(attn_implementation=implementation)
-    ids = torch.arange(2, 12).view(1, 10)
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"queries of this call see .*name_attention\(model\)"):
-        model(ids, past_key_values=cache_of("groups"))
-    with torch.no_grad():  # one token at a call needs no name
-        cache, expected = cache_of("groups"), cache_of("groups")
-        for part in ids.split(1, 1):
-            logits = model(part, past_key_values=cache).logits
-        expected_logits = named(num_hidden_layers=1)(ids, past_key_values=expected).logits
-    torch.testing.assert_close(logits, expected_logits[:, -1:], rtol=1e-5, atol=1e-5)
-
-
-def test_attention_with_quantizers_of_keys_is_refused() -> None:
-    model, example = named(), {**tokens(), "use_cache": False}
-    rules = fq.Config("attention", (fq.Rule("*", input="int8 per_channel(1)", ops=("attention",)),))
-    fq.prepare(model, rules, example=example)
-    fq.calibrate(model, [example], progress=False)
-    with torch.no_grad(), pytest.raises(ConfigError, match="without quantizers of keys and values"):
-        model(torch.arange(2, 12).view(1, 10), past_key_values=cache_of("groups"))
-
-
-def test_attention_to_an_encoder_is_refused() -> None:
-    architecture = ARCHITECTURES["t5"]
-    model, inputs = architecture.make(), {**architecture.inputs(), "use_cache": True}
-    caches = DynamicCache(), cache_of("groups", inputs["attention_mask"])
-    with torch.no_grad(), pytest.raises(ConfigError, match="the queries of this call see different keys"):
-        model(**inputs, past_key_values=EncoderDecoderCache(*caches))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from fakequant.errors import ConfigError
-from fakequant.nn.transforms import Permutation, make_transform
+from fakequant.nn.transforms import Permutation, hadamard, make_transform, walsh_hadamard
 
 
 def test_a_permutation_keeps_the_function() -> None:
@@ -35,3 +35,14 @@ def test_other_orders_are_not_loaded(order: list[int]) -> None:
 def test_a_permutation_is_for_linear_layers() -> None:
     with pytest.raises(ConfigError, match="a permutation orders the inputs of a linear layer, and this is a Conv2d"):
         Permutation.of(nn.Conv2d(2, 2, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 12, 16, 80])
+def test_walsh_hadamard_is_the_product_with_the_matrix(features: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 3, features, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    block = features & -features
+    expected = (x.double().unflatten(-1, (-1, block)) @ hadamard(block).double()).flatten(-2)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(walsh_hadamard(x).double(), expected, rtol=8 * eps, atol=8 * eps)
+    assert torch.equal(walsh_hadamard(x)[2, 1], walsh_hadamard(x[2, 1].clone()))

@@ -68,17 +68,15 @@ def ceil_rule(amax, name):
     return np.where(quotient < 2.0**-126, np.where(quotient > 2.0**-127, -126, -127), normal)
 
 
-def even_rule(amax, name):
+def even_rule(amax, name, digits=None):
     """Half a unit in the last place of the element's mantissa is added to amax's bits before the floor."""
-    half = 1 << 23 - ELEMENTS[name][1] - 1
-    raised = (amax.view(np.int32) + half).view(np.float32)
-    return exponent_field(raised) - int(exponent_field(np.float32(ELEMENTS[name][0])))
+    half = 1 << 23 - (digits or ELEMENTS[name][1]) - 1
+    return floor_rule((amax.view(np.int32) + half).view(np.float32), name)
 
 
 def even_fp4_rule(amax, name):
     """compressed-tensors' `round_to_power_2` with its mantissa of 1 digit for MXFP8, too."""
-    raised = (amax.view(np.int32) + (1 << 21)).view(np.float32)
-    return exponent_field(raised) - int(exponent_field(np.float32(ELEMENTS[name][0])))
+    return even_rule(amax, name, digits=1)
 
 
 RULES = {
@@ -306,10 +304,7 @@ ERRORS = [
         lambda: ScaleSpec("float8_e4m3fn", ScaleRounding.CEIL, fq.PerTensor()),
         r"e4m3fn are .*nearest, .* not by ce",
     ),
-    (
-        lambda: ScaleSpec(None, ScaleRounding.FLOOR),
-        r"float32 are rounded by nearest, half_range or mean, not by floor",
-    ),
+    (lambda: ScaleSpec(None, ScaleRounding.FLOOR), r"float32 are rounded by nearest, half_range or mean, not by floor"),
     (lambda: ScaleSpec(granularity=fq.PerTensor()), r"scales in float32 need no scale of their own; leave the gran"),
     (lambda: ScaleSpec(E8M0, granularity=fq.PerTensor()), r"scales in float8_e8m0fnu need no scale of their own"),
     (lambda: ScaleSpec("uint8"), r"scales in uint8 reach 255 at most and need a scale of their own: .*uint8@per_block"),
@@ -324,10 +319,7 @@ ERRORS = [
     (lambda: OffsetSpec.parse("offset=uint6:signed@per_tensor/float16"), r"rounded by nearest, not by signed"),
     (lambda: OffsetSpec.parse("offset=float8_e4m3fn:signed@per_tensor/float16"), r"leave @per_tensor out"),
     (lambda: OffsetSpec.parse("offset=uint6@per_tensor"), r"offsets in uint6 under float32: give .* such as /float16"),
-    (
-        lambda: fq.QuantSpec.parse("int4 offset=float16"),
-        r"for codes from 0 on: int4 .* has none; use an unsigned",
-    ),
+    (lambda: fq.QuantSpec.parse("int4 offset=float16"), r"for codes from 0 on: int4 .* has none; use an unsigned"),
     (lambda: fq.QuantSpec.parse("uint4 symmetric offset=float16"), r"symmetric=True has none; use an unsigned"),
     (lambda: fq.QuantSpec.parse("uint4 scale=float16:signed"), r"for symmetric specifications with DIVIDE or RECIP"),
     (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,23 @@ class Architecture(NamedTuple):
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.arguments | further)
         return getattr(transformers, self.model)(config).eval()
+
+
+@contextmanager
+def own_attention() -> Iterator[Callable[[Any, Any], Any]]:
+    """Gives what has a model call another function as its attention, with the masks of sdpa."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def register(model: Any, attend: Any) -> Any:
+        AttentionInterface.register("by_hand", attend)
+        model.set_attn_implementation("by_hand")
+        return model
+
+    AttentionMaskInterface.register("by_hand", sdpa_mask)
+    yield register
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("by_hand", None)
 
 
 def tokens() -> dict[str, Any]:

@@ -64,7 +64,7 @@ class ScaleSpec:
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
-        rounding: see `ScaleRounding`; power-of-two scales need FLOOR, CEIL or EVEN, signed integers SIGNED.
+        rounding: see `ScaleRounding`; power-of-two scales need one of theirs, signed integers SIGNED.
         granularity: the groups of scales that have one shared scale each (NVFP4: `PerTensor()`); None for no shared
             scales.
         shared: the float format of the shared scales; None for float32.

@@ -32,9 +32,7 @@ class Arithmetic(Enum):
     above it.
     """
     Q8_K = "q8_k"
-    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a: its inputs in blocks of 256, `quantize_row_q8_K`; the scale is
-    that of Q8_0.
-    """
+    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a, the scale of Q8_0: its blocks of 256, `quantize_row_q8_K`."""
 
     @property
     def is_linear(self) -> bool:
@@ -98,8 +96,7 @@ class QuantSpec:
 
     Raises:
         SpecError: an unknown format, an asymmetric float format, a zero point under another arithmetic than
-            DIVIDE and RECIPROCAL, or an offset for a
-            format with negative codes.
+            DIVIDE and RECIPROCAL, or an offset for a format with negative codes.
 
     >>> spec = QuantSpec("uint8", PerChannel(0), arithmetic=Arithmetic.RECIPROCAL)
     >>> print(spec)
