@@ -36,6 +36,7 @@ def test_values(spec, dtype, chunk, monkeypatch):
     assert torch.equal(again.packed, weight.packed)
     indices = torch.tensor([[3, 0], [11, 3]])
     assert_same_bits(nn.functional.embedding(indices, weight), expected[indices])
+    assert_same_bits(nn.functional.embedding(indices, weight.T), expected.T[indices])
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (2, 3, 4), (5, 2, 3, 3)])

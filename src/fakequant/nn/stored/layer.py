@@ -60,7 +60,8 @@ class StoringLayer(nn.Module):
         for name, weight in self._stored().items():
             key = prefix + name
             if (packed := state_dict.get(key + CODES)) is not None:
-                spec = bytes(state_dict.get(key + SPEC, [])).decode() or "unknown"
+                spec = state_dict.get(key + SPEC)
+                spec = "unknown" if spec is None else bytes(spec.tolist()).decode()
                 if spec != str(weight.spec):
                     raise ConfigError(f"the codes of {key} are {spec}, and those of the model {weight.spec}")
                 attribute = next(own.attribute for own in self.products() if own.name == name)
