@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
-from fakequant.export import loops, portable, trt
 from fakequant.export.capability import check_scale, overflows
 from fakequant.export.graph import GraphEditor, inner_graphs, stored, stored_codes
+from fakequant.export.nodes import loops, portable, trt
+from fakequant.export.nodes.ranges import lower_scale
+from fakequant.export.nodes.scales import ScaleNames, computed_scale, constant_scale
+from fakequant.export.nodes.site import EmittedSite
 from fakequant.export.placement import place
-from fakequant.export.ranges import lower_scale
 from fakequant.export.record import Parameters, SiteRecord, digest
-from fakequant.export.scales import ScaleNames, computed_scale, constant_scale
-from fakequant.export.site import EmittedSite
 from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.numerics.format import Format

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fakequant.export import trt
 from fakequant.export.capability import Dimension, Encoding, ScaleLayout, block_sizes, check_choice, check_spec, layout
+from fakequant.export.nodes import trt
 from fakequant.export.style import Style
 from fakequant.numerics.spec import QuantSpec
 

@@ -21,9 +21,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
-from fakequant.export import loops
 from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
+from fakequant.export.nodes import loops
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
 from fakequant.model.run.tracing import quiet, traced_program

@@ -14,8 +14,8 @@ from fakequant.errors import ExportError
 from fakequant.export.capability import FIRST_OPSET, check_opset
 from fakequant.export.exporter import finish, traced
 from fakequant.export.graph import GraphEditor
-from fakequant.export.ranges import lower_scale
-from fakequant.export.site import Emitter
+from fakequant.export.nodes.ranges import lower_scale
+from fakequant.export.nodes.site import Emitter
 from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, to_onnx
 from fakequant.files import write_whole

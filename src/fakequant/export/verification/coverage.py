@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fakequant.export import trt
 from fakequant.export.graph import inner_graphs
+from fakequant.export.nodes import trt
 from fakequant.export.record import Parameters, SiteRecord
 
 if TYPE_CHECKING:

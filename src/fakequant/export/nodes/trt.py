@@ -17,7 +17,7 @@ import torch
 
 from fakequant.errors import ExportError
 from fakequant.export.capability import Dimension, ScaleLayout
-from fakequant.export.site import EmittedSite
+from fakequant.export.nodes.site import EmittedSite
 from fakequant.export.style import Style
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, INT4, IntegerFormat
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fakequant.export.capability import Dimension, Encoding, block_sizes, check_choice, check_spec
 from fakequant.export.graph import GraphEditor
-from fakequant.export.portable import round_to
-from fakequant.export.scales import multiply, powers_of_two, scale_codes
-from fakequant.export.site import Emitter
-from fakequant.export.steps import look_up, thresholds
+from fakequant.export.nodes.portable import round_to
+from fakequant.export.nodes.scales import multiply, powers_of_two, scale_codes
+from fakequant.export.nodes.site import Emitter
+from fakequant.export.nodes.steps import look_up, thresholds
 from fakequant.export.style import Style
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.spec import QuantSpec

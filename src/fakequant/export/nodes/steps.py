@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.export.site import Emitter
+from fakequant.export.nodes.site import Emitter
 
 _LARGEST = torch.finfo(torch.float32).max
 _SIGN = 0x7FFFFFFF

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fakequant.export.graph import GraphEditor
-from fakequant.export.ranges import lower_scale
+from fakequant.export.nodes.ranges import lower_scale
+from fakequant.export.nodes.site import Emitter
 from fakequant.export.record import SiteRecord
-from fakequant.export.site import Emitter
 from fakequant.export.style import Style
 from fakequant.nn.paths import join
 from fakequant.numerics.spec import QuantSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant.errors import QParamsError
 from fakequant.export.capability import Dimension, ElementType, block_sizes
 from fakequant.export.graph import stored
-from fakequant.export.site import EmittedSite, Emitter
+from fakequant.export.nodes.site import EmittedSite, Emitter
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleRounding

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from fakequant.errors import ExportError
-from fakequant.export.site import EmittedSite, Emitter
-from fakequant.export.steps import look_up, thresholds
+from fakequant.export.nodes.site import EmittedSite, Emitter
+from fakequant.export.nodes.steps import look_up, thresholds
 from fakequant.numerics.floats import FloatFormat
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat

@@ -22,8 +22,8 @@ from onnx import TensorProto, helper  # noqa: E402
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from fakequant.export.capability import encoding  # noqa: E402
 from fakequant.export.graph import GraphEditor  # noqa: E402
-from fakequant.export.portable import code_values, round_to  # noqa: E402
-from fakequant.export.site import Emitter  # noqa: E402
+from fakequant.export.nodes.portable import code_values, round_to  # noqa: E402
+from fakequant.export.nodes.site import Emitter  # noqa: E402
 from fakequant.export.verification.runtime import Session  # noqa: E402
 from tests.support.export_models import Weights, quantizer  # noqa: E402
 

@@ -1,0 +1,1 @@
+"""The nodes of an ONNX graph that quantize: values, scales, ranges of a call, and loops of recurrent layers."""
