@@ -15,8 +15,8 @@ from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
-from fakequant.numerics.floats import ExponentFormat
-from fakequant.numerics.tables import TableFormat
+from fakequant.numerics.formats.floats import ExponentFormat
+from fakequant.numerics.formats.tables import TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fakequant.errors import FakeQuantError
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, fake_quantize_, quantize
-from fakequant.numerics.floats import Specials
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
+from fakequant.numerics.formats.floats import Specials
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.granularity import (
     Granularity,
     PerBlock,
@@ -24,7 +25,6 @@ from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.numerics.stored_scales import StoredScales
-from fakequant.numerics.tables import TableFormat
 from fakequant.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fakequant as fq
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
-from fakequant.numerics.tables import TableFormat
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support.backends import Calls
 from tests.support.matrix import full, in_turn, sweep

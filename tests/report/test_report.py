@@ -33,7 +33,7 @@ from fakequant.report import (
     to_json,
     write_report,
 )
-from fakequant.report.charts import frontier
+from fakequant.report.html.charts import frontier
 from fakequant.report.layers import blocks
 from tests.support.parsed_page import Page
 from tests.support.report_data import full

@@ -12,8 +12,8 @@ import fakequant as fq
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import formats
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.tables import TableFormat
 from tests.support.bits import assert_same_bits
 
 INT16 = "int16 per_channel(0)"

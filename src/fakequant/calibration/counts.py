@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.numerics.floats import power_of_two
+from fakequant.numerics.formats.floats import power_of_two
 from fakequant.numerics.qparams import Range
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ConfigError
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.format import Format
 from fakequant.numerics.spec import QuantSpec
 
 from .calibrator import register_calibrator

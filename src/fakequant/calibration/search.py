@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.format import Format
 
 # Each round of refinement tries this many neighbours on either side, at a stride finer by this factor.
 _FINER = 8

@@ -16,10 +16,10 @@ from fakequant.delivery.format import Part
 from fakequant.delivery.writing import Stored
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.tensor_config import TensorConfig
-from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat, parse_format
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.packing import pack, unpack, viewed
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
-from fakequant.numerics.packing import pack, unpack, viewed
 from fakequant.numerics.qparams import Range, choose_qparams
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding

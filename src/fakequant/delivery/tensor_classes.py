@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fakequant.delivery.layered import FLOATS, CodedWeight, LayerTensors
 from fakequant.numerics.formats import parse_format
+from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from fakequant.numerics.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
 INT8, INTX, FP8, NVFP4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor", "NVFP4Tensor"

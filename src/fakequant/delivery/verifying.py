@@ -30,8 +30,8 @@ from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.codes import lowest_of, patterns_of
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.codes import lowest_of, patterns_of
+from fakequant.numerics.formats.format import Format
 from fakequant.numerics.spec import QuantSpec
 
 _CALL = "verify_delivery('folder', model, batches)"

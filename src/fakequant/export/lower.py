@@ -41,7 +41,7 @@ from fakequant.export.placement import place
 from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.format import Format
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.text import module_name

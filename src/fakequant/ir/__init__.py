@@ -6,7 +6,6 @@ from fakequant.ir import ops as ops
 from fakequant.ir.attributes import Ref
 from fakequant.ir.capture import capture
 from fakequant.ir.check import Validity
-from fakequant.ir.compiler import CompiledGraph, cache_info, clear_cache, compile
 from fakequant.ir.fake_quantization import FakeQuantizationOp
 from fakequant.ir.gradient import backward
 from fakequant.ir.graph import Graph
@@ -28,6 +27,7 @@ from fakequant.ir.passes import (
     optimize,
 )
 from fakequant.ir.passes.duplicate_fake_quantize import values_of
+from fakequant.ir.run.compiler import CompiledGraph, cache_info, clear_cache, compile
 from fakequant.ir.structure import Constant, Input
 from fakequant.ir.text import to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType

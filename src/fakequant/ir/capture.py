@@ -13,10 +13,10 @@ from fakequant.data.arguments import refuse_stored
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import GraphError
-from fakequant.ir.concatenation import unite_types
-from fakequant.ir.convert import Converter, needed, type_of
-from fakequant.ir.functional import remove_changes_in_place
-from fakequant.ir.grad_modes import inline_grad_modes
+from fakequant.ir.fx.concatenation import unite_types
+from fakequant.ir.fx.convert import Converter, needed, type_of
+from fakequant.ir.fx.functional import remove_changes_in_place
+from fakequant.ir.fx.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Graph
 from fakequant.ir.structure import Constant, Input
 from fakequant.model.run.tracing import quiet, traced_program

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensor
 
 from fakequant.ir.op import IROp
 from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
-from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library

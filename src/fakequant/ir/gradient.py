@@ -9,11 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fakequant.errors import GraphError
 from fakequant.ir.check import check
-from fakequant.ir.convert import Converter, needed
-from fakequant.ir.execute import to_torch
 from fakequant.ir.fake_quantization import set_opaque
-from fakequant.ir.functional import remove_changes_in_place
+from fakequant.ir.fx.convert import Converter, needed
+from fakequant.ir.fx.functional import remove_changes_in_place
 from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.run.execute import to_torch
 from fakequant.ir.structure import GraphStructure, GraphType
 from fakequant.ir.types import TensorType
 

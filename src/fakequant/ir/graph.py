@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fakequant.ir.check import Validity, check, faults_of, validate
-from fakequant.ir.compiler import CompiledGraph, compile
-from fakequant.ir.execute import run, to_torch
 from fakequant.ir.gradient import backward
+from fakequant.ir.run.compiler import CompiledGraph, compile
+from fakequant.ir.run.execute import run, to_torch
 from fakequant.ir.structure import GraphStructure
 from fakequant.ir.text import to_text
 
@@ -97,7 +97,7 @@ class Graph(GraphStructure):
         return to_torch(self)
 
     def compile(self, *, exact: bool = True) -> CompiledGraph:
-        """The graph as one compiled function, see `fakequant.ir.compiler.compile`."""
+        """The graph as one compiled function, see `fakequant.ir.run.compiler.compile`."""
         return compile(self, exact=exact)
 
     def backward(self) -> Graph:

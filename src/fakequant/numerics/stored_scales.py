@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import block_axes, blocked, blocked_groups, unblocked
 from .compilers import is_approximate, is_watched
-from .format import Format
+from .formats.format import Format
 from .granularity import Granularity
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .floats import power_of_two
+from .formats.floats import power_of_two
 
 # 2**33 digits below 2**30 add up to less than 2**63. An even number, because the scaling is halved.
 DIGIT_BITS = 30

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.numerics.floats import ExponentFormat
-from fakequant.numerics.format import Format, Grid
+from fakequant.numerics.formats.floats import ExponentFormat
+from fakequant.numerics.formats.format import Format, Grid
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec

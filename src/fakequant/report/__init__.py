@@ -27,9 +27,9 @@ from fakequant.report.data import (
     accuracy_cells,
 )
 from fakequant.report.histograms import distributions, with_ranges
+from fakequant.report.html.page import render, write_report
 from fakequant.report.measure import Measured, measure
 from fakequant.report.of_model import report, report_pair
-from fakequant.report.page import render, write_report
 from fakequant.report.saved import RESULTS, from_json, read_results, to_json, write_results
 
 __all__ = [

@@ -24,9 +24,9 @@ from fakequant.report.advice import advised, with_advice
 from fakequant.report.collect import environment, improved, verification
 from fakequant.report.curve import curve_of
 from fakequant.report.data import Accuracy, ReportData, Section
+from fakequant.report.html.page import write_page, write_report
+from fakequant.report.html.pair import render_pair
 from fakequant.report.measure import measure
-from fakequant.report.page import write_page, write_report
-from fakequant.report.pair import render_pair
 from fakequant.report.saved import read_results, write_results
 
 

@@ -9,9 +9,9 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import ExportError
-from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.formats import FloatFormat, Specials
-from fakequant.numerics.tables import TableFormat
+from fakequant.numerics.formats.floats import ExponentFormat
+from fakequant.numerics.formats.tables import TableFormat
 from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")

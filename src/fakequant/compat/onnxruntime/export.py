@@ -19,8 +19,8 @@ from fakequant.export.nodes.site import Emitter
 from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, to_onnx
 from fakequant.files import write_whole
+from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
-from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.text import module_name
 

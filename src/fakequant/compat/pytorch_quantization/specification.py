@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.numerics.floats import ExponentFormat, FloatFormat
-from fakequant.numerics.format import Format
 from fakequant.numerics.formats import formats
+from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
-from fakequant.numerics.packing import unpack
+from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
 _WORD, _BITS = 8, 4

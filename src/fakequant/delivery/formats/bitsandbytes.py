@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
-from fakequant.numerics.tables import TableFormat
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _SPEC = QuantSpec("nf4")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, Groups, LayeredFormat, LayerTensors
 from fakequant.errors import warn_user
+from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.granularity import PerBlock
-from fakequant.numerics.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
 _VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 0}

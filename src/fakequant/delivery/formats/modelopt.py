@@ -18,8 +18,8 @@ from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat
 from fakequant.delivery.schemes import reciprocal
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
+from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerToken
-from fakequant.numerics.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
 _OWN = "hf_quant_config.json"

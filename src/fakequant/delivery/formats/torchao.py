@@ -29,7 +29,7 @@ from fakequant.model.state.codecs import Files
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
-from fakequant.numerics.packing import pack
+from fakequant.numerics.formats.packing import pack
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed

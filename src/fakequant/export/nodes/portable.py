@@ -16,11 +16,11 @@ import torch
 from fakequant.errors import ExportError
 from fakequant.export.nodes.site import EmittedSite, Emitter
 from fakequant.export.nodes.steps import look_up, thresholds
-from fakequant.numerics.floats import FloatFormat
-from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.formats.floats import FloatFormat
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.spec import Arithmetic
-from fakequant.numerics.tables import TableFormat
 
 
 def round_to(to: Emitter, value: str, fmt: Format) -> str:

@@ -23,7 +23,7 @@ from fakequant.export.nodes.scales import multiply, powers_of_two, scale_codes
 from fakequant.export.nodes.site import Emitter
 from fakequant.export.nodes.steps import look_up, thresholds
 from fakequant.export.style import Style
-from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.formats.floats import ExponentFormat
 from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from fakequant.errors import QParamsError
 from fakequant.export.capability import Dimension, ElementType, block_sizes
 from fakequant.export.graph import stored
 from fakequant.export.nodes.site import EmittedSite, Emitter
-from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.formats.floats import ExponentFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec

@@ -12,9 +12,9 @@ from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
 from fakequant.ir.structure import Constant
 from fakequant.ir.table import in_order
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import PerToken
-from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops import library

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fakequant.ir.fused import fuse
 from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.run.fused import fuse
 
 _PRODUCTS = ("Linear", "MatMul", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 _ACTIVATIONS = (

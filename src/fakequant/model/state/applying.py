@@ -29,7 +29,7 @@ from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.codes import as_integers
+from fakequant.numerics.formats.codes import as_integers
 from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -17,8 +17,8 @@ from fakequant.model.state.manifest import Manifest, PackedEntry
 from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.numerics.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
+from fakequant.numerics.formats.format import Format
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec
 from fakequant.numerics.stored_scales import StoredScales

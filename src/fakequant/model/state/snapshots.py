@@ -23,7 +23,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.codes import as_integers, integers_of
+from fakequant.numerics.formats.codes import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
 

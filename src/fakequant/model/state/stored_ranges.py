@@ -21,7 +21,7 @@ from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.nn.ranges.global_scale import check_global_scale
 from fakequant.nn.ranges.learned import LearnedRange
 from fakequant.numerics.arguments import check_scale
-from fakequant.numerics.codes import check_codes, integers_of, of_integers
+from fakequant.numerics.formats.codes import check_codes, integers_of, of_integers
 from fakequant.numerics.spec import QuantSpec
 
 

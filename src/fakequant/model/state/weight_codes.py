@@ -19,7 +19,7 @@ from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.ranges.fitted import mark
 from fakequant.nn.ranges.fixed_codes import is_same
-from fakequant.numerics.codes import check_codes
+from fakequant.numerics.formats.codes import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
 

@@ -22,7 +22,7 @@ from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics import reference
 from fakequant.numerics.arguments import check_scale
-from fakequant.numerics.codes import as_integers, check_codes, integers_of, of_integers
+from fakequant.numerics.formats.codes import as_integers, check_codes, integers_of, of_integers
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import library

@@ -20,7 +20,7 @@ from fakequant.calibration.calibrator import registered_in
 from fakequant.errors import ConfigError, nearest, warn_user
 from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
-from fakequant.numerics.floats import power_of_two
+from fakequant.numerics.formats.floats import power_of_two
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, is_readable_without_sync
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec

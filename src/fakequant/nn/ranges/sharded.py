@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fakequant.distributed import gather, is_sharded, parallel_group
 from fakequant.errors import ConfigError
 from fakequant.nn.ranges.kinds import Kind
+from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.granularity import PerBlock, PerTensor
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.numerics.sums import whole_sums
-from fakequant.numerics.tables import TableFormat
 
 
 class Mesh:

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import reference
-from fakequant.numerics.codes import as_integers, integers_of, lowest_of, of_integers
-from fakequant.numerics.format import Format
-from fakequant.numerics.packing import pack, unpack_bytes
+from fakequant.numerics.formats.codes import as_integers, integers_of, lowest_of, of_integers
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.packing import pack, unpack_bytes
 from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library

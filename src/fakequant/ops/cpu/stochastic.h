@@ -1,7 +1,7 @@
 // Rounding to one of the two neighbours on the grid of a format, as if it had no bounds, by a random word each.
 //
 // Formats say where a number lies between its neighbours (`share`), and the far one is taken by rint(share * 2**31) of
-// all 2**31 upper parts of a word: numerics/format.py, `round_stochastically`.
+// all 2**31 upper parts of a word: numerics/formats/format.py, `round_stochastically`.
 #pragma once
 
 #include <bit>

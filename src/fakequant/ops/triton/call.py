@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fakequant.numerics.floats import FloatFormat, Specials
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.floats import FloatFormat, Specials
+from fakequant.numerics.formats.format import Format
 from fakequant.numerics.granularity import Tiles
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fakequant.nn.ranges.learned import straight_through
+from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
-from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library

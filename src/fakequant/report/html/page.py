@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
 from fakequant.report.data import OPTIONAL, ReportData, Section
-from fakequant.report.sections import SECTIONS, paragraphs
-from fakequant.report.style import SCRIPT, STYLE
-from fakequant.report.verdict import verdict
+from fakequant.report.html.sections import SECTIONS, paragraphs
+from fakequant.report.html.style import SCRIPT, STYLE
+from fakequant.report.html.verdict import verdict
 
 
 def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid, Neighbours
+from fakequant.numerics.formats.format import Format, Grid, Neighbours
 
 _INTEGER_STORAGE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32)
 _INTEGER_NAME = re.compile(r"(u?)int(\d+)(_narrow)?")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fakequant.numerics.packing import pack, unpack
+from fakequant.numerics.formats.packing import pack, unpack
 
 SHAPES = [(3, 5), (2, 64), (4, 33), (1, 1), (7,), (2, 3, 40), (0, 8), (3, 0), (5, 60001), (300, 1001)]
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
 from fakequant.ir.check import check
-from fakequant.ir.fused import NAME, body_of
 from fakequant.ir.op import IROp
+from fakequant.ir.run.fused import NAME, body_of
 from fakequant.ir.structure import Constant, GraphStructure, read_frozen
 from fakequant.ir.table import bound
 from fakequant.ir.types import IRType, TensorShape, TensorType

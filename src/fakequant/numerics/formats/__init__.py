@@ -1,12 +1,12 @@
-"""The table of number formats: each is one line. Names are those of ml_dtypes; every bound is derived."""
+"""Number formats: the table, in which each is one line, and their families. Names are those of ml_dtypes."""
 
 from __future__ import annotations
 
 from fakequant.errors import SpecError, nearest
-from fakequant.numerics.floats import ExponentFormat, FloatFormat, Specials
-from fakequant.numerics.format import Format
-from fakequant.numerics.integers import MAX_NAMED_BITS, IntegerFormat
-from fakequant.numerics.tables import TableFormat
+from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, Specials
+from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.integers import MAX_NAMED_BITS, IntegerFormat
+from fakequant.numerics.formats.tables import TableFormat
 
 INT8 = IntegerFormat.of(8)
 UINT8 = IntegerFormat.of(8, signed=False)

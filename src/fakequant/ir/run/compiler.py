@@ -12,9 +12,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from fakequant.errors import GraphError
 from fakequant.ir.check import check
-from fakequant.ir.execute import check_inputs, to_torch
-from fakequant.ir.lower import lower
 from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.run.execute import check_inputs, to_torch
+from fakequant.ir.run.lower import lower
 from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import repeatable
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from fakequant.model.analysis.html import breakable, html_table
-from fakequant.report import charts
 from fakequant.report.advice import cut
 from fakequant.report.data import (
     Channels,
@@ -19,6 +18,7 @@ from fakequant.report.data import (
     accuracy_cells,
 )
 from fakequant.report.histograms import CHOSEN, readable
+from fakequant.report.html import charts
 from fakequant.report.layers import WORST, layer_tables
 
 

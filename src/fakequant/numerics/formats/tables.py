@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid, Neighbours, Table
+from fakequant.numerics.formats.format import Format, Grid, Neighbours, Table
 
 _LARGEST = torch.finfo(torch.float32).max
 

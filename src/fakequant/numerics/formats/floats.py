@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid, Neighbours
+from fakequant.numerics.formats.format import Format, Grid, Neighbours
 
 
 class Specials(Enum):

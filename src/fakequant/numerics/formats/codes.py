@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import QParamsError, ShapeError
-from fakequant.numerics.format import Format
+from fakequant.numerics.formats.format import Format
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """For codes of floats, by bytes."""

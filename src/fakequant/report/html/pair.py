@@ -8,10 +8,10 @@ from html import escape
 
 from fakequant.model.analysis.html import breakable
 from fakequant.report.data import Layer, ReportData, accuracy_cells
+from fakequant.report.html.page import document
+from fakequant.report.html.sections import paragraphs, table
+from fakequant.report.html.verdict import verdict
 from fakequant.report.layers import decibels, folded, measured
-from fakequant.report.page import document
-from fakequant.report.sections import paragraphs, table
-from fakequant.report.verdict import verdict
 
 _HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B less A, dB")
 

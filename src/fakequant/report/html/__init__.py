@@ -1,0 +1,1 @@
+"""The page of a report: its first screen, its sections, its pictures and its style."""
