@@ -43,7 +43,7 @@ OF_MODELS = ("Q4_K", "Q3_K", "Q2_K")
 MIXED = {"Q4_K": {"*.v_proj": "Q5_K"}}
 """Layers that have another type in the mixture of a type, Q4_K_S."""
 STEPS = (0, 200)
-"""Of AutoRound for each block: 0 is its advice for GGUF, 200 its default."""
+"""Iterations of AutoRound for each block: 0 is its advice for GGUF, 200 its default."""
 OTHER_TEXT = Path(fq.__file__).with_name("errors.py")
 
 

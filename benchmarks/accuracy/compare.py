@@ -36,7 +36,7 @@ def single(task: Task, preset: str) -> None:
 
 
 def seconds(task: Task) -> tuple[float, float]:
-    """Of `compare`, and of the single evaluations; the shorter of several times."""
+    """Seconds of `compare`, and of the single evaluations; the shorter of several times."""
     together, apart = [], []
     for _ in range(_TIMES):
         started = time.perf_counter()

@@ -128,7 +128,7 @@ def test_a_disabled_lstm_takes_packed_sequences_in_torchs_order():
 
 
 def test_lstm_quantizes_input_with_state_and_both_weights():
-    """By hand, step by step, in the order of operations of one cell."""
+    """Against steps by hand, in the order of operations of one cell."""
     layer = quant_nn.QuantLSTM(4, 6, 2, batch_first=True, quant_desc_input=QuantDescriptor(num_bits=6))
     assert len(layer._input_quantizers) == len(layer._weight_quantizers) == 2
     x = torch.randn(3, 5, 4)

@@ -34,7 +34,7 @@ def texts() -> list[dict[str, Tensor]]:
 
 
 def encoder(padding: float) -> nn.Module:
-    """A BERT of random weights, whose padding token has an embedding that is so many times as large."""
+    """A BERT of random weights; the embedding of its padding token is `padding` times as large."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     import_torchvision()  # transformers imports it for its losses
     model: Any = ARCHITECTURES["bert"].make(num_hidden_layers=2, hidden_act="relu")

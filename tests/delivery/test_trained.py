@@ -26,7 +26,7 @@ def loss(model: nn.Module) -> torch.Tensor:
 
 
 def trained(preset: str, scales: str) -> nn.Module:
-    """Five steps, with scales that follow the weights, that stay, or that are learned."""
+    """A model after five steps, with scales that follow the weights, stay, or are learned."""
     model = fq.prepare(net(), preset, skip=[] if preset.startswith("GGUF") else ["lm_head", "model.embed_tokens"])
     if scales != "follow":
         fq.calibrate(model, [{"input_ids": IDS}], progress=False)

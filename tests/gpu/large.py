@@ -16,7 +16,7 @@ _MADE, _MOVED = 1 << 16, 1 << 20
 def large(
     case: FormatCase, where: GranularityCase, arithmetic: fq.Arithmetic, dtype: torch.dtype, elements: int, axis: int
 ) -> Numbers:
-    """At least so many numbers: a million that follow from those of `cases.hostile`, again and again.
+    """At least `elements` numbers: a million that follow from those of `cases.hostile`, again and again.
 
     Of the million a quarter are these, a quarter lie one or two representable values beside them, and half of them are
     spread between 0.5 and 1.5 times as much.
@@ -45,7 +45,7 @@ def large_gradient(x: Tensor) -> Tensor:
 
 
 def _repeated(numbers: Numbers, granularity: fq.Granularity, elements: int, axis: int) -> Numbers:
-    """At least so many numbers; either they belong to the same groups, or each repetition has its own."""
+    """At least `elements` numbers; either they belong to the same groups, or each repetition has its own."""
     repeats = [1] * numbers.x.dim()
     repeats[axis] = -(-elements // numbers.x.numel())
     x, params = numbers.x.repeat(repeats), numbers.params

@@ -71,7 +71,7 @@ def _bases() -> tuple[bytes, ...]:
 
 
 def _changed(values: Any, draw: random.Random) -> Any:
-    """With a value somewhere replaced, taken away, doubled or exchanged with another."""
+    """The values, one of them replaced, taken away, doubled or exchanged with another."""
     places = list(_places(values, ()))
     place, kind = draw.choice(places), draw.randrange(6)
     if kind == 0 and values:

@@ -30,7 +30,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def of_sentencepiece():
-    """As that of Llama 2 and Phi 3."""
+    """A tokenizer like that of Llama 2 and Phi 3."""
     whole = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -48,7 +48,7 @@ def of_sentencepiece():
 
 
 def of_bytes(pattern):
-    """As those of Llama 3, Qwen and Mistral Nemo, which cut texts by a pattern; without one as that of GPT-2."""
+    """A tokenizer that cuts texts by a pattern, as of Llama 3, Qwen and Mistral Nemo; without one like GPT-2's."""
     whole = tokenizers.Tokenizer(models.BPE())
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
     cut = [pre_tokenizers.Split(Regex(pattern), "isolated"), last] if pattern else [last]

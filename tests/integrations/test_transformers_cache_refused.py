@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def padded(*lengths: int) -> Tensor:
-    """A mask of 11 tokens, of which so many are padding before them."""
+    """A mask of 11 tokens; the first ones are padding."""
     return (torch.arange(11) >= torch.tensor(lengths).view(-1, 1)).long()
 
 

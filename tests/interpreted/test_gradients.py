@@ -40,7 +40,7 @@ def test_every_granularity(dtype):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(name):
-    """With its arithmetics and the gradients in turn."""
+    """The arithmetics of a format and the gradients come in turn."""
     turn, arithmetics = list(FORMATS).index(name), FORMATS[name].arithmetics()
     compare(name, "channel_1", torch.float32, arithmetics[turn % len(arithmetics)], GRADIENTS[turn % 2])
 

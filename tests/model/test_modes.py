@@ -226,7 +226,7 @@ def stance() -> str:
 
 
 def test_contexts_that_end_in_any_order_leave_the_stance_of_the_compiler() -> None:
-    """As those of several threads, and that of a call which an interrupt ended after its caller's."""
+    """Contexts of several threads end so, and that of a call which an interrupt ended after its caller's."""
     for before in ("default", "eager_on_recompile"):
         torch.compiler.set_stance(before)
         try:

@@ -325,7 +325,7 @@ def test_lazy_layers_are_told_before_the_example_runs() -> None:
 
 
 class Packed(nn.Module):
-    """As layers of GPTQ and AWQ are: integers beside scales."""
+    """A layer like those of GPTQ and AWQ: integers beside scales."""
 
     def __init__(self):
         super().__init__()

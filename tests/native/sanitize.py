@@ -24,7 +24,7 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=
 
 
 def library(name: str) -> str:
-    """Where GCC has a library."""
+    """The path of a library of GCC."""
     return subprocess.run(
         ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -42,7 +42,7 @@ def test_more_zeros_than_32_bits_count_are_counted():
 
 @pytest.mark.exhaustive
 def test_one_thread_counts_more_elements_than_the_root_of_64_bits():
-    """Whose square, elements times groups, int64 does not hold."""
+    """The square of the number of elements is too large for int64."""
     elements = 3_100_000_000
     if available_memory() < 2 * elements + 2 * GIB:
         pytest.skip(f"needs {(2 * elements + 2 * GIB) / GIB:.1f} GiB, {available_memory() / GIB:.1f} GiB are there")

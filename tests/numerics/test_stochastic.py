@@ -83,7 +83,7 @@ def test_only_the_two_neighbours_appear_and_either_does(name):
 
 @pytest.mark.parametrize("name", fq.formats())
 def test_the_mean_is_the_number(name):
-    """Of 20,000 draws for each of 30 numbers, within 6 sigma of the binomial distribution; the outcome is fixed."""
+    """20,000 draws for each of 30 numbers: within 6 sigma of the binomial distribution; the outcome is fixed."""
     fmt, draws = fq.parse_format(name), 20_000
     values = values_of(fmt).double()
     random = np.random.default_rng(0)

@@ -176,7 +176,7 @@ def failures(case: Case, stops: list[int]) -> list[str]:
 
 
 def failures_by_signals(case: Case, count: int, seed: int = 0) -> tuple[int, list[str]]:
-    """How many of so many signals at random times interrupted the function, and what is wrong after them."""
+    """Send `count` signals at random times: how many interrupted the function, and what is wrong after them."""
     made, chance = case.make(), random.Random(seed)
     wanted = _wanted(case, made)
     model = copy.deepcopy(made)

@@ -40,7 +40,7 @@ class Calibrator(Observer):
         self.spec = as_spec(spec)
 
     def observe(self, x: Tensor) -> None:
-        """As `Observer.observe`; of a tensor that `torch.vmap` wraps, the values of all members are seen."""
+        """Observe a tensor; if `torch.vmap` wraps it, the values of all members."""
         if not torch._C._are_functorch_transforms_active():
             super().observe(x)
             return

@@ -85,7 +85,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """The better of what is found and what the range gives, for all groups together that share scales or offsets."""
+    """The parameters of the search, or of the range, whichever have less error over the groups that share scales."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain
@@ -270,7 +270,7 @@ class _Search:
         return best.s, best.m
 
     def _fitted(self, best: _Fit, s: Tensor, m: Tensor) -> _Fit:
-        """The better of the best and of what fits the codes that parameters give."""
+        """The better of two fits: the best so far, and least squares on the codes of s and m."""
         codes = self._codes(s, m)
         s, m = self._solved(self._sums(codes))
         return _less(best, _Fit(s, m, self._error(codes, s, m)))

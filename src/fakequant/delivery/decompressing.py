@@ -47,7 +47,7 @@ def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
 
 
 def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
-    """Under which conditions transformers has the same weights, for a message; "" if always."""
+    """The conditions under which transformers has the same weights, for a message; "" if always."""
     if not needs_dequantize(schemes, tensors, dtype):
         return ""
     if runs_in_bfloat16(schemes):

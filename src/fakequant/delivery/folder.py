@@ -46,7 +46,7 @@ def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
 
 
 def sharded(files: Files, limit: int) -> dict[str, Content]:
-    """The same files, each of tensors in shards of at most so many bytes, with an index."""
+    """The same files, with tensors in shards of at most `limit` bytes and an index."""
     found: dict[str, Content] = {}
     for file, content in files.items():
         is_tensors = file.endswith(".safetensors") and isinstance(content, Mapping)

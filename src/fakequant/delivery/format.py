@@ -46,7 +46,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the product in messages."""
         return join(self.path, self.call) if self.call else module_name(self.path)
 
     @property

@@ -34,7 +34,7 @@ LAYOUTS = {
     (6, 32, "torch.uint8"): "mxfp6-pack-quantized",
     (8, 32, "torch.uint8"): "mxfp8-quantized",
 }
-"""Of floats whose scales have a format of their own, by bits, size of groups and type of scales."""
+"""Names of layouts of floats whose scales have a format of their own, by bits, size of groups and type of scales."""
 _ALIKE = {"naive-quantized", "float-quantized", "int-quantized"}
 """Names of layouts that hold the same tensors."""
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}

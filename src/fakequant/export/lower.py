@@ -72,7 +72,7 @@ def lower(
         model: the model, which is changed.
         dynamic: paths of quantizers that compute the range from every tensor.
         style: the dialect of the file.
-        codes: of weights, by the path of the quantizer; those of others are what quantizing gives.
+        codes: of weights by the path of the quantizer; other weights are quantized.
 
     Returns:
         One record per quantizer.

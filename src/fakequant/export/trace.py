@@ -320,7 +320,7 @@ def _scale_translation() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the reports of torch's exporter, also of two inputs that share a dynamic axis."""
+    """Silence the reports of torch's exporter, also those of two inputs that share a dynamic axis."""
     with quiet("torch.onnx", "onnxscript"):
         warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
         yield

@@ -15,7 +15,7 @@ from fakequant.model.training.steps import Training
 from fakequant.model.weights import note_weights
 
 _KEY = "fakequant.QATCallback"
-"""Under which a checkpoint of the Trainer holds the state of the callback."""
+"""The key of the callback's state in a checkpoint of the Trainer."""
 
 
 class QATCallback(Training, TrainerCallback):

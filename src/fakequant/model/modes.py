@@ -49,7 +49,7 @@ def off(found: Collection[Quantizer]) -> Iterator[None]:
 
 
 _EAGER: dict[object, Any] = {}
-"""By each running `not_compiled`, torch's stance before the first of them: it is one for all threads."""
+"""For each running `not_compiled`, torch's stance before the first of them: there is one for all threads."""
 _EAGER_LOCK = RLock()  # one that an interrupted thread may take again
 
 

@@ -76,7 +76,7 @@ class _Joined:
         return set()
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without the codes of the weights, which are as large as the model, and saved with it."""
+        """The state of an adapter without the codes of weights, which are as large as the model and saved with it."""
         return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ class _Joined:
         return self
 
     def register_forward_pre_hook(self: Any, hook: Any, **options: Any) -> RemovableHandle:
-        """As of any module, except for the hook by which peft gives its layers the adapter of each example."""
+        """Register a hook, but leave out peft's, which gives its layers the adapter of each example."""
         if "adapter_names" in getattr(hook, "keywords", {}):
             return RemovableHandle(OrderedDict())
         return nn.Module.register_forward_pre_hook(self, hook, **options)

@@ -164,7 +164,7 @@ class IntegerProduct(ABC):
         """
 
     def places(self, layer: Any) -> ConvParams:
-        """Where the windows of a convolution are; nowhere for other layers."""
+        """The geometry of a convolution's windows; empty for other layers."""
         return ConvParams([], [], [], 1)
 
     @abstractmethod

@@ -138,5 +138,5 @@ def _reach(spec: QuantSpec) -> int:
 
 
 def _device_type(layer: Any) -> str:
-    """Where a layer without a weight is: where the scales of its quantizers are."""
+    """The device of a layer without a weight: that of its quantizers' scales."""
     return next((buffer.device.type for buffer in layer.buffers()), "cpu")

@@ -44,7 +44,7 @@ class InputTransform(nn.Module, ABC):
 
     @abstractmethod
     def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
-        """A weight of the layer that computes with the transformed input what the given one does with the plain one."""
+        """The weight that computes with the transformed input what the given weight computes with the plain one."""
 
 
 class ChannelScale(InputTransform):

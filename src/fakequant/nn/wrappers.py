@@ -20,7 +20,7 @@ _WRAPPERS = {
     "AveragedModel": "module",
 }
 _KEPT = {"FullyShardedDataParallel": "module"}
-"""Without it the module inside has parameters of no shape."""
+"""Wrappers that stay: without this one the module inside has parameters of no shape."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -59,7 +59,7 @@ def reciprocal_as_node(x: Tensor) -> Tensor:
 
 @_node
 def _grad_of_divisor(dy: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """As autograd rounds it, summed where b was broadcast."""
+    """The gradient of b, rounded as autograd rounds it, and summed where b was broadcast."""
     return (-dy * (y / b)).sum_to_size(b.shape)
 
 

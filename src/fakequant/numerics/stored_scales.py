@@ -14,7 +14,7 @@ from .formats.format import Format
 from .granularity import Granularity
 
 _HALF = (torch.float16, torch.bfloat16)
-"""To these torch rounds as the formats say, in a tenth of the time."""
+"""torch rounds to these as the formats say, in a tenth of the time."""
 
 
 class StoredScales(NamedTuple):

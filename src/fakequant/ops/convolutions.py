@@ -81,7 +81,7 @@ class PackedWeight:
         return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, windows)
 
     def of_onednn(self, shape: torch.Size, places: ConvParams) -> Tensor:
-        """As oneDNN wants them for such windows, and inputs of about the shape of the first."""
+        """Codes in the layout that oneDNN wants for such windows, and for inputs of about the shape of the first."""
         packed = self._of_onednn.get(str(places))
         if packed is None:
             ones, _ = _ones_and_zeros(self.codes.shape[0])

@@ -178,7 +178,7 @@ def _with_plain_strides(codes: Tensor) -> Tensor:
 
 
 def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """With so many more rows and columns of zeros; a copy also where kernels for whole blocks might not read them."""
+    """Codes with more rows and columns, of zeros; a copy also where kernels for whole blocks might not read them."""
     codes = _with_plain_strides(codes)
     dense = codes.is_contiguous() or codes.t().is_contiguous()
     if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:

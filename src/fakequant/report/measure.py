@@ -41,7 +41,7 @@ class Measured:
     distributions: list[Distribution] = field(default_factory=list)
     channels: list[Channels] = field(default_factory=list)
     alone_on: str = ""
-    """On what the layers were measured alone, as a sentence; "" where they were not."""
+    """The examples on which the layers were measured alone, as a sentence; "" where they were not."""
     parts: Halves = field(default_factory=Halves)
     """Some of the batches, to try changes on."""
     run: Forward = run_batch

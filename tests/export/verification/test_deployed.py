@@ -39,7 +39,7 @@ def linears(preset: str) -> Made:
 
 
 def rounded_linears(preset: str) -> Made:
-    """With weights that are codes times scales, as `improve` leaves them: the model without quantizers is no other."""
+    """A model whose weights are codes times scales, as `improve` leaves them: without quantizers it is the same."""
     model, x = linears(preset)
     found = quantizers(model)
     with torch.no_grad():

@@ -45,7 +45,7 @@ GLANCES = {
 
 
 def weight_readers(model, run):
-    """By both recordings, which agree."""
+    """The readers of weights by both recordings, which agree."""
     found = queries.weight_readers(model, record(model, run))
     with watching(model) as recording:
         run()

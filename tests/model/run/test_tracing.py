@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
 
 class Without(nn.Module):
-    """Whose cache cannot be switched off."""
+    """A decoder whose cache cannot be switched off."""
 
     def __init__(self) -> None:
         super().__init__()

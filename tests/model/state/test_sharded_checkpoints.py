@@ -50,7 +50,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of all examples in every process, so that one has the same."""
+    """The losses of all examples in every process, so that a single process has the same."""
     found = []
     for _ in range(3):
         optimizer.zero_grad()

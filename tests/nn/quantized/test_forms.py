@@ -295,7 +295,7 @@ def test_training_computes_a_parametrized_weight_once_a_pass() -> None:
 
 
 def test_hooks_around_the_own_forward_stay() -> None:
-    """As accelerate puts them there for device maps and offloading, and as it leaves layers when they are removed."""
+    """accelerate puts them there for device maps and offloading; the test removes them, too."""
     hooks = pytest.importorskip("accelerate.hooks")
     expected = calibrated(by_torch())(X)
     model, seen = by_torch(), []

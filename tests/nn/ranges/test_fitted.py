@@ -54,7 +54,7 @@ def scaled(model):
 
 
 def merged(model):
-    """As peft merges an adapter, past torch's counters."""
+    """The model with an adapter merged as peft does it, past torch's counters."""
     model[0].weight.data += torch.ones(4, 1) @ torch.ones(1, 8)
 
 

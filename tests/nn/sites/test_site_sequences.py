@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarnin
 
 
 class Loop(nn.Module):
-    """So many additions as it is told."""
+    """Adds `times` times."""
 
     times = 2
 

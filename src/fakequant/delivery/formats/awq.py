@@ -12,7 +12,7 @@ from fakequant.numerics.spec import QuantSpec
 _WORD, _BITS = 8, 4
 """Codes of 4 bits in an int32."""
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where a word has its eight outputs."""
+"""The place in a word of each of its eight outputs."""
 
 
 class Awq(LayeredFormat):

@@ -31,7 +31,7 @@ _SPECS = {
     "Q6_K": "int6 per_block(-1:16) scale=int8@per_block(-1:16)/float16",
     "Q8_0": "int8 per_block(-1:32) scale=float16",
 }
-"""By size: of several types that hold a weight the smallest is taken."""
+"""The types, the smallest first: the first that holds a weight is taken."""
 _INSTEAD = {"IQ4_XS": "IQ4_NL", **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")}
 _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What llama.cpp stores where rows are no whole blocks of 256."""

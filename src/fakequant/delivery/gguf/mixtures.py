@@ -65,7 +65,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, list[_Choice]]]] = {
     "Q5_K_S": ("Q5_K", {}),
     "Q5_K_M": ("Q5_K", _MORE),
 }
-"""The type of most weights; of some others in which layers they have another: the first that holds."""
+"""The type of most weights, and for weights by name their exceptions: (in which layers, type), the first that holds."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _LAYERS_OF_70B = 80
 

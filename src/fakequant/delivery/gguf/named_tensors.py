@@ -30,7 +30,7 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 REST = "fakequant.rest."
-"""Before the name of a tensor that the file has with 1 added: what that sum, rounded, lacks of the model's number."""
+"""The prefix of a key. A file holds some tensors with 1 added; the value is what rounding took from that sum."""
 
 
 class NamedTensors:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_ELEMENTS = 2**29 - 2**20
 """The float32 weights that one protobuf message can hold."""
 _NO_LOSS = 100.0
-"""In dB: sums in another order reach it, a step of 16 bits does not."""
+"""SQNR in dB: sums in another order reach it, a step of 16 bits does not."""
 
 _RESTORING = (
     SessionOptions(

@@ -18,7 +18,7 @@ OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
 _NAMED = 5
 _SUMS = 16
-"""Units of the last place by which outputs differ whose sums are taken in another order."""
+"""Units of the last place by which outputs may differ if their sums are taken in another order."""
 _HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -71,7 +71,7 @@ def arithmetic(call: Call) -> list[TensorType]:
 
 
 def division(call: Call) -> list[TensorType]:
-    """As arithmetic, of integers in Float32, unless it is rounded."""
+    """The type of arithmetic; Float32 for integers, unless the quotient is rounded."""
     ((type, shape),) = arithmetic(call)
     whole = not type.floating and type not in (IRType.Complex, IRType.Complex64)
     rounded = any(p.name == "rounding_mode" for p in call.signature.parameters) and call.has("rounding_mode")

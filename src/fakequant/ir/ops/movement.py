@@ -191,7 +191,7 @@ def expanded(call: Call) -> list[TensorType]:
 
 
 def squeezed(call: Call) -> list[TensorType]:
-    """Without dimensions of 1."""
+    """The input without dimensions of 1."""
     type, shape = call.inputs[0]
     named = [p.name for p in call.signature.parameters]
     dims = call.value("dim") if "dim" in named else range(len(shape))
@@ -201,7 +201,7 @@ def squeezed(call: Call) -> list[TensorType]:
 
 
 def unsqueezed(call: Call) -> list[TensorType]:
-    """With a dimension of 1 at `dim`."""
+    """The input with a dimension of 1 at `dim`."""
     type, shape = call.inputs[0]
     dim = axis(call.value("dim"), shape, extra=1)
     return [TensorType(type, TensorShape((*shape[:dim], 1, *shape[dim:])))]

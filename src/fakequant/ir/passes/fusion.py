@@ -57,5 +57,5 @@ def _chain(graph: Graph, users: dict[int, list[IROp]], first: IROp) -> list[IROp
 
 
 def _known(graph: Graph, id: int, made: int) -> bool:
-    """Whether an input of what follows is the chain itself or a constant, which is there before the chain begins."""
+    """Whether an input is the chain itself, or a constant, which is there before the chain begins."""
     return id == made or id in graph.constants

@@ -67,7 +67,7 @@ def operations_of(recording: Recording) -> list[Operation]:
 
 
 def _moved(name: str, floats: list[int]) -> list[int]:
-    """The values of which the result of a function is made that only moves values."""
+    """The inputs from which a function that only moves values makes its result."""
     if name == "copy":  # the first is overwritten
         return floats[1:]
     return floats if name != "setitem" or len(floats) > 1 else []  # `x[i] = 0.37` writes a number without a quantizer
@@ -99,7 +99,7 @@ def unquantized(
 
 
 def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
-    """As `unquantized`, of a recorded run."""
+    """What `unquantized` returns, for a recorded run."""
     if (hidden := scripted(model, set())) is not None:
         warn_user(hidden, CoverageWarning)
     return [operation for operation in operations_of(recording) if not operation.quantized]

@@ -43,7 +43,7 @@ class LayerSummary:
 
     @property
     def state(self) -> str:
-        """In one word or two, for the table."""
+        """The state of the layer in one word or two, for the table."""
         if self.why_never_called is not None:
             return "never called"
         return "ready" if self.calibrated else "not calibrated"
@@ -58,7 +58,7 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
-    """With quantized weights as codes and scales."""
+    """Bytes with quantized weights as codes and scales."""
     bits_per_weight: float = 0.0
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
     unsearched: int = 0

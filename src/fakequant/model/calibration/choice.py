@@ -14,7 +14,7 @@ from fakequant.model.modes import disabled
 from fakequant.model.run.outputs import OutputDistance
 
 AUTO = "auto"
-"""In place of the name of a method: the best of `METHODS`."""
+"""The argument `method` that asks for the best of `METHODS`."""
 
 METHODS = (DEFAULT_METHOD, "max", "percentile", "entropy")
 """What one pass over the batches serves."""
@@ -62,9 +62,9 @@ class MethodChoice(NamedTuple):
     """What each method leaves.
 
     Attributes:
-        errors: of the model's output, as a share of its energy, by method; of several outputs the mean share.
+        errors: by method, the error of the model's output as a share of its energy; the mean of several outputs.
         batches: how many were held back.
-        worst: of several outputs the one with the largest error, and this error, by method; else "".
+        worst: by method, the one of several outputs with the largest error, and this error; else "".
     """
 
     errors: dict[str, float]

@@ -161,7 +161,7 @@ class Unseen:
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
     def _ask_copies(self) -> None:
-        """Give quantizers that saw nothing what a trained copy saw that peft calls instead: it gets the same inputs."""
+        """Give quantizers that saw nothing the data of the trained copy that peft calls: its inputs are the same."""
         for name, quantizer in self.inputs.items():
             copies = [] if observed(quantizer) else copies_called(self.model, name)
             seen = [self.inputs[copy] for copy in copies if copy in self.inputs and observed(self.inputs[copy])]

@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
         self.tensors = Tensors()
         self.running: list[tuple[str | None, int]] = []
         self.branching: list[tuple[str | None, int]] | None = None
-        """The owner that calls control flow of torch, which calls what runs now."""
+        """The call of the module that runs control flow of torch; None outside of it."""
         self.open: list[ModuleCall] = []
         self.paused = self.over = False
         self.thread = get_ident()
@@ -270,7 +270,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def name_of(func: Any) -> str:
-    """The name of a function of torch without what tells that it is in place or an operator."""
+    """The name of a function of torch; without underscores, which mark functions in place and operators."""
     name: str = getattr(func, "__name__", str(func))
     if name == "__get__":  # a property, as `x.mT`
         return func.__self__.__name__  # type: ignore[no-any-return]

@@ -85,7 +85,7 @@ def watching(model: nn.Module) -> Iterator[Recording]:
 
 
 def _with_buffers(model: nn.Module) -> Restore:
-    """As `structure_of`, with the values of buffers, to which a module may write in eval mode, too."""
+    """What `structure_of` restores, and the values of buffers, to which a module may write in eval mode, too."""
     structure = structure_of([model])
     held = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]
     buffers = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in held]

@@ -25,7 +25,7 @@ _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
-"""Where torch logs the traceback of an error in tracing, which it raises, too."""
+"""The logger to which torch writes the traceback of an error in tracing; it raises the error, too."""
 
 
 def traced_program(

@@ -85,7 +85,7 @@ def _own_product(path: str, weight: int, recording: Recording) -> str | None:
 
 
 def _moved_from(value: int, recording: Recording) -> int:
-    """The value of which functions that only move values made another, such as a transposed weight."""
+    """The value from which functions that only move values made another, such as the weight behind its transpose."""
     producer = recording.values[value].producer
     while producer is not None and has(recording.calls[producer].function, Trait.CODES):
         value = recording.calls[producer].inputs[0]

@@ -110,7 +110,7 @@ class Candidate:
     constants: frozenset[str]
     """The operands that are parameters, or computed from parameters alone."""
     equation: str = ""
-    """As of a `Call`."""
+    """The equation of the `Call`."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of the operands in the first call."""
 

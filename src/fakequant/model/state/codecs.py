@@ -16,7 +16,7 @@ from fakequant.model.state.tensor_file import file_content, require_safetensors
 
 Tensors = Mapping[str, Tensor | LazyTensor]
 Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
-"""Of a file: bytes, tensors by name, the path of a file that is copied, or parts that are made one after the other."""
+"""What a file holds: bytes, tensors by name, the path of a file to copy, or parts that are made one after the other."""
 Files = Mapping[str, Content]
 _TENSORS = ".safetensors"
 _COPIED = 1 << 20

@@ -47,7 +47,7 @@ class WindowProduct(MatrixProduct):
         return math.prod(self.geometry.stride)
 
     def rows(self, x: Tensor) -> Tensor:
-        """By a convolution of each channel with a kernel that picks one value of the window each."""
+        """Rows, by a convolution of each channel with kernels that pick one value of the window each."""
         own = self.has_own_forward
         return self._windows(x, own_forward if own else lambda one, picks, x: one._conv_forward(x, picks, None))
 
@@ -83,7 +83,7 @@ class TransposedWindowProduct(TurnedProduct, WindowProduct):
 
     @property
     def is_matrix(self) -> bool:
-        """With groups, the weight is no matrix with its first two axes exchanged."""
+        """Whether the weight is a matrix with its first two axes exchanged; with groups it is not."""
         return self.groups == 1
 
     @property
@@ -94,7 +94,7 @@ class TransposedWindowProduct(TurnedProduct, WindowProduct):
         return 1
 
     def rows(self, x: Tensor) -> Tensor:
-        """By a transposed convolution with a kernel that puts one value of the window each."""
+        """Rows, by a transposed convolution with kernels that put one value of the window each."""
         return self._windows(x, lambda one, picks, x: _transposed(one, picks.transpose(0, 1), x))
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class _Masks(NamedTuple):
     """[n, keys]"""
 
     def padded(self) -> _Masks:
-        """For one key more, which is not masked."""
+        """The masks for one key more, which is not masked."""
         return _Masks(*(None if mask is None else F.pad(mask, (0, 1)) for mask in self))
 
     def merged(self, n: int, heads: int, keys: int) -> Tensor | None:
@@ -213,7 +213,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return self.quantized(name, q), self.quantized(name, k), self.quantized(name, v)
 
     def _projected_by_one(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By the weight of all three: in one product what comes of one tensor, whose result is quantized as a whole."""
+        """Project by the one weight of all three: inputs that are one tensor share a product and its quantizer."""
         weight, width = self.quantized("_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
         if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
             q, k, v = self._in_parts(F.linear(query, weight, self.in_proj_bias), 3)

@@ -57,7 +57,7 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
 
 
 class GlobalScale(QuantizerPart):
-    """The part of a dynamic quantizer that may hold 1 / the scale of the tensor, under which blocks have their own."""
+    """The part of a dynamic quantizer that may hold 1 / the scale of the tensor; blocks have their own below it."""
 
     name: str
     spec: QuantSpec

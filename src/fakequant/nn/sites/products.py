@@ -191,7 +191,7 @@ _CLASSES: dict[tuple[str, str], type[Product]] = {
     **{(f"conv{n}d", "weight"): _Convolution for n in (1, 2, 3)},
     **{(f"conv_transpose{n}d", "weight"): _TransposedConvolution for n in (1, 2, 3)},
 }
-"""By function and operand; others have weights that algorithms leave at the nearest values."""
+"""Classes by function and operand; for other weights algorithms keep the nearest values."""
 OF_LAYERS = frozenset(function for function, operand in _CLASSES if operand == "weight")
 """The functions that linear layers and convolutions compute."""
 

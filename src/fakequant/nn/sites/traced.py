@@ -27,7 +27,7 @@ def is_traced() -> bool:
 
 
 MakeMode = Callable[[Sites, nn.Module], SiteMode]
-"""From the sites of an owner, and the owner, to the mode for one call of its `forward`."""
+"""Makes the mode for one call of an owner's `forward`, from its sites and the owner."""
 
 
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -175,7 +175,7 @@ class StoredWeight(Tensor):
         return type(self)(packed, QParams(*given[1:]), self.spec, self.whole_shape, self.dtype)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """As `nn.Module._apply` moves or converts a parameter: scales keep float32 at least, and codes all bits."""
+        """The weight as `nn.Module._apply` moves or converts it: scales keep float32 at least, and codes all bits."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return self._with(fn(self.packed), like.device, like.dtype)
 

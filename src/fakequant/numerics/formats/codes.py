@@ -9,7 +9,7 @@ from fakequant.errors import QParamsError, ShapeError
 from fakequant.numerics.formats.format import Format
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""For codes of floats, by bytes."""
+"""Integer types for the codes of floats, by bytes."""
 
 
 def lowest_of(format: Format) -> int:

@@ -167,7 +167,7 @@ def _tiling(place: TilePlace) -> Tiling:
 
 
 def is_wide(elements: int) -> bool:
-    """Whether positions among so many elements need 64 bits."""
+    """Whether the positions of `elements` elements need 64 bits."""
     return elements > LARGEST_INT32
 
 

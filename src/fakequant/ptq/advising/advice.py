@@ -45,9 +45,9 @@ _NAMES = {
     "config": "what prepare got",
     "example": "one input of the model, or a tuple or dict of inputs",
 }
-"""What the names in code are that the user has."""
+"""What the names in code mean that stand for the user's own."""
 _MUCH = 0.5
-"""The share of the error below which what takes longer is not tried any more."""
+"""If a step leaves less than this share of the error, longer steps are not tried."""
 _WORST = 2
 """Layers that are tried in float: those that hurt the output most."""
 
@@ -144,7 +144,7 @@ class _Changes:
     fresh: bool = field(init=False)
     """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
     method: str | None = field(init=False)
-    """By which `calibrate` found the ranges of the inputs; None where there are none, or it is not known."""
+    """The method by which `calibrate` found the ranges of the inputs; None if there are none, or it is not known."""
     has_example: bool = field(init=False)
 
     def __post_init__(self) -> None:

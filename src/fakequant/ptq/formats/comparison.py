@@ -31,8 +31,7 @@ class Compared:
         preset: the name of the preset.
         method: of calibration.
         steps: of `improve`; "" for none.
-        error: of the model's output, as a share of its energy; of several outputs the mean share; NaN where it gives no
-            floats.
+        error: of the model's output, as a share of its energy; the mean of several outputs; NaN if none are floats.
         metric: what `metric` gives; None without one.
         bits: per quantized weight, with scales.
         bytes: of the quantized weights.

@@ -254,9 +254,9 @@ class _Call(NamedTuple):
     """That of the batch."""
     inputs: Sequence[Tensor]
     rounded: Sequence[Tensor]
-    """As the product sees them."""
+    """Inputs as the product sees them."""
     floats: Sequence[Tensor] | None
-    """In the float model."""
+    """Inputs in the float model."""
 
 
 class _ReadSums(NamedTuple):

@@ -24,7 +24,7 @@ from fakequant.restore import Restore, state_of
 _EVERY = 8
 """The second of every eight batches judges: what chooses wants many."""
 _MEASURED = 4
-"""Batches on which the error of the output is measured where those that choose are all that there are."""
+"""Batches on which the error of the output is measured if all batches choose."""
 _WORSE = 1.01
 """How much larger the error may become on these without a warning."""
 _GROUPS = 16

@@ -271,7 +271,7 @@ def _chosen_by_part(paths: Iterable[str]) -> list[str]:
 
 
 def _digests(weights: Mapping[str, Product], processes: Together) -> dict[str, str]:
-    """By quantizer, the digest of its weight and its format; none where one process is alone."""
+    """For each quantizer, the digest of its weight and its format; none where one process is alone."""
     if processes.group is None:
         return {}
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
@@ -342,7 +342,7 @@ def _looked_at(
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
-    """By layer, what restores it, its weights and their biases as they are now."""
+    """For each layer, what restores it, its weights and their biases as they are now."""
     beside: dict[nn.Module, set[nn.Parameter]] = {}
     for own in products:
         held = (own.parameter, own.bias[0])

@@ -133,7 +133,7 @@ class _Tried(NamedTuple):
     values: Callable[[], Tensor]
     """Makes them anew where that is fast: as many as columns times outputs."""
     loss: float
-    """As a share of the energy."""
+    """The error as a share of the energy."""
     unseen: float
 
 

@@ -17,7 +17,7 @@ _ROWS = 16_384
 _PANEL = 2**21
 """Values of a matrix that are added at a time: 16 MB in float64."""
 _NOISE = 1e-6
-"""The share of a mean square below which a variance is what the rounding of float32 products leaves."""
+"""A variance below this share of the mean square comes from the rounding of float32 products."""
 
 MOST_DRIFT = 0.5
 """The largest share that the squares of a drift may have of those of the rows. That of unrelated rows is 2."""

@@ -51,7 +51,7 @@ def from_code(stored, table, COMPUTE: tl.constexpr, CALL: tl.constexpr):
 
 @triton.jit
 def float_of_pattern(pattern, CALL: tl.constexpr):
-    """In float64, which has the exponents of all small floats."""
+    """The value of a code's bits in float64, which has the exponents of all small floats."""
     magnitude = pattern & ((1 << (CALL.code_bits - 1)) - 1)
     binade = tl.maximum(magnitude >> CALL.mantissa_bits, 1)
     mantissa = magnitude - ((binade - 1) << CALL.mantissa_bits)

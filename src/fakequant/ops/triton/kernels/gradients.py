@@ -44,7 +44,7 @@ def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
 
 @triton.jit
 def product_of(dy, slope, there):
-    """In float64, in which products of float32 are exact; zero where the slope is zero, whatever dy is."""
+    """dy * slope in float64, in which products of float32 are exact; 0 where the slope is 0, whatever dy is."""
     finite = tl.abs(dy) < float("inf")
     return tl.where(there & ((slope != 0) | finite), dy.to(tl.float64) * slope.to(tl.float64), 0.0)
 
@@ -168,7 +168,7 @@ def with_digits(digits, product, half):
 
 @triton.jit
 def add_digits(sums, digits, group, there, groups, REDUCED: tl.constexpr):
-    """To rows 1 to 4 of sums [6, groups]."""
+    """Add digits to rows 1 to 4 of sums [6, groups]."""
     d0, d1, d2, d3 = digits
     tl.atomic_add(sums + groups + group, tl.sum(d0, axis=REDUCED), mask=there, sem="relaxed")
     tl.atomic_add(sums + 2 * groups + group, tl.sum(d1, axis=REDUCED), mask=there, sem="relaxed")
