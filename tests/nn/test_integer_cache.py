@@ -1,8 +1,6 @@
 """Codes of weights that layers find once."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from fakequant.nn import cached_weights
 from fakequant.ops import convolutions
 from tests.support.backends import recorded_calls
 from tests.support.bits import assert_same_bits
+from tests.support.copies import pickled, saved
 from tests.support.processor import why_sums_saturate
 
 
@@ -50,11 +49,7 @@ def test_copies_and_pickles_encode_their_own_weights():
     net, x = model(), torch.rand(3, 2, 7, 7)
     with cached_weights(net), torch.no_grad():
         wanted = net(x)
-        stream = io.BytesIO()
-        torch.save(net, stream)
-        stream.seek(0)
-        copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(stream, weights_only=False)
-        for again in copies:
+        for again in (copy.deepcopy(net), pickled(net), saved(net)):
             assert_same_bits(again(x), wanted)
             again[0].weight.mul_(0.5)
             assert not torch.equal(again(x), wanted)

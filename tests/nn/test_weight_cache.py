@@ -1,8 +1,6 @@
 """Weights that are quantized once: the bits of fresh ones, and changes that are refused."""
 
 import copy
-import io
-import pickle
 import weakref
 
 import numpy as np
@@ -16,6 +14,7 @@ from fakequant.nn import Kind, Mode, Quantizer, cached_weights
 from fakequant.ops import library
 from tests.support.backends import recorded_calls
 from tests.support.bits import assert_same_bits
+from tests.support.copies import pickled, saved
 
 SPECS = ["int8 per_channel(0)", "uint4 per_tensor", "float8_e4m3fn per_block(-1:4)", "int8 per_tensor identity"]
 
@@ -244,11 +243,7 @@ def test_copies_and_pickles_have_no_cache():
     layer = Layer()
     with cached_weights(layer), torch.no_grad():
         layer()
-        saved = io.BytesIO()
-        torch.save(layer, saved)
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        for other in (copy.deepcopy(layer), pickled(layer), saved(layer)):
             assert other.quantizer._cache is None
         assert set(layer.state_dict()) == {"weight", "quantizer.scale"}
     assert layer.quantizer._cache is None

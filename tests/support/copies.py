@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,21 @@ from torch import Tensor, nn
 
 from tests.support.bits import assert_same_bits
 
-each_copier = pytest.mark.parametrize(
-    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+
+def pickled(model: Any) -> Any:
+    """A copy by pickle."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    """A copy by `torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+each_copier = pytest.mark.parametrize("copier", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 
 
 def assert_compiled_alike(model: nn.Module, x: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Layers that become quantized although their class is not in the table: subclasses, parametrized ones, hooked ones."""
 
 import copy
-import io
 import pickle
 import re
 import warnings
@@ -19,6 +18,7 @@ from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantConv2d, QuantLinear, layers
+from tests.support.copies import pickled, saved
 from tests.support.models import hook_forward
 
 
@@ -85,18 +85,7 @@ def test_all_layers_of_one_class_get_one_class() -> None:
     assert type(model[0]) is type(model[1])
 
 
-def through_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, copy.copy, through_pickle, through_torch])
+@pytest.mark.parametrize("copier", [copy.deepcopy, copy.copy, pickled, saved])
 def test_copies_are_of_the_same_class_and_compute_the_same(copier: Callable[[nn.Module], Any]) -> None:
     model = calibrated(net())
     copied = copier(model)

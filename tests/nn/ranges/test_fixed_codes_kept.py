@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.weights import note_weights, quantized_weights
 from fakequant.nn.quantizer import Quantizer
 from tests.support.bits import assert_same_bits
+from tests.support.copies import pickled, saved
 from tests.support.fixed_codes import (  # noqa: F401
     INT16,
     KEY,
@@ -50,17 +49,6 @@ def assigned(model: nn.Sequential) -> nn.Module:
     again = like(model)
     again.load_state_dict(model.state_dict(), assign=True)
     return again
-
-
-def pickled(model: nn.Sequential) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model: nn.Sequential) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def on_meta_and_back(model: nn.Sequential) -> nn.Module:
@@ -101,7 +89,7 @@ def noted(model: nn.Sequential) -> nn.Module:
         by_state_dict,
         assigned,
         pickled,
-        by_torch_save,
+        saved,
         on_meta_and_back,
         applied,
         moved,

@@ -1,8 +1,6 @@
 """Functions in a module's own `forward` compute what the same quantizers called by hand compute, in every bit."""
 
 import copy
-import io
-import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from fakequant.errors import ConfigError, SiteError
 from fakequant.model.sites.sites import site_plan
 from fakequant.model.training import qat
 from fakequant.nn.sites.sites import sites_of
+from tests.support.copies import pickled, saved
 from tests.support.functional_models import (
     Network,
     assert_same_bits,
@@ -119,16 +118,7 @@ def test_exported(network: Network, strict: bool) -> None:
 
 def test_copies(network: Network) -> None:
     expected = network(example(9))
-    buffer = io.BytesIO()
-    torch.save(network, buffer)
-    buffer.seek(0)
-    copies = [
-        copy.deepcopy(network),
-        pickle.loads(pickle.dumps(network)),
-        torch.load(buffer, weights_only=False),
-        copy.copy(network),
-    ]
-    for made in copies:
+    for made in (copy.deepcopy(network), pickled(network), saved(network), copy.copy(network)):
         assert torch.equal(made(example(9)), expected)
         assert site_plan(made) == site_plan(network)
         assert [type(module) for module in made.modules()] == [type(module) for module in network.modules()]
@@ -309,7 +299,7 @@ def test_parametrized_modules_called_by_owners() -> None:
     assert torch.equal(copy.deepcopy(model)(x), expected)
     nn.utils.parametrize.remove_parametrizations(model.linear, "weight")
     assert torch.equal(model(x), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(model.linear))(x), model.linear(x))
+    assert torch.equal(pickled(model.linear)(x), model.linear(x))
 
 
 def test_a_forward_of_accelerate_in_the_module_itself_is_kept() -> None:
