@@ -49,6 +49,22 @@ def writable_folder(directory: str | os.PathLike[str]) -> Path:
     return folder
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A context with a writable folder; where it makes the folder or its parents, it removes those left empty.
+
+    Raises:
+        OutputError: the folder cannot be created or written.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        yield writable_folder(folder)
+    finally:
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+
+
 def writable_file(path: str | os.PathLike[str]) -> Path:
     """Check that `write_whole` can write a file at a path, and create its folder.
 

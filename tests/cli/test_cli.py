@@ -179,10 +179,14 @@ def test_a_recipe_that_lacks_a_function_is_one_line(recipe, tmp_path: Path) -> N
     assert_one_red_line(result, "tiny.py lacks the function calibration_batches()")
 
 
-def test_an_exception_of_the_recipe_keeps_its_traceback(recipe, tmp_path: Path) -> None:
-    path = recipe(RECIPE + "\ndef model():\n    return {}['weights']\n")
-    result = invoke("quantize", path, "--out", tmp_path / "out")
-    assert result.exit_code == 1
+@pytest.mark.parametrize("relative", [False, True])
+def test_what_a_recipe_raises_or_warns_of_has_its_place(recipe, tmp_path: Path, monkeypatch, relative: bool) -> None:
+    own = "import warnings\ndef model():\n    warnings.warn('beware')\n    return {}['weights']\n"
+    path = recipe(f"{RECIPE}\n{own}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="beware") as found:
+        result = invoke("quantize", path.name if relative else path, "--out", "out")
+    assert (result.exit_code, found[0].filename) == (1, str(path))
     lines = result.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1].startswith(f'  File "{path}", line ')  # no line of ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.cli.folder import folder_functions
+from fakequant.integrations import gguf_tokenizer
 from fakequant.streaming import choosing, improve_folder
 from tests.support.language_models import llama
 
@@ -50,12 +52,29 @@ def test_the_files_are_those_of_the_function(folder: Path) -> None:
     done = invoke(*words_for(folder, "out"))
     assert done.exit_code == 0, done.output
     assert done.output.startswith("[1/1] choosing weights a block at a time ...")
-    assert f"Written: {folder.parent / 'out'}\n" in done.output
+    written = f"{folder.parent / 'out'}"
+    assert f"\nWritten: {written}. Read it: fakequant.read({written!r})\n" in done.output
+    assert "nothing was chosen for 1 of 15: model.embed_tokens (nearest: it runs before the blocks)\n" in done.output
     batches = [*folder_functions(folder, folder.parent / "lines.txt")["calibration_batches"]()]
     config = fq.presets.INT4_GROUP32.with_rule(fq.Rule("lm_head"))
     improve_folder(folder, folder.parent / "own", config, batches, mask="attention_mask")
     assert bytes_of(folder.parent / "out") == bytes_of(folder.parent / "own")
     assert "lm_head.weight" in dict(fq.read(folder.parent / "out").named_parameters())
+
+
+def test_a_file_is_named_and_warnings_have_no_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    words = [*words_for(folder, "out"), "--format", "gguf", "--preset", "gguf_q8_0"]
+    refused = invoke(*words)
+    assert "cannot hold this model, however it is quantized: the tokenizer is a 'WordLevel'; files" in refused.output
+    assert not (folder.parent / "out").exists()
+    monkeypatch.setattr(gguf_tokenizer, "_tokenizer_of", lambda _: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        done = invoke(*words)
+    assert f"\nWritten: {folder.parent / 'out' / 'model.gguf'}. Read it: " in done.output
+    assert "\nwarning: the file has no tokenizer" in done.output
+    assert ".py:" not in done.output
 
 
 def test_it_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +91,7 @@ def test_it_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyP
     done = invoke(*words_for(folder, "out"))
     assert (done.exit_code, len(calls)) == (130, 2)
     assert "goes on with the first block that is not finished" in done.output
-    assert invoke(*words_for(folder, "out")).exit_code == 0
+    assert "\n1 of 2 blocks are finished by an earlier call\n" in invoke(*words_for(folder, "out")).output
     assert len(calls) == 4  # the second block and the table of tokens; the first block was finished
     assert bytes_of(folder.parent / "out") == bytes_of(folder.parent / "whole")
 
@@ -84,6 +103,7 @@ def test_it_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyP
         (["--steps", "slow"], "unknown steps 'slow'"),
         (["--format", "safetensor"], "unknown format"),
         (["--text", "nothing.txt"], "there is no nothing.txt"),
+        (["--text", "FOLDER"], "model is a folder; give a file with lines of text by --text"),
         (["--out", "FOLDER"], "is the source, too"),
     ],
 )
@@ -93,6 +113,7 @@ def test_mistakes_are_one_line(folder: Path, change: list[Any], text: str) -> No
     assert done.exit_code == 1
     assert text in done.output
     assert done.output.splitlines()[-1].startswith("error: ")
+    assert not (folder.parent / "out").exists()
 
 
 @pytest.mark.parametrize("content", ["", "\n \n\t\n"], ids=["empty", "blank"])

@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from fakequant.cli.batches import failures_named
 from fakequant.cli.commands import app
+from fakequant.cli.failures import failures_named
 from fakequant.cli.inspection import preset_lines
 from fakequant.cli.steps import Steps
 from fakequant.data import progress

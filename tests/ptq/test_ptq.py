@@ -306,7 +306,8 @@ def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
         "head": "nearest: layers share its weight",
         "idle": "no batch that chooses weights reaches it",
     }
-    assert "; nothing was chosen for 4 of 4: table, head, up, idle" in str(found)
+    reasons = (f"{layer.layer} ({layer.note})" for layer in found.layers)
+    assert f"; nothing was chosen for 4 of 4: {'; '.join(reasons)}" in str(found)
 
 
 def test_a_weight_that_a_float_layer_shares_stays() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fakequant as fq
 from tests.support.vision import import_torchvision
 
 IDS = torch.arange(32).view(1, 32)
@@ -79,3 +80,9 @@ def language_model(kind: str, **values: Any) -> Any:
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model
+
+
+def prepared(kind: str, weight: str, **values: Any) -> Any:
+    """A language model whose weights of all layers are quantized by one specification."""
+    rules = [fq.Rule("*", weight=fq.TensorConfig(weight))]
+    return fq.prepare(language_model(kind, **values), fq.Config("own rules", rules), skip=[])

@@ -20,7 +20,7 @@ def bindings() -> Any:
 
 
 def split(path: Path, tensors: int) -> Path:
-    """The first of several files with so many tensors each, as the package gguf writes them."""
+    """Split a file by the package gguf into files of at most `tensors` tensors; returns the path of the first one."""
     import gguf
 
     whole = GgufFile(path)

@@ -1,13 +1,17 @@
-"""A small model of blocks, on the meta device with a function that loads it, and in memory."""
+"""A small model of blocks, in memory and on the meta device, and how both are improved."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.streaming import improve_folder
 
 WIDTH = 32
 
@@ -66,3 +70,20 @@ def batches(count: int = 5) -> list[Tensor]:
     """Token ids, with padding of 0."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 50, (2, 12), generator=generator) for _ in range(count)]
+
+
+def whole(model: nn.Module, preset: Any, steps: Any, mask: Any = None) -> nn.Module:
+    """The model in memory, prepared, calibrated and improved."""
+    fq.prepare(model, preset)
+    if any(not q.dynamic for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT):
+        fq.calibrate(model, batches(), mask=mask)
+    fq.ptq.improve(model, batches(), steps, judge=[], mask=mask)
+    return model
+
+
+def streamed(
+    model: Decoder, folder: Path, preset: Any, steps: Any, mask: Any = None, name: str = "compressed-tensors"
+) -> Any:
+    """What `improve_folder` gives for the model, one block in memory at a time."""
+    empty, load = without_weights(model)
+    return improve_folder(empty, folder, preset, batches(), steps, load=load, mask=mask, format=name)

@@ -23,7 +23,7 @@ from fakequant.numerics.stored_scales import farthest, rounded
 from fakequant.ops import library
 
 _ELEMENTS = 1 << 18
-"""Of the rows that are searched at once: what is computed of them stays in a cache."""
+"""The most elements that are searched at once: what is computed of them stays in a cache."""
 _STARTS = 13
 _REACH = 1.6
 """Starts lie up to this many codes beyond or within the end of the format."""

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fakequant.cli.batches import failures_named
+from fakequant.cli.failures import failures_named
 from fakequant.cli.recipe import Recipe
 from fakequant.errors import RecipeError
 from fakequant.ptq import Compared, Comparison, Ways

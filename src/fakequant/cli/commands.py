@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,56 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
 
 from fakequant.calibration import DEFAULT_METHOD, calibrators
-from fakequant.errors import FakeQuantError
+from fakequant.cli.failures import Commands
 from fakequant.model.calibration.choice import AUTO
 from fakequant.model.presets import presets as named_presets
 
-
-class _Commands(TyperGroup):
-    """All commands; an error of this package is printed as one line instead of a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FakeQuantError as error:
-            _print_error(f"error: {error}")
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt as interrupt:
-            _print_error(str(interrupt) or "interrupted")
-            raise typer.Exit(130) from None
-        except Exception as error:  # of code in a recipe, which is named; all others are raised
-            lines = _of_the_recipe(error)
-            if not lines:
-                raise
-            _print_error(lines)
-            raise typer.Exit(1) from error
-
-
-def _of_the_recipe(error: Exception) -> str:
-    """The traceback of a recipe's error, from the recipe's line on; "" for any other error."""
-    import traceback
-
-    recipe = sys.modules.get("fakequant.cli.recipe")
-    files: set[str] = set() if recipe is None else recipe.LOADED
-    if isinstance(error, SyntaxError) and error.filename in files:
-        return "".join(traceback.format_exception_only(error)).rstrip()
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename not in files:
-        trace = trace.tb_next
-    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
-
-
-def _print_error(text: str) -> None:
-    from fakequant.text import visible
-
-    Console(stderr=True, soft_wrap=True).print(Text(visible(text, keep="\n"), style="bold red"))
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     # Any exception that arises outside of the recipe is a bug here: the full traceback helps to find it.
     pretty_exceptions_enable=False,
@@ -293,7 +250,7 @@ def improve_folder(  # noqa: PLR0913  the command's options
     folder: Annotated[Path, typer.Argument(help="a folder of Hugging Face, with its tokenizer")],
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
     text: TextFile = None,
-    preset: Annotated[str, _one_of("configuration, such as int4_group128 or nvfp4", *_PRESETS)] = "int4_group128",
+    preset: Annotated[str, _one_of("such as int4_group128 or nvfp4_weight_only", *_PRESETS)] = "int4_group128",
     steps: Annotated[str, _one_of("fast, or best, which takes more time", "fast", "best")] = "fast",
     format: Format = "compressed-tensors",
     floats: Floats = None,

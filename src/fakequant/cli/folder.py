@@ -34,9 +34,11 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
     """
     if find_spec("transformers") is None:
         raise RecipeError(f"{folder} is a folder of Hugging Face, which transformers reads: pip install transformers")
-    lines = _lines(text) if text is not None and text.is_file() else []
+    came = "none was given" if text is None else f"{text} is a folder" if text.is_dir() else f"there is no {text}"
+    lines = list[str]()
+    if text is not None and text.exists() and not text.is_dir():
+        came, lines = f"{text} has no line", _lines(text)
     if not lines:
-        came = "none was given" if text is None else f"{text} has no line" if text.is_file() else f"there is no {text}"
         raise RecipeError(
             f"{folder} needs text for calibration, and {came}; give a file with lines of text by --text, or write a "
             "recipe for other inputs: fakequant init"
@@ -100,7 +102,7 @@ def improve_by_text(
         raise KeyboardInterrupt(
             f"interrupted: {out} is not written; the same command goes on with the first block that is not finished"
         ) from None
-    line.note("\n".join([*found.conclusions, f"Written: {out}"]))
+    line.note("\n".join([*found.conclusions, f"Written: {found.path}. Read it: fakequant.read({str(found.path)!r})"]))
 
 
 def _lines(text: Path) -> list[str]:

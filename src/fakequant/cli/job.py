@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from fakequant.calibration import Calibrator, calibrators, find_method
-from fakequant.cli.batches import failures_named
 from fakequant.cli.examples import dynamic_batch, example_of, fitting, write_graph
+from fakequant.cli.failures import failures_named
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.settings import Job as Job

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fakequant.cli.failures import LOADED
 from fakequant.cli.folder import folder_functions
 from fakequant.errors import RecipeError
 
@@ -201,10 +202,6 @@ def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[...,
     return functions
 
 
-LOADED: set[str] = set()
-"""The files that were executed as recipes; a traceback of a user's error starts in one of them."""
-
-
 def _execute(file: Path) -> ModuleType:
     spec = spec_from_file_location("fakequant_recipe", file)
     if spec is None or spec.loader is None:
@@ -215,6 +212,6 @@ def _execute(file: Path) -> ModuleType:
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    LOADED.add(str(file))
+    LOADED.add(f"{spec.origin}")  # absolute, as in tracebacks
     spec.loader.exec_module(module)
     return module

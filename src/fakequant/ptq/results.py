@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from fakequant.errors import renamed
 from fakequant.model.analysis.html import html_result
@@ -43,11 +44,16 @@ def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
     >>> remarks_of([LayerResult("a", remarks=["has few rows"]), LayerResult("b", remarks=["has few rows"])])
     ['a, b: has few rows']
     """
+    return [f"{names}: {remark}" for remark, names in _layers_by((own.layer, own.remarks) for own in layers).items()]
+
+
+def _layers_by(said: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
+    """For each text the layers of which it is said, as a list."""
     found: dict[str, list[str]] = {}
-    for own in layers:
-        for remark in own.remarks:
-            found.setdefault(remark, []).append(module_name(own.layer))
-    return [f"{listed(names)}: {remark}" for remark, names in found.items()]
+    for layer, texts in said:
+        for text in texts:
+            found.setdefault(text, []).append(module_name(layer))
+    return {text: listed(names) for text, names in found.items()}
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Improvement:
         judged: on which batches the error of the model's output was measured, as text.
         is_judged: whether these chose nothing.
         worst: of several outputs the one with the largest error, as text.
+        path: of what `improve_folder` wrote; None of `improve`, and in all processes but the first.
     """
 
     layers: list[LayerResult] = field(default_factory=list)
@@ -72,6 +79,7 @@ class Improvement:
     judged: str = ""
     is_judged: bool = False
     worst: str = ""
+    path: Path | None = None
 
     left = renamed("left", "remaining_error")
     left_of_layers = renamed("left_of_layers", "remaining_error_of_layers")
@@ -107,9 +115,9 @@ class Improvement:
     def conclusions(self) -> list[str]:
         """The error of the model's output, what is left of the errors of layers, and the notes, a sentence each."""
         line = f"layers: {self.remaining_error_of_layers:.0%} of the error of rounding to nearest is left"
-        stay = [module_name(found.layer) for found in self.layers if found.note]
-        if stay:
-            line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {listed(stay)}"
+        if stay := [(found.layer, [found.note]) for found in self.layers if found.note]:
+            reasons = "; ".join(f"{names} ({note})" for note, names in _layers_by(stay).items())
+            line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {reasons}"
         return [*filter(None, [self._headline, self.worst]), line, *self.notes]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +13,14 @@ from torch import nn
 
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
+from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
 from fakequant.delivery.delivering import deliver_state, weights_in
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.distributed import Together, process_number, processes_of
 from fakequant.errors import ConfigError, OutputError
-from fakequant.files import check_path, locked, writable_folder
+from fakequant.files import check_path, locked, new_folder
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.state.snapshots import QuantizedState, snapshot
@@ -88,7 +90,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of all layers.
+        The errors of all layers, and the path of what was written.
 
     Raises:
         ConfigError: a model whose blocks get more of each other than hidden states, or the errors of `improve`.
@@ -118,8 +120,10 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         folder = own / ".unfinished" if work is None else Path(work)
         _check_places(source, own, folder, is_file=bool(chosen.suffix))
         if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
-            stack.enter_context(locked(writable_folder(folder), wait=False))
-        opened = ModelSource.of(source, load, folder / f"copies-{process_number()}")
+            stack.enter_context(locked(stack.enter_context(new_folder(folder)), wait=False))
+        copies = folder / f"copies-{process_number()}"
+        stack.callback(shutil.rmtree, copies, ignore_errors=True)
+        opened = ModelSource.of(source, load, copies)
         prepare(opened.model, config)
         found = blocks_of(opened.model, blocks)
         _refuse_format(chosen, opened.model)
@@ -133,17 +137,21 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
             "steps": ", ".join(chosen_steps),
         }
         rank = 0 if processes.group is None else processes.group.rank()
-        kept = Work(folder, run, rank)
+        kept, written = Work(folder, run, rank), None
+        if rank == 0:
+            stack.callback(lambda: kept.finished or kept.remove())  # a run that was refused leaves nothing
+            if kept.finished and progress is not False:
+                say(f"{kept.finished} of {len(found)} blocks are finished by an earlier call")
         chooser.improve(kept, chosen_steps, progress)
         with opened.loaded("", opened.model, found.values()):
             layers = chooser.improve_rest(chosen_steps)
             if rank == 0:
                 state = joined_state(opened, found, kept, chooser.quantized)
-                deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
+                written = deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
         processes.all(None)
     if rank == 0:
         kept.remove()
-    return Improvement(layers, notes=[_NOT_MEASURED])
+    return Improvement(layers, notes=[_NOT_MEASURED], path=written)
 
 
 def _check_places(source: Any, target: Path, work: Path, *, is_file: bool) -> None:

@@ -158,7 +158,7 @@ def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[
     remove_hook_from_module(model, recurse=True)
 
     def load(path: str) -> Mapping[str, Tensor]:
-        start = join(path, "") and f"{path}."
+        start = f"{path}." if path else ""
         return Made(
             {
                 name.removeprefix(start): partial(weights.__getitem__, own)

@@ -44,13 +44,15 @@ class Work:
         if others := sorted(
             path.name for path in self.folder.iterdir() if path not in own and not path.name.startswith(".")
         ):
-            raise CheckpointError(f"{self.folder} holds other files, {listed(others)}; give an empty folder by work=")
+            raise CheckpointError(
+                f"{self.folder} holds other files, {listed(others)}; remove them, or give another folder"
+            )
         path = self.folder / f"run-{rank}.json"
         held = _json(path) if path.exists() else {}
         if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other {listed(other)}; call with the same "
-                "arguments, remove the folder, or give another target, or another folder as work="
+                "arguments, remove the folder, or give another one"
             )
         if held != run:
             self._clear("hidden-*")

@@ -14,18 +14,12 @@ from fakequant.delivery.gguf.lattices import spec_of
 from fakequant.delivery.gguf.llama_cpp import ABSENT, LlamaCpp, is_there
 from fakequant.errors import CheckpointError, ExportError
 from tests.support import llama_cpp_files
-from tests.support.language_models import language_model
+from tests.support.language_models import language_model, prepared
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:the file has no tokenizer")
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 IDS = torch.arange(64).reshape(2, 32) * 5 % 320
-
-
-def prepared(kind, weight, **values):
-    rules = [fq.Rule("*", weight=fq.TensorConfig(weight))]
-    return fq.prepare(language_model(kind, **values), fq.Config("own rules", rules), skip=[])
 
 
 @torch.no_grad()
@@ -360,69 +354,3 @@ def test_layers_that_no_type_holds_are_named(rule, message, tmp_path):
     with pytest.raises(ExportError, match=message):
         deliver(model, tmp_path / "one.gguf", "gguf")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def delivered(tmp_path_factory):
-    model = prepared("llama", str(spec_of("Q4_0")))
-    return deliver(model, tmp_path_factory.mktemp("delivered") / "one.gguf", "gguf").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "values", "message"),
-    [
-        (
-            b"",
-            b"",
-            {"vocab_size": 256},
-            r"token_embd.weight is of shape \[320, 256\], and model.embed_tokens.weight of",
-        ),
-        (b"", b"", {"num_hidden_layers": 1}, "tensors for which the model has no place: blk.1.attn_k.weight,"),
-        (b"", b"", {"num_hidden_layers": 3}, "lacks blk.2.attn_q.weight, which is model.layers.2.self_attn.q_proj"),
-        (b"", b"", {"tie_word_embeddings": True}, "the model has no place: output.weight"),
-        (
-            b"",
-            b"",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "llama.rope.freq_base is 10000.0, but",
-        ),
-        (b"", b"", {"rope_parameters": LINEAR}, "llama.rope.scaling.factor is None, but the model has 2.0"),
-        (b"", b"", {"rms_norm_eps": 1e-3}, "llama.attention.layer_norm_rms_epsilon is .*, but the model has 0.001"),
-        (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", {}, "lacks blk.1.attn_k.weight"),
-        (
-            b"\x05\0\0\0\0\0\0\0llama",
-            b"\x05\0\0\0\0\0\0\0qwen2",
-            {},
-            "of the architecture 'qwen2', and the model of 'llama'",
-        ),
-    ],
-)
-def test_files_of_other_models_are_refused(delivered, old, new, values, message, tmp_path):
-    path = tmp_path / "one.gguf"
-    path.write_bytes(delivered.replace(old, new, 1))
-    with pytest.raises(CheckpointError, match=message):
-        read(path, language_model("llama", **values))
-
-
-def test_a_scale_that_is_not_finite_is_refused_by_name(delivered, tmp_path):
-    path = tmp_path / "one.gguf"
-    path.write_bytes(delivered)
-    start = GgufFile(path)._starts["blk.1.ffn_up.weight"]
-    path.write_bytes(delivered[:start] + np.float16(np.inf).tobytes() + delivered[start + 2 :])
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight: has scales that are inf or NaN"):
-        read(path, language_model("llama"))
-
-
-def test_a_type_that_is_no_lattice_is_read_as_floats(delivered, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "one.gguf"
-    path.write_bytes(delivered)
-    kind = gguf.GGMLQuantizationType.NVFP4  # of 36 bytes for 64 weights, as two blocks of Q4_0
-    name = b"blk.1.ffn_up.weight"
-    place = delivered.index(name) + len(name) + 4 + 16
-    path.write_bytes(delivered[:place] + int(kind).to_bytes(4, "little") + delivered[place + 4 :])
-    model = read(path, language_model("llama"))
-    expected = gguf.quants.dequantize(GgufFile(path).tensors[name.decode()].make(), kind)
-    found = model.model.layers[1].mlp.up_proj
-    assert not isinstance(found, fq.nn.QuantizedLayer)
-    assert np.array_equal(found.weight.detach().numpy(), expected)

@@ -79,7 +79,8 @@ class CompressedTensors(LayeredFormat):
         found = conflicts_of_calls(model, parts)
         fixed = {path for path, one in quantizers(model).items() if one.global_scale is not None}
         found |= {
-            part.name: "files fix the scale of NVFP4 inputs: call fakequant.delivery.fix_global_scales(model, batches)"
+            part.name: "files fix the scale of NVFP4 inputs: call fakequant.delivery.fix_global_scales(model, batches) "
+            "or quantize weights alone, NVFP4_WEIGHT_ONLY"
             for part in parts
             if _is_local(part) and part.paths["input"] not in fixed
         }

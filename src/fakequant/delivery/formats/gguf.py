@@ -5,6 +5,7 @@ Codes are written as they are, in blocks that hold their scales: `delivery/gguf/
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -49,10 +50,14 @@ class Gguf(DeliveryFormat):
 
     def refuses(self, model: nn.Module) -> str | None:
         try:
-            names = GgufNames(architecture_of(model), model.config)
+            architecture = architecture_of(model)
+            names = GgufNames(architecture, model.config)
             shared = shared_names(model)
             for name in float_names(model):
                 names.of(shared.get(name, name))
+            with warnings.catch_warnings():  # which come where the file is written
+                warnings.simplefilter("ignore")
+                describe(require_gguf().GGUFWriter("", architecture.name), architecture, model)
         except CheckpointError as error:
             return str(error)
         return None

@@ -27,7 +27,7 @@ CODES = "_codes"
 SPEC = "_codes_spec"
 """The same for the text of its specification, as bytes: files keep tensors alone, whose shapes do not tell it."""
 _PACKED = 8
-"""Codes of at most so many bits are packed; wider ones are stored as they are."""
+"""The most bits of codes that are packed; wider codes are stored as they are."""
 _CHUNK = 1 << 19
 """Values that are decoded at once: all steps find them in the cache of a core."""
 _ROOM = 1 << 28

@@ -94,7 +94,7 @@ def _chosen(
     whole.merge(held)
     bias = product.bias[0] if "bias" in steps else None
     plain = Problem(float_weight, whole)
-    solved = plain if bias is None else Problem(float_weight, whole.about_mean())
+    solved = plain if bias is None else Problem(plain.weight, whole.about_mean())
     energy, tried = plain.energy(), dict[str, _Tried]()
 
     def judge(step: str, params: QParams, values: Callable[[], Tensor]) -> None:
@@ -108,7 +108,7 @@ def _chosen(
         judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)
-        setting = _setting(float_weight, grid, solving, fit, held, centred=bias is not None)
+        setting = _setting(plain.weight, grid, solving, fit, held, centred=bias is not None)
         for step, values in _solved(solved, grid, solving, setting).items():
             own = values.reshape(float_weight.shape).to(float_weight.dtype)
             judge(step, params, lambda own=own: own)
@@ -184,7 +184,8 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str], setting: S
         for step in steps:
             values = SOLVERS[step].values(_Part(problem, group, target[group], rows, values, setting))
             found[step].append(values)
-    return {step: torch.stack(parts) for step, parts in found.items()}
+    # `stack` copies, which the one group of most layers does not need.
+    return {step: torch.stack(parts) if groups > 1 else parts[0][None] for step, parts in found.items()}
 
 
 def _setting(

@@ -27,7 +27,7 @@ _FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
 4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
 _ELEMENTS = 2**18
-"""Of the rows that are searched at once: what is computed of them stays in a cache."""
+"""The most elements that are searched at once: what is computed of them stays in a cache."""
 GAIN = 0.9
 """A transform or another range of an input must lower the error to this share. A transform costs an operation at run
 time where nothing can hold it, and small wins on a few batches are often none on others."""

@@ -83,8 +83,8 @@ def descend(target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, p
         grid: of the matrix.
         passes: how many times each column is chosen.
     """
-    best = chosen.double().clone()
-    slope = (best - target.double()) @ moments
+    best = chosen.to(torch.float64, copy=True)
+    slope = (best - target) @ moments
     curvature = moments.diagonal()
     for _ in range(passes):
         changed = False
