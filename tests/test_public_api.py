@@ -104,4 +104,5 @@ def test_signatures():
     assert list(inspect.signature(fq.quantize).parameters) == ["x", "spec", "scale", "zero_point", "amax", "seed"]
     assert list(inspect.signature(fq.dequantize).parameters) == ["codes", "params", "spec", "dtype"]
     assert list(inspect.signature(fq.choose_qparams).parameters) == ["x", "spec"]
+    assert list(inspect.signature(fq.report).parameters)[:4] == ["model", "batches", "path", "metric"]
     assert fq.__version__

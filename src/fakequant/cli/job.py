@@ -28,12 +28,13 @@ from fakequant.model.analysis.summary import summary
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.calibration.choice import AUTO
 from fakequant.model.calibration.unseen import check_unseen
-from fakequant.model.config import Config, as_execution
+from fakequant.model.config import Config
 from fakequant.model.execution import set_execution
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.state.checkpoint import save
 from fakequant.nn import Execution, cached_weights
+from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
 from fakequant.report import (
     RESULTS,

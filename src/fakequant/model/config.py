@@ -12,7 +12,7 @@ from fakequant.errors import ConfigError, FakeQuantError, check_keys
 from fakequant.model.names import find_preset
 from fakequant.model.tensor_config import TensorConfig as TensorConfig
 from fakequant.model.weights import weights_of
-from fakequant.nn.integer import Execution
+from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.forms import computed_class, quantized_class
@@ -315,6 +315,7 @@ class ModelConfig(Config):
     make: Callable[[nn.Module], Config] = field(kw_only=True)
 
     def for_model(self, model: nn.Module) -> Config:
+        """The configuration with all rules for a float model."""
         return Config(self.name, self.make(model).rules + self.rules)
 
 
@@ -390,16 +391,3 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Mod
         f"the rule {rule.pattern!r}{kinds} matches no layer; layers that can be quantized are {listed(found, 8)}. "
         "Correct the pattern, or set optional=True if the rule may match nothing"
     )
-
-
-def as_execution(value: Execution | str) -> Execution:
-    """An execution from itself or from its name.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
-    try:
-        return Execution(value)
-    except ValueError as error:
-        names = ", ".join(repr(known.value) for known in Execution)
-        raise ConfigError(f"execution must be one of {names}, got {value!r}") from error

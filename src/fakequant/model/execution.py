@@ -9,8 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from fakequant.errors import ConfigError
-from fakequant.model.config import as_execution
-from fakequant.nn.integer import Execution
+from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.wrappers import unwraps

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fakequant.errors import ConfigError
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import ConvParams, QuantizedOperand
@@ -34,6 +35,19 @@ class Execution(Enum):
     """Codes are multiplied wherever that can be done exactly; else the layer is simulated."""
     INTEGER = "integer"
     """The same, but a layer that can never run in integers is refused."""
+
+
+def as_execution(value: Execution | str) -> Execution:
+    """An execution from itself or from its name.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    try:
+        return Execution(value)
+    except ValueError as error:
+        names = ", ".join(repr(known.value) for known in Execution)
+        raise ConfigError(f"execution must be one of {names}, got {value!r}") from error
 
 
 class CodedTensor(NamedTuple):

@@ -110,8 +110,8 @@ class Quantizer(GlobalScale, FixedCodes):
         # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
-        is_parallel = type(x) not in PLAIN or (self.mesh is not None and self.mesh.group is not None)
-        if is_parallel and self.mode is not Mode.OFF:
+        mesh = self.mesh
+        if (type(x) not in PLAIN or (mesh is not None and mesh.group is not None)) and self.mode is not Mode.OFF:
             x = known_part(self, x)
         return nn.Module.__call__(self, x)
 
@@ -121,7 +121,7 @@ class Quantizer(GlobalScale, FixedCodes):
             if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
                 self.observe(x)
             return x
-        if isinstance(x, UNUSUAL):
+        if type(x) not in PLAIN and isinstance(x, UNUSUAL):  # twice as fast as isinstance for plain tensors
             return self.of_unusual(x)
         if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
             look(self, x)
@@ -134,7 +134,7 @@ class Quantizer(GlobalScale, FixedCodes):
                 return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
             except ShapeError as error:
                 raise self._misfit(x) from error
-        if self.follows_input and not self.needs_calibration:
+        if self.dynamic or (self.kind is Kind.WEIGHT and not self.calibrated):
             return self.fake_quantize_by_input(x)
         return self._by_learned(x)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fakequant.distributed import is_sharded
+
 from .formats.floats import power_of_two
 
 # 2**33 digits below 2**30 add up to less than 2**63. An even number, because the scaling is halved.
@@ -43,13 +45,13 @@ def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def whole_sums(values: Tensor) -> Tensor:
     """Sums or extremes of a DTensor with the parts of all processes; plain tensors as they are."""
-    placements = getattr(values, "placements", None)
-    if placements is None or not any(placement.is_partial() for placement in placements):
+    if not is_sharded(values):
         return values
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
-    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
-    return values.redistribute(placements=whole)  # type: ignore[attr-defined]
+    assert isinstance(values, DTensor)
+    whole = [Replicate() if placement.is_partial() else placement for placement in values.placements]
+    return values.redistribute(placements=whole)
 
 
 def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant.distributed import is_sharded
 from fakequant.numerics import reference
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.spec import QuantSpec
@@ -97,12 +98,12 @@ def params_of(
 
 def on_mesh_of(x: Tensor, params: QParams) -> QParams:
     """The parameters, replicated as DTensors if x is a DTensor: torch does not mix DTensors and tensors."""
-    mesh = getattr(x, "device_mesh", None)
-    if mesh is None:
+    if not is_sharded(x):
         return params
     from torch.distributed.tensor import DTensor, Replicate
 
-    whole = [Replicate()] * mesh.ndim
+    assert isinstance(x, DTensor)
+    mesh, whole = x.device_mesh, [Replicate()] * x.device_mesh.ndim
     scale, zero_point, lo, hi, seed = (
         p if p is None or isinstance(p, DTensor) else DTensor.from_local(p, mesh, whole) for p in tensors_of(params)
     )

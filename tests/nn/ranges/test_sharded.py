@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fakequant as fq
@@ -91,8 +92,9 @@ def alone(net: Net, config: Any, x: Tensor, **how: Any) -> Net:
     return model
 
 
-def shared_out(net: Net, config: Any, x: Tensor, mesh: DeviceMesh, **how: Any) -> Net:
-    model = fq.prepare(parallelize_module(net, mesh, {name: style() for name, style in PLAN.items()}), config)
+def shared_out(net: Any, config: Any, x: Tensor, mesh: DeviceMesh, plan: Any = None, **how: Any) -> Any:
+    plan = plan or {name: style() for name, style in PLAN.items()}
+    model = fq.prepare(parallelize_module(net, mesh, plan), config)
     fq.calibrate(model, [x], progress=False, **how)
     return model
 
@@ -164,6 +166,34 @@ def borders(rank: int, folder: Path) -> None:
         shared_out(Net(), "int8", x, mesh, group=False)
 
 
+def uneven(rank: int, folder: Path) -> None:
+    """`RowwiseParallel` takes parts that are plain tensors for equal ones."""
+    mesh, x = init_device_mesh("cpu", (2,)), batch()
+    with pytest.raises(ConfigError, match=r"down\._input_quantizer: the parts of .* would be \[16, 9[68]\] here"):
+        shared_out(Net(97), "int8", x, mesh)
+    one = Replicate()
+    plan = {"up": ColwiseParallel(output_layouts=one), "down": RowwiseParallel(input_layouts=one)}
+    assert_same(shared_out(Net(97), "int8", x, mesh, plan), alone(Net(97), "int8", x), x)
+
+
+class Scaled(Tensor):
+    """A type of a user."""
+
+
+def parts_of_other_types(rank: int, folder: Path) -> None:
+    """A collective of torch hands out a type of its own; its parts are parts, too."""
+    mesh, x = init_device_mesh("cpu", (2,)), batch()
+    plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel(output_layouts=Shard(-1))}
+    for as_scaled in (False, True):
+        for given in (rules("int8")[2], rules("int8 per_token")[2], rules("int8 per_channel(-1)")[1]):
+            model = nn.Sequential(Net(), Doubled())
+            if as_scaled:
+                model[1].register_forward_pre_hook(lambda _, given: (given[0] + 0.0).as_subclass(Scaled))
+            config = fq.Config("add", (replace(given.rules[0], layers=("Add",)),))
+            with pytest.raises(ConfigError, match=r"1\.add\._\w+_quantizer: each process has another part"):
+                shared_out(model, config, x, mesh, plan)(x)
+
+
 def plain_parts(rank: int, folder: Path) -> None:
     """Between the layers a process has the part of a tensor, and nothing about the tensor tells."""
     mesh, x = init_device_mesh("cpu", (2,)), batch()
@@ -226,6 +256,19 @@ def other_orders(rank: int, folder: Path) -> None:
     parallelize_module(late, mesh, {"up": ColwiseParallel()})
     with pytest.raises(ConfigError, match=r"middle\.add\._\w+_quantizer: each process has another part"):
         late(x)
+    # As the error says that `load` raises for such a model.
+    path = fq.save(alone(Net(), "int8", x), folder / f"alone{rank}")
+    with pytest.raises(ConfigError, match=r"parallelize_module shared out the layers; prepare this model as"):
+        fq.load(parallelize_module(Net(), mesh, {"up": ColwiseParallel()}), path)
+    model = shared_out(Net(), "int8", 2 * x, mesh)
+    values, own = fq.load(Net(), path).state_dict(), model.state_dict()
+    shards = {
+        name: distribute_tensor(values[name], one.device_mesh, one.placements)
+        for name, one in own.items()
+        if is_sharded(one)
+    }
+    model.load_state_dict(values | shards)
+    assert_same(model, alone(Net(), "int8", x), x)
     for plan in ({"down": RowwiseParallel()}, {"up": ColwiseParallel()}):
         model = fq.prepare(Net(), "int8")
         fq.calibrate(model, [x], group=False, progress=False)
@@ -260,7 +303,7 @@ def with_fully_shard(rank: int, folder: Path) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    works = (borders, plain_parts, learned, other_orders, with_fully_shard)
+    works = (borders, uneven, parts_of_other_types, plain_parts, learned, other_orders, with_fully_shard)
     ranks.run(works, tmp_path)
 
 

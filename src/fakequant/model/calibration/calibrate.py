@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import check_model
@@ -124,7 +125,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             if method == AUTO:
                 weights = {"weight_method": weight_method, "weight_options": weight_options}
                 how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
-                return _calibrate_by_choice(model, data, group or False, options, how)
+                return _calibrate_by_choice(model, data, group, options, how)
 
             def make(name: str) -> Calibrator:
                 if found[name].kind is Kind.INPUT:
@@ -306,22 +307,21 @@ def _set_ranges(
 
 
 def _calibrate_by_choice(
-    model: nn.Module, data: Batches, group: Any, options: dict[str, Any], how: dict[str, Any]
+    model: nn.Module, data: Batches, group: ProcessGroup | None, options: dict[str, Any], how: dict[str, Any]
 ) -> dict[str, Calibrator]:
     """Calibrate by the best of several methods, which one pass over the batches serves."""
     if options:
         raise ConfigError(f'method "{AUTO}" takes no options, got {", ".join(options)}; name a method for them')
-    processes = processes_of(model, group)
-    if processes is not None and processes.size() > 1:
+    if group is not None and group.size() > 1:
         raise ConfigError(
-            f'method "{AUTO}" chooses in one process, and {processes.size()} calibrate together; name a method, '
+            f'method "{AUTO}" chooses in one process, and {group.size()} calibrate together; name a method, '
             f"such as {DEFAULT_METHOD!r}"
         )
     given = HeldBack(data)
     found = quantizers(model)
     owners = [model.get_submodule(layer_of(name)) for name in found]
     with restore_on_error(ranges_of(found.values(), owners)):
-        used = calibrate(model, given, group=group, forward=data.run, **how)
+        used = calibrate(model, given, group=group or False, forward=data.run, **how)
         collected = {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
         if not collected:
             return used

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.distributed import refuse_sharded
+from fakequant.distributed import parallel_group, refuse_sharded
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.model.prepare import attach
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
@@ -55,6 +55,13 @@ def apply(model: Model, state: QuantizedState) -> Model:
     check_model(model, "apply", "apply(model, state)", CheckpointError)
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+    if parallel_group(model) is not None:  # a model that is prepared, as a loaded one is, is not shared out by rows
+        raise ConfigError(
+            "parallelize_module shared out the layers; prepare this model as that of the checkpoint was, load the "
+            "checkpoint into another float model, and give the values of its state_dict() to model.load_state_dict: "
+            "distribute_tensor(value, own.device_mesh, own.placements) of torch.distributed.tensor where own, that of "
+            "this model, is a DTensor"
+        )
     refuse_sharded(model, "load the checkpoint into")
     _check_memory(model)
     check_plan(model, state)

@@ -12,10 +12,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from fakequant.distributed import gather, is_sharded, parallel_group
 from fakequant.errors import ConfigError
-from fakequant.nn.ranges.kinds import Kind
+from fakequant.nn.ranges.kinds import Kind, Mode
 from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.granularity import PerBlock, PerTensor
 from fakequant.numerics.spec import QuantSpec, Rounding
@@ -67,6 +68,7 @@ class _Parallel(Protocol):
     spec: QuantSpec
     name: str
     kind: Any
+    mode: Any
     dynamic: bool
     mesh: Mesh | None
     is_same_everywhere: bool
@@ -84,7 +86,8 @@ def known_part(quantizer: _Parallel, x: Tensor) -> Tensor:
     """
     if is_sharded(x):
         return _of_dtensor(quantizer, x)
-    if quantizer.kind is Kind.INPUT and type(x) is Tensor:
+    # Proxies of torch.fx and stored codes are no tensors; what a collective of torch left unfinished is a subclass.
+    if quantizer.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
         _check_same(quantizer, x)
     return x
 
@@ -99,8 +102,20 @@ def _of_dtensor(quantizer: _Parallel, x: Any) -> Tensor:
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):
         if placement.is_shard():
+            if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.OBSERVE:
+                _check_shape(str(name), tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place)))
             _check_borders(str(name), spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
     return x
+
+
+def _check_shape(name: str, own: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
+    """Raise if processes take a DTensor for larger or smaller than others: to gather it would end in an abort."""
+    if other := next((shape for shape in shapes if shape != own), None):
+        raise ConfigError(
+            f"{name}: the parts of this tensor differ in size, and RowwiseParallel takes them for equal: all would be "
+            f"{list(own)} here, and {list(other)} elsewhere. Take a width that {len(shapes)} divides, or "
+            "ColwiseParallel(output_layouts=Replicate()) before RowwiseParallel(input_layouts=Replicate())"
+        )
 
 
 def _check_borders(name: str, spec: QuantSpec, shape: tuple[int, ...], axis: int, processes: int) -> None:
