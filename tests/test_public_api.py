@@ -33,6 +33,7 @@ NAMES = [
     "Target",
     "TensorConfig",
     "WeightCodes",
+    "advise",
     "apply",
     "bake_weights",
     "calibrate",

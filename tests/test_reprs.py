@@ -18,11 +18,13 @@ from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
+from fakequant.ptq.advising.result import TriedWay
 
 LONGEST = 200
 PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule)
 ptq = fq.ptq
 PLANNED = PlannedSite("blocks.0", "add", 0, ("input", "other"), {"other": SiteQuantizer(TensorConfig("int8"))})
+TRIED_WAY = TriedWay(ptq.Compared("INT8", "mse", ""), 900, 21.0)
 SCORE = ptq.Score(0.001, 4000)
 LAYERS = [LayerSummary(f"blocks.{i}", "Linear", {}, calibrated=True, has_weight=True) for i in range(50)]
 
@@ -61,6 +63,9 @@ TABLES: list[Any] = [
     VerifyReport("model.onnx", "given", [Row("0._input_quantizer", "int8", "activation", 1000)] * 9),
     ExportReport(Path("model.onnx"), 21, 100, 400, [Exported("0._input_quantizer", "int8", "QDQ")] * 9, []),
     ptq.Comparison([ptq.Compared("INT8", "mse", "")] * 9),
+    ptq.Advice(
+        [TRIED_WAY] * 9, TRIED_WAY, True, 20.0, "dB", "it is", "code", "", "not measured", "here", [], False, 900
+    ),
     ptq.Improvement([ptq.LayerResult("0", 0.02, 0.01)] * 9),
     ptq.Equalization(0.1, 0.05, [ptq.EqualizedPair("0", ("1",))] * 9),
     ptq.Rotations([ptq.Rotated("heads", 64, ("0",), ("1",))] * 9),

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from fakequant.model.storing import store_codes, store_floats
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
-    from fakequant.ptq import compare, search
+    from fakequant.ptq import advise, compare, search
     from fakequant.report.of_model import report
     from fakequant.streaming import improve_folder
 
@@ -93,6 +93,7 @@ __all__ = [
     "Target",
     "TensorConfig",
     "WeightCodes",
+    "advise",
     "apply",
     "bake_weights",
     "calibrate",
@@ -161,7 +162,7 @@ _MEMBERS = {
     "fakequant.model.analysis.summary": ("summary",),
     "fakequant.model.storing": ("store_codes", "store_floats"),
     "fakequant.model.sites.targets": ("Target",),
-    "fakequant.ptq": ("compare", "search"),
+    "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}

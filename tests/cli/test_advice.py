@@ -1,9 +1,11 @@
-"""The commands `compare` and `search`."""
+"""The commands `advise`, `compare` and `search`, and the commands that a page advises."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,12 +136,89 @@ def test_a_plot_says_before_the_work_that_matplotlib_is_missing(
     ]
 
 
-@pytest.mark.parametrize("command", [["compare"], ["search", "--bits", "6"]])
+@pytest.mark.parametrize("command", [["advise"], ["compare"], ["search", "--bits", "6"]])
 def test_verbose_shows_the_traceback_of_a_failing_batch(recipe: Path, command: list[str]) -> None:
     recipe.write_text(RECIPE.replace("32, 64, gen", "32, 63, gen"))
     name, *options = command
     result = CliRunner().invoke(app, [name, str(recipe), *options])
-    assert "batch 1 of calibration_batches(), tensors of shape [32, 63], failed in layer 0" in result.stderr
+    number = 2 if name == "advise" else 1  # the first that judges
+    assert f"batch {number} of calibration_batches(), tensors of shape [32, 63], failed in layer 0" in result.stderr
     result = CliRunner().invoke(app, [name, str(recipe), *options, "-v"])
     assert isinstance(result.exception, RuntimeError)
     assert str(result.exception).startswith("mat1 and mat2 shapes")
+
+
+def test_advise_prints_a_command_that_makes_the_answer(recipe: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["advise", str(recipe), "--floor", "30", "--work", str(tmp_path / "work")])
+    assert result.exit_code == 0, result.output
+    assert "INT8_WEIGHT_ONLY is the smallest that meets the floor of 30.0 dB" in " ".join(result.stdout.split())
+    assert result.stderr.startswith("trying INT4_WEIGHT_ONLY; then at most: ")
+    command = result.stdout.splitlines()[-1]
+    assert shlex.split(command) == [
+        *("fakequant", "quantize", str(recipe), "--out", "quantized", "--preset", "int8_weight_only")
+    ]
+    again = CliRunner().invoke(app, ["advise", str(recipe), "--floor", "30", "--work", str(tmp_path / "work")])
+    assert (again.stdout, again.stderr) == (result.stdout, "")  # with its seconds: nothing ran again
+
+
+CONVOLUTION = RECIPE.replace("nn.Linear(64, 64)", "nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)")
+CONVOLUTION = CONVOLUTION.replace("nn.Linear(64, 8)", "nn.Flatten(), nn.Linear(144, 8)")
+
+
+def test_advise_prints_python_where_the_command_has_no_such_option(recipe: Path) -> None:
+    recipe.write_text(CONVOLUTION)
+    lines = run("advise", recipe, "--target", "onnxruntime", "--preset", "int8_affine", "-q").splitlines()
+    code = lines[lines.index("To make it, in Python:") + 1 :]
+    scope: dict[str, Any] = {}
+    exec("\n".join(code), scope)
+    assert "fq.fuse_batch_norm(quantized, made[0])" in code
+    assert scope["quantized"](scope["batches"][0]).shape == (32, 8)
+
+
+def test_advise_is_ended_by_an_interrupt_with_what_it_found(recipe: Path) -> None:
+    calls = "\ncalls = iter([1.0, 0.5])\ndef evaluate(net):\n    value = next(calls, None)\n"
+    recipe.write_text(RECIPE + calls + "    if value is None:\n        raise KeyboardInterrupt\n    return value\n")
+    result = CliRunner().invoke(app, ["advise", str(recipe)])
+    assert result.exit_code == 130, result.stderr
+    assert "Interrupted: what follows is of what was tried until then." in result.stdout
+    assert "None meets the floor of 0.99 evaluate: INT4_WEIGHT_ONLY is nearest" in result.stdout
+
+
+LOUD = """
+import torch
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(nn.functional.layer_norm(x + self.down(torch.relu(self.up(x))), (16,)))
+
+def model():
+    torch.manual_seed(0)
+    return Encoder()
+
+def calibration_batches():
+    for seed in range(4):
+        x = torch.randn(8, 12, 16, generator=torch.Generator().manual_seed(seed))
+        yield x * torch.where(torch.arange(12) == 0, 200.0, 1.0).view(1, 12, 1)
+"""
+
+
+def test_a_page_of_a_command_advises_a_command(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(LOUD)
+    run("quantize", recipe, "--out", tmp_path / "out", "--float", "he?d", "--packed", "-q")
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["next"].startswith("Take the preset int8_per_token")
+    words = shlex.split(found["code"])
+    assert words == [
+        *("fakequant", "quantize", str(recipe), "--out", str(tmp_path / "out"), "--preset", "int8_per_token"),
+        *("--packed", "--float", "he?d"),
+    ]
+    tried = found["advice"]["tried"]
+    assert all(one["code"].startswith("fakequant quantize ") for one in tried)
+    run(*words[1:], "-q")
+    better = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert better["advice"]["error"] < 0.5 * found["advice"]["error"]

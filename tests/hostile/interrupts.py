@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fakequant as fq
 from fakequant.delivery import fix_global_scales, llama_cpp_inputs
 from fakequant.nn import cached_weights, fixed_ranges
-from fakequant.ptq.advising.advice import advise
+from fakequant.ptq.advising.next_step import next_step
 from fakequant.ptq.advising.trial import Halves
 from tests.support.interruption import Case, failures, failures_by_signals, lines_of, moments
 
@@ -212,7 +212,7 @@ CASES = {
     "equalize": Case(uneven, lambda m: fq.ptq.equalize(m, X, PER_TENSOR), changes=True),
     "rotate": Case(residual, lambda m: fq.ptq.rotate(m, X), changes=True),
     "fold_scales": Case(smoothed, lambda m: fq.ptq.fold_scales(m, X), changes=True),
-    "advise": Case(four_bits, lambda m: advise(m, Halves(IMPROVED_BY), lambda model, x: model(x))),
+    "advise": Case(four_bits, lambda m: next_step(m, Halves(IMPROVED_BY), lambda model, x: model(x))),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),
     "sensitivity by a metric": Case(
         evaluated, lambda m: fq.sensitivity(m, [], lambda m: m(X).sum().item(), progress=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakequant.ptq.advising.trial import Advice, Tried
+from fakequant.ptq.advising.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
     Improved,
@@ -62,7 +62,7 @@ TRIED = [
     Tried("Do <this>", "fq.this(model)", 0.1, 900, 85.0, helps=True),
     Tried("Do that", "fq.that(model)", failed="ConfigError: why"),
 ]
-FOUND = Advice(0.5, 1000, "on 2 batches held back", tried=TRIED, best=0, metric=80.0)
+FOUND = NextStep(0.5, 1000, "on 2 batches held back", tried=TRIED, best=0, metric=80.0)
 NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
 
 

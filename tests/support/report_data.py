@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fakequant.ptq.advising.trial import Advice, Tried
+from fakequant.ptq.advising.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
     Channels,
@@ -64,5 +64,5 @@ def full() -> ReportData:
             Verification("edited.onnx", [NodeCheck("d", "int4", 10, 0, "changed <since> the export")]),
         ],
         environment={"torch <x>": "2"},
-        advice=Advice(0.5, 1000, "on <2> batches", tried=[Tried("Do <this>", "fq.this(<model>)", 0.1, 900)], best=0),
+        advice=NextStep(0.5, 1000, "on <2> batches", tried=[Tried("Do <this>", "fq.this(<model>)", 0.1, 900)], best=0),
     )

@@ -1,51 +1,178 @@
-"""What the command line advises: presets side by side, and a preset for each layer under a budget."""
+"""The commands that choose presets: the smallest that is good enough, many side by side, one for each layer."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
 
 from fakequant.cli.failures import failures_named
-from fakequant.cli.recipe import Recipe
+from fakequant.cli.options import METHODS, PRESETS, RecipeFile, TextFile, Trust, Verbose, one_of
 from fakequant.errors import RecipeError
-from fakequant.ptq import Compared, Comparison, Ways
-from fakequant.ptq import compare as compare_ways
-from fakequant.ptq import search as search_mix
-from fakequant.text import table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fakequant.ptq import Advice
 
 
-def compare(
-    recipe: Recipe, ways: Ways, out: Path | None, told: Callable[[Compared], object], verbose: bool = False
-) -> Comparison:
-    """The ways to quantize a recipe's model, side by side; by its `evaluate` where it has one."""
-    metric = recipe.evaluate if recipe.offers("evaluate") else None
-    model = recipe.model()
-    with failures_named(model, verbose):
-        return compare_ways(model, recipe.calibration_batches(), ways, metric=metric, path=out, told=told)
+def advise(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    target: Annotated[
+        str | None, typer.Option(help="the engine that will run it, such as onnxruntime, vllm or llama.cpp")
+    ] = None,
+    floor: Annotated[
+        float | None, typer.Option(help="what is good enough: of evaluate(model), else dB of the output's error")
+    ] = None,
+    preset: Annotated[list[str] | None, one_of("a preset to try; repeat the option for several", *PRESETS)] = None,
+    work: Annotated[Path | None, typer.Option(help="a folder from which the same command goes on")] = None,
+    text: TextFile = None,
+    trust: Trust = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the smallest quantized form of the recipe's model that is good enough, and how to make it.
 
-
-def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None], verbose: bool = False) -> list[str]:
-    """A preset for each layer under one budget of `fakequant.search`, as lines; the mix is measured.
-
-    The last line holds the options by which `fakequant quantize` applies the mix.
+    Ctrl-C ends the search with what was found so far.
     """
-    has_floor = budget["floor"] is not None
-    if has_floor and not recipe.offers("evaluate"):
-        raise RecipeError(
-            f"{recipe.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
-        )
-    metric = recipe.evaluate if has_floor else None
-    model = recipe.model()
-    with failures_named(model, verbose):
-        bits, size, floor = (budget[name] for name in ("bits", "size", "floor"))
-        batches = recipe.calibration_batches()
-        mix = search_mix(model, batches, choices, bits=bits, size=size, metric=metric, floor=floor)
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.data.progress import counting
+    from fakequant.ptq import advise as find_advice
+
+    errors, loaded = Console(stderr=True, soft_wrap=True, quiet=quiet), load_recipe(recipe, text, trust)
+    metric = loaded.evaluate if loaded.offers("evaluate") else None
+    given: dict[str, Any] = {"target": target, "floor": floor, "presets": preset, "work": work, "metric": metric}
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        model, batches = loaded.model(), [*loaded.calibration_batches()]
+        with failures_named(model, verbose):
+            found = find_advice(model, batches, progress=not quiet, **given)
+    Console(soft_wrap=True).print(Text(f"{found}\n\n{_code(found, model, recipe, text, trust)}"))
+    if found.interrupted:
+        raise typer.Exit(130)
+
+
+def _code(advice: Advice, model: nn.Module, recipe: str, text: Path | None, trust: bool) -> str:
+    """How to make what was found: by `fakequant quantize` where this makes the same model, else in Python."""
+    import copy
+
+    from fakequant.calibration import DEFAULT_METHOD
+    from fakequant.model.prepare import prepare
+    from fakequant.nn.quantizer import quantizers
+
+    way = advice.best.measured
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a copy that is not kept
+        by_command = [*quantizers(prepare(copy.deepcopy(model), way.preset))]
+    if by_command == advice.quantizers and not advice.folds:
+        method = [] if way.method == DEFAULT_METHOD else ["--method", way.method]
+        improve = ["--improve", way.steps] if way.steps else []
+        words = ["--preset", way.preset.lower(), *method, *improve]
+        return f"To make it, with all batches:\nfakequant quantize {_shown(recipe, text, trust)} {shlex.join(words)}"
+    given = ", ".join([repr(str(recipe)), *([] if text is None else [f"Path({str(text)!r})"])])
+    return "\n".join(
+        [
+            "To make it, in Python:",
+            "from pathlib import Path" if text is not None else "",
+            "from fakequant.cli.recipe import load_recipe",
+            f"recipe = load_recipe({given}{', trust=True' if trust else ''})",
+            "model, batches = recipe.model(), [*recipe.calibration_batches()]",
+            advice.call,
+        ]
+    ).replace("\n\n", "\n")
+
+
+def _shown(recipe: str, text: Path | None, trust: bool) -> str:
+    """A recipe and where it is written, as words of a command."""
+    given = [recipe, *([] if text is None else ["--text", str(text)]), *(["--trust-remote-code"] if trust else [])]
+    return f"{shlex.join(given)} --out quantized"
+
+
+def compare(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    preset: Annotated[list[str] | None, one_of("a preset; repeat the option for several", *PRESETS)] = None,
+    method: Annotated[list[str] | None, one_of("a method of calibration; repeat for several", *METHODS)] = None,
+    improve: Annotated[
+        list[str] | None, one_of("none, fast or best; repeat for several", "none", "fast", "best")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
+    plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
+    over: Annotated[str, one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
+    text: TextFile = None,
+    trust: Trust = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.data.progress import counting
+    from fakequant.ptq import Ways
+    from fakequant.ptq import compare as compare_ways
+    from fakequant.ptq.formats.compare import USUAL_WAYS
+    from fakequant.ptq.formats.comparison import check_axis, checked_picture
+
+    check_axis(over)
+    if plot is not None:
+        checked_picture(plot, over)
+    steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
+    ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        loaded = load_recipe(recipe, text, trust)
+        how: dict[str, Any] = {"path": out, "told": lambda row: errors.print(Text(f"{row}"))}
+        metric, model = loaded.evaluate if loaded.offers("evaluate") else None, loaded.model()
+        with failures_named(model, verbose):
+            found = compare_ways(model, loaded.calibration_batches(), ways, metric=metric, **how)
+    Console(soft_wrap=True).print(Text(str(found)))
+    if plot is not None:
+        found.plot(plot, over)
+
+
+def search(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    bits: Annotated[
+        float | None, typer.Option(help="the largest number of bits per quantized weight, scales included")
+    ] = None,
+    size: Annotated[
+        float | None, typer.Option(help="the largest number of bytes of all parameters, also of those in float")
+    ] = None,
+    floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
+    preset: Annotated[list[str] | None, one_of("a preset to choose from; repeat for several", *PRESETS)] = None,
+    text: TextFile = None,
+    trust: Trust = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.data.progress import counting
+    from fakequant.ptq import search as search_mix
+    from fakequant.text import table
+
+    choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        loaded = load_recipe(recipe, text, trust)
+        if floor is not None and not loaded.offers("evaluate"):
+            raise RecipeError(
+                f"{loaded.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
+            )
+        metric, model = None if floor is None else loaded.evaluate, loaded.model()
+        budget: dict[str, Any] = {"bits": bits, "size": size, "floor": floor, "metric": metric}
+        with failures_named(model, verbose):
+            mix = search_mix(model, loaded.calibration_batches(), choices, **budget)
     measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
-    return [
+    rules = ["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]
+    lines = [
         *table(mix.choices.items()).splitlines(),
         f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
         f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",
-        shlex.join(["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]),
+        f"fakequant quantize {_shown(recipe, text, trust)} {shlex.join(rules)}",
     ]
+    for line in lines:
+        Console(soft_wrap=True).print(Text(line))

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fakequant.calibration import DEFAULT_METHOD, calibrators
+from fakequant.calibration import DEFAULT_METHOD
+from fakequant.cli import advice
 from fakequant.cli.failures import Commands
-from fakequant.model.calibration.choice import AUTO
-from fakequant.model.presets import presets as named_presets
+from fakequant.cli.options import METHODS, PRESETS, Floats, Format, RecipeFile, Rules, TextFile, Trust, one_of
 
 app = typer.Typer(
     cls=Commands,
@@ -23,42 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fake quantization for PyTorch: calibrate, fine-tune, export to ONNX, verify, report.",
 )
-
-RecipeFile = Annotated[
-    str,
-    typer.Argument(
-        help="a Python file that defines model() and calibration_batches(), package.module:function, or a folder of "
-        "Hugging Face"
-    ),
-]
-TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run Python files of a folder of Hugging Face")]
-
-_PRESETS, _METHODS = tuple(name.lower() for name in named_presets()), (*calibrators(), AUTO)
-
-
-def _one_of(help: str, *words: str) -> Any:
-    """An option with words that the shell completes; this does not check the value."""
-    return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
-
-
-def _written(incomplete: str) -> list[str]:
-    """The formats that `deliver` writes; not imported before a shell asks, which takes 0.6 s."""
-    from fakequant.delivery.format import delivery_formats
-
-    return [name for name, one in delivery_formats().items() if one.writes and name.startswith(incomplete)]
-
-
-Format = Annotated[
-    str, typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written)
-]
-Floats = Annotated[
-    list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
-]
-Rules = Annotated[
-    list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
 
 
 def _version(asked: bool) -> None:
@@ -81,27 +45,27 @@ def _options(
 def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
-    preset: Annotated[str, _one_of("configuration, such as int8, fp8 or int4_weight_only", *_PRESETS)] = "int8",
+    preset: Annotated[str, one_of("configuration, such as int8, fp8 or int4_weight_only", *PRESETS)] = "int8",
     method: Annotated[
-        str, _one_of("calibrator of the activations, or auto: the best of four", *_METHODS)
+        str, one_of("calibrator of the activations, or auto: the best of four", *METHODS)
     ] = DEFAULT_METHOD,
     train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,
     style: Annotated[
-        str, _one_of("dialect of the ONNX file: portable, standard or trt", "portable", "standard", "trt")
+        str, one_of("dialect of the ONNX file: portable, standard or trt", "portable", "standard", "trt")
     ] = "portable",
     execution: Annotated[
         str,
-        _one_of("how layers compute while they are measured: simulate, auto or integer", "simulate", "auto", "integer"),
+        one_of("how layers compute while they are measured: simulate, auto or integer", "simulate", "auto", "integer"),
     ] = "simulate",
     unseen: Annotated[
         str,
-        _one_of("how to treat layers that no batch reaches: error, float or siblings", "error", "float", "siblings"),
+        one_of("how to treat layers that no batch reaches: error, float or siblings", "error", "float", "siblings"),
     ] = "error",
     improve: Annotated[
         str | None,
-        _one_of("choose weights by the error of their layers: best, or fast, which takes less", "best", "fast"),
+        one_of("choose weights by the error of their layers: best, or fast, which takes less", "best", "fast"),
     ] = None,
     floats: Floats = None,
     rule: Rules = None,
@@ -250,8 +214,8 @@ def improve_folder(  # noqa: PLR0913  the command's options
     folder: Annotated[Path, typer.Argument(help="a folder of Hugging Face, with its tokenizer")],
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
     text: TextFile = None,
-    preset: Annotated[str, _one_of("such as int4_group128 or nvfp4_weight_only", *_PRESETS)] = "int4_group128",
-    steps: Annotated[str, _one_of("fast, or best, which takes more time", "fast", "best")] = "fast",
+    preset: Annotated[str, one_of("such as int4_group128 or nvfp4_weight_only", *PRESETS)] = "int4_group128",
+    steps: Annotated[str, one_of("fast, or best, which takes more time", "fast", "best")] = "fast",
     format: Format = "compressed-tensors",
     floats: Floats = None,
     rule: Rules = None,
@@ -268,74 +232,8 @@ def improve_folder(  # noqa: PLR0913  the command's options
     improve_by_text(folder, out, text, config, steps, format, Console(quiet=quiet))
 
 
-@app.command()
-def compare(  # noqa: PLR0913  the command's options
-    recipe: RecipeFile,
-    preset: Annotated[list[str] | None, _one_of("a preset; repeat the option for several", *_PRESETS)] = None,
-    method: Annotated[list[str] | None, _one_of("a method of calibration; repeat for several", *_METHODS)] = None,
-    improve: Annotated[
-        list[str] | None, _one_of("none, fast or best; repeat for several", "none", "fast", "best")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
-    plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
-    over: Annotated[str, _one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
-    text: TextFile = None,
-    trust: Trust = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
-    verbose: Verbose = False,
-) -> None:
-    """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
-    from fakequant.cli.advice import compare as compare_ways
-    from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
-    from fakequant.ptq.formats.compare import USUAL_WAYS, Ways
-    from fakequant.ptq.formats.comparison import check_axis, checked_picture
-
-    check_axis(over)
-    if plot is not None:
-        checked_picture(plot, over)
-    steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
-    ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
-    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        found = compare_ways(
-            load_recipe(recipe, text, trust), ways, out, lambda row: errors.print(Text(f"{row}")), verbose
-        )
-    Console(soft_wrap=True).print(Text(str(found)))
-    if plot is not None:
-        found.plot(plot, over)
-
-
-@app.command()
-def search(  # noqa: PLR0913  the command's options
-    recipe: RecipeFile,
-    bits: Annotated[
-        float | None, typer.Option(help="the largest number of bits per quantized weight, scales included")
-    ] = None,
-    size: Annotated[
-        float | None, typer.Option(help="the largest number of bytes of all parameters, also of those in float")
-    ] = None,
-    floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
-    preset: Annotated[list[str] | None, _one_of("a preset to choose from; repeat for several", *_PRESETS)] = None,
-    text: TextFile = None,
-    trust: Trust = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
-    verbose: Verbose = False,
-) -> None:
-    """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
-    from fakequant.cli.advice import search as search_mix
-    from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
-
-    budget = {"bits": bits, "size": size, "floor": floor}
-    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
-    choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        lines = search_mix(load_recipe(recipe, text, trust), choices, budget, verbose)
-    given = [recipe, *([] if text is None else ["--text", str(text)]), *(["--trust-remote-code"] if trust else [])]
-    lines[-1] = f"fakequant quantize {shlex.join(given)} --out quantized {lines[-1]}"
-    for line in lines:
-        Console(soft_wrap=True).print(Text(line))
+for _command in (advice.advise, advice.compare, advice.search):
+    app.command()(_command)
 
 
 @app.command()

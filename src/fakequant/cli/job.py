@@ -213,7 +213,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             verifications=[] if check is None else [verification(ONNX, check)],
         )
         metric = progress.recipe.evaluate if progress.recipe.offers("evaluate") else None
-        data = advised(model, data, measured, metric)
+        data = advised(model, data, measured, metric, command=job.command)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fakequant.calibration import DEFAULT_METHOD
 from fakequant.cli.recipe import Recipe
 from fakequant.cli.results import CHECKPOINT
 from fakequant.data.batches import Batches
@@ -84,6 +86,30 @@ class Job:
             except NoDigestError:
                 return ""
         return repr(found)
+
+    def command(self, *, float: str | None = None, rule: str | None = None, folds: bool = False, **changed: Any) -> str:
+        """The command of this job, with other settings.
+
+        Args:
+            float: one more pattern of layers in float.
+            rule: one more "PATTERN=PRESET".
+            folds: whether the recipe is to fold batch normalisations first.
+            changed: other preset=, method= or improve=.
+        """
+        floats, rules = (*self.floats, *filter(None, [float])), (*self.rules, *filter(None, [rule]))
+        job = replace(self, floats=floats, rules=rules, **changed)
+        words = ["fakequant", "quantize", str(job.recipe), "--out", str(job.out)]
+        usual = {field.name: field.default for field in fields(Job)} | {"preset": "int8", "method": DEFAULT_METHOD}
+        for name in ("preset", "method", "style", "execution", "unseen", "improve", "text"):
+            if (value := getattr(job, name)) != usual[name]:
+                words += [f"--{name}", str(value)]
+        words += [] if job.train else ["--no-train"]
+        flags = {"compare": job.compare, "static": job.static, "packed": job.packed, "trust-remote-code": job.trust}
+        words += [f"--{name}" for name, isset in flags.items() if isset]
+        for name, values in (("float", floats), ("rule", rules)):
+            words += [word for value in values for word in (f"--{name}", value)]
+        head = f"# in {job.recipe}: let model() return fq.fuse_batch_norm(net)\n" if folds else ""
+        return head + shlex.join(words)
 
     def config(self) -> Config:
         """The preset with the exceptions from it.

@@ -249,6 +249,15 @@ def run_batch(model: nn.Module, batch: Any, *, inputs: Inputs | None = None, kno
     return model(*_arguments(model, batch, known)) if _is_sequence(batch) else model(batch)
 
 
+def example_in(model: nn.Module, batch: Any) -> Any:
+    """What a model gets of a batch without `inputs`: of a tuple, the leading items that `run_batch` passes.
+
+    >>> example_in(nn.ReLU(), ("image", "label"))
+    ('image',)
+    """
+    return tuple(_arguments(model, batch, None)) if _is_sequence(batch) else batch
+
+
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
     """Raise if batches are none, or one tensor or one mapping, which would be iterated row by row or key by key."""
     if isinstance(batches, Mapping):

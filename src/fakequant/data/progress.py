@@ -52,6 +52,12 @@ def say(text: str) -> None:
         counts.tell(text)
 
 
+def tell(text: str, shown: bool | None = None) -> None:
+    """Say a line where `track` would show a bar or tell counts."""
+    if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
+        say(text)
+
+
 def length(items: Iterable[Any]) -> int | None:
     """The number of items; None where they do not say: a DataLoader has `__len__`, and over a stream it raises.
 

@@ -7,6 +7,8 @@ calibration data than by rounding to nearest.
 from importlib import import_module
 from typing import Any
 
+from .advising.advise import advise
+from .advising.result import Advice
 from .blocks.blocks import find_blocks, reconstruct
 from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
 from .float_model.equalize import Equalization, EqualizedPair, equalize
@@ -28,6 +30,7 @@ from .solvers.sums import InputSums
 __all__ = [
     "PRESETS",
     "STEPS",
+    "Advice",
     "Allocation",
     "Compared",
     "Comparison",
@@ -45,6 +48,7 @@ __all__ = [
     "Scores",
     "Ways",
     "adaround",
+    "advise",
     "compare",
     "descend",
     "equalize",

@@ -10,8 +10,8 @@ from torch import nn
 
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
-from fakequant.ptq.advising.advice import Known, advise
-from fakequant.ptq.advising.trial import Advice, Tried
+from fakequant.ptq.advising.next_step import Command, Known, next_step
+from fakequant.ptq.advising.trial import NextStep, Tried
 from fakequant.report.data import Distribution, Layer, ReportData
 from fakequant.report.histograms import CHOSEN
 from fakequant.report.layers import FAIR
@@ -31,6 +31,7 @@ def advised(
     *,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    command: Command | None = None,
 ) -> ReportData:
     """The report of a model with the next step, which is tried on the model first; see `ptq/advising/`.
 
@@ -40,6 +41,7 @@ def advised(
         measured: those of its layers.
         metric: of the last row of `data.accuracy`, called as metric(model).
         inputs, forward: as for `calibrate`.
+        command: of the next step, for a page that a command writes; see `Known`.
     """
     if data.next or not all(check.passed for check in data.verifications):
         return with_advice(data)
@@ -52,8 +54,9 @@ def advised(
         bool(data.improvement),
         "".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
         _call(measured.parts.made[0], inputs) if forward is None else None,
+        command,
     )
-    return with_advice(replace(data, advice=advise(model, measured.parts, measured.run, known)))
+    return with_advice(replace(data, advice=next_step(model, measured.parts, measured.run, known)))
 
 
 def _call(batch: Any, inputs: Inputs | None) -> Arguments | None:
@@ -81,11 +84,12 @@ def ranked(data: ReportData) -> list[Layer]:
 
 
 def _advice(data: ReportData) -> tuple[str, str]:
+    export = "" if data.source else _EXPORT  # a command exports by itself
     inexact = [check.title for check in data.verifications if not check.exact]
     if inexact:
-        return f"{inexact[0]} differs from the model: export it again, and verify it before you deploy it.", _EXPORT
+        return f"{inexact[0]} differs from the model: export it again, and verify it before you deploy it.", export
     if lossy := [check.title for check in data.verifications if not check.passed]:
-        return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", _EXPORT
+        return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", export
     if data.advice is not None:
         if data.advice.best is not None:
             best = data.advice.tried[data.advice.best]
@@ -103,11 +107,12 @@ def _advice(data: ReportData) -> tuple[str, str]:
             "",
         )
     if not data.verifications:
-        return "Nothing stands out: export the model and verify the file.", _EXPORT
+        said = "the file was not verified, see Verification" if data.source else "export the model and verify the file"
+        return f"Nothing stands out: {said}.", export
     return "Nothing stands out: the file is ready to be deployed.", ""
 
 
-def effect(advice: Advice, one: Tried) -> str:
+def effect(advice: NextStep, one: Tried) -> str:
     """What a change does to the error of the output, to the bytes and to the metric, and how that is known."""
     found = [f"the error of the output goes from {advice.error:.2e} to {one.after:.2e} of its energy"]
     if one.bytes != advice.bytes:

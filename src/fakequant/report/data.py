@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fakequant.ptq.advising.trial import Advice
+from fakequant.ptq.advising.trial import NextStep
 
 
 class Section(Enum):
@@ -284,7 +284,7 @@ class ReportData:
     unquantized: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    advice: Advice | None = None
+    advice: NextStep | None = None
     next: str = ""
     code: str = ""
     unfinished: str = ""

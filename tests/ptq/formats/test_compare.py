@@ -20,7 +20,7 @@ from fakequant.ptq import Compared, Comparison, Ways, compare
 from fakequant.report import curve_of
 from tests.support.changes import CHANGES, Scaled
 
-comparing = importlib.import_module("fakequant.ptq.formats.compare")
+comparison = importlib.import_module("fakequant.ptq.formats.comparison")
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
 
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said(call: int, tmp_path: Path, monkeypatch: pytest.Monk
 
     real = io.open
     monkeypatch.setattr(io, "open", opened)
-    monkeypatch.setattr(comparing, "open", opened, raising=False)
+    monkeypatch.setattr(comparison, "open", opened, raising=False)
     with pytest.raises(OutputError, match=r"cannot write .*rows\.jsonl: No space left .*; free space"):
         compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
 

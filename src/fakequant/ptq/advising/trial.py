@@ -120,7 +120,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Advice:
+class NextStep:
     """The changes tried on a model, and the one that helps most.
 
     Attributes:

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import math
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.data.arguments import Metric, check_float_model, check_metric
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
-from fakequant.errors import ConfigError, FakeQuantError, shown
-from fakequant.files import check_path, output_errors, writable_file, write_whole
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.errors import ConfigError, shown
+from fakequant.files import check_path, writable_file
 from fakequant.model.calibration.choice import AUTO
-from fakequant.model.execution import set_execution
-from fakequant.model.modes import evaluating, score_of
-from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
-from fakequant.model.run.outputs import OutputDistance
-from fakequant.model.sizes import bits_of_all, weight_bits
-from fakequant.model.weights import quantized_weights
-from fakequant.nn import cached_weights
 from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.formats.comparison import Compared, Comparison, best_first, read_rows
+from fakequant.ptq.formats.comparison import Compared, Comparison, best_first, keep_row, kept_rows
+from fakequant.ptq.formats.task import Task, Way, has_static_inputs
 from fakequant.ptq.improving.finished import run_of
-from fakequant.ptq.improving.improve import checked_steps, improve
+from fakequant.ptq.improving.improve import checked_steps
 
 
 class Ways(NamedTuple):
@@ -97,19 +83,18 @@ def compare(  # noqa: PLR0913  all but the first three by name
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
     given = Batches(batches, "compare", inputs=inputs, forward=forward).kept()
-    task = _Task(model, given, metric)
+    task = Task(model, given, given, metric)
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
     known = {}
     if path is not None:
         measure = getattr(metric, "__qualname__", ""), result.float_metric
-        known = _read(path, digest([run_of(model, given), measure]))
+        known = kept_rows(path, digest([run_of(model, given), measure]))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
         if row is None:
             row = task.measured(way)
             if path is not None:
-                with output_errors(path), open(path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                keep_row(path, row)
             if told is not None:
                 told(row)
         result.rows.append(row)
@@ -117,7 +102,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     return result
 
 
-def _combined(ways: Ways) -> list[tuple[str, str, str]]:
+def _combined(ways: Ways) -> list[Way]:
     names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
     methods = [method if method == AUTO else find_method(method) for method in ways.methods]
     for step in ways.steps:
@@ -125,75 +110,5 @@ def _combined(ways: Ways) -> list[tuple[str, str, str]]:
             raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')
         checked_steps(step or "fast")
     ways = Ways(names, methods, ways.steps)
-    found = [(name, method, step or "") for name, method, step in product(*ways)]
-    return [way for way in found if way[1] == ways.methods[0] or _has_static_inputs(way[0])]
-
-
-def _has_static_inputs(name: str) -> bool:
-    return any(rule.input is not None and not rule.input.dynamic for rule in find_preset(name).rules)
-
-
-class _Task:
-    """A float model, and the data that measure its quantized copies."""
-
-    def __init__(self, model: nn.Module, batches: KeptBatches, metric: Metric | None) -> None:
-        self.model, self.batches, self.metric = model, batches, metric
-        self.outputs = OutputDistance(model, batches)
-        self.outputs.check(has_metric=metric is not None)
-
-    def measured(self, way: tuple[str, str, str]) -> Compared:
-        """Measure one way; an error of this package becomes the reason in its row."""
-        name, method, steps = way
-        how: dict[str, Any] = {"forward": self.batches.run, "progress": False}
-        started = time.perf_counter()
-        try:
-            twin = prepare(copy.deepcopy(self.model), find_preset(name))
-            calibrate(twin, self.batches, method=method, unseen="float", **how)
-            if steps:
-                improve(twin, self.batches, steps, **how)
-            seconds = time.perf_counter() - started
-            distance = self.outputs.of(twin)
-            error = distance.mean if self.outputs.has_outputs else math.nan
-            found = self.score(twin)
-        except FakeQuantError as reason:
-            return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
-        if found is not None and math.isnan(found):
-            return Compared(*way, failed="the metric is NaN")
-        total = bits_of_all(filter(None, map(weight_bits, quantized_weights(twin).values())))
-        size = (total.codes + total.scales) / 8
-        speed = self.milliseconds(set_execution(twin, "auto"))
-        figures = (error, found, total.per_weight, size, speed, round(seconds, 2))
-        return Compared(*way, *figures, worst=distance.shown_worst)
-
-    def score(self, model: nn.Module) -> float | None:
-        """The metric of a model; None without one."""
-        return None if self.metric is None else score_of(self.metric, model)
-
-    def milliseconds(self, model: nn.Module) -> float:
-        """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""
-        times: list[float] = []
-        with evaluating(model), cached_weights(model), torch.no_grad():
-            self.batches.run_first(model)
-            while len(times) < 5 and sum(times) < 0.2:
-                started = time.perf_counter()
-                self.batches.run_first(model)
-                times.append(time.perf_counter() - started)
-        return round(1e3 * min(times), 4)
-
-
-def _read(file: Path, fingerprint: str) -> dict[tuple[str, str, str], Compared]:
-    """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill."""
-    with output_errors(file):
-        lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
-        if not lines:
-            file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
-            return {}
-    if lines[0].strip() != json.dumps({"fingerprint": fingerprint}):
-        raise ConfigError(
-            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
-            "another path, or remove it"
-        )
-    if not lines[-1].endswith("\n"):
-        lines.pop()
-        write_whole(file, "".join(lines).encode())
-    return {row.way: row for row in read_rows(file, lines[1:])}
+    found = [Way(name, method, step or "") for name, method, step in product(*ways)]
+    return [way for way in found if way.method == ways.methods[0] or has_static_inputs(way.preset)]

@@ -6,13 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fakequant.errors import ConfigError
-from fakequant.files import output_errors, writable_file
+from fakequant.files import output_errors, writable_file, write_whole
 from fakequant.model.analysis.html import html_result
 from fakequant.model.state.json_values import value_of
 from fakequant.text import table
@@ -87,6 +87,34 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged in line {number}: {error}; remove it") from error
     return rows
+
+
+def kept_rows(file: Path, fingerprint: str) -> dict[tuple[str, str, str], Compared]:
+    """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill.
+
+    Raises:
+        ConfigError: the file has another fingerprint, or is damaged.
+    """
+    with output_errors(file):
+        lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
+        if not lines:
+            file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
+            return {}
+    if lines[0].strip() != json.dumps({"fingerprint": fingerprint}):
+        raise ConfigError(
+            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
+            "another path, or remove it"
+        )
+    if not lines[-1].endswith("\n"):
+        lines.pop()
+        write_whole(file, "".join(lines).encode())
+    return {row.way: row for row in read_rows(file, lines[1:])}
+
+
+def keep_row(file: Path, row: Compared) -> None:
+    """Append a row to a file that `kept_rows` has read."""
+    with output_errors(file), open(file, "a", encoding="utf-8") as opened:
+        opened.write(json.dumps(asdict(row)) + "\n")
 
 
 @dataclass

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.advising.advice import Known, advise
 from fakequant.ptq.advising.made_by import made_by
 from fakequant.ptq.advising.method import weight_methods_of
-from fakequant.ptq.advising.trial import Advice, Aim, Change, Halves, Trial
+from fakequant.ptq.advising.next_step import Known, next_step
+from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial
 from tests.support.kept import kept
 
 
@@ -187,7 +187,7 @@ def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
     held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     values = {name: value.clone() for name, value in model.state_dict().items()}
     before, random = model(batches[0]), torch.random.get_rng_state()
-    assert advise(model, Halves(batches), run).tried
+    assert next_step(model, Halves(batches), run).tried
     assert torch.equal(torch.random.get_rng_state(), random)
     assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     assert values.keys() == model.state_dict().keys()
@@ -204,7 +204,7 @@ def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
         worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
         calls = []
         model[0].register_forward_pre_hook(lambda *_: calls.append(1))
-        assert len(advise(model, Halves(batches), run, Known(worst=worst)).tried) == 6
+        assert len(next_step(model, Halves(batches), run, Known(worst=worst)).tried) == 6
         return len(calls)
 
     assert runs(3) == runs(9) < 60
@@ -224,7 +224,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
 def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     model, batches = encoder()
     fq.ptq.improve(model, batches, "fast", progress=False)
-    assert {one.what for one in advise(model, Halves(batches), run).tried} == {
+    assert {one.what for one in next_step(model, Halves(batches), run).tried} == {
         f"Calibrate the inputs by '{name}'" for name in ("max", "percentile", "entropy")
     }
 
@@ -242,7 +242,7 @@ def test_own_rules_are_of_no_preset() -> None:
     model = fq.prepare(deep(4), rules)
     assert made_by(model) is None
     fq.calibrate(model, [rows(0)], progress=False)
-    tried = advise(model, Halves([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
+    tried = next_step(model, Halves([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
     assert 'config, skip=["1.0"])' in tried[-1].code
 
 
@@ -300,8 +300,8 @@ class Own(nn.Linear):
         return nn.functional.linear(input, self.weight) + self.bias
 
 
-def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> Advice:
-    advice = advise(model, Halves(batches), run, Known(worst=worst))
+def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
+    advice = next_step(model, Halves(batches), run, Known(worst=worst))
     assert advice is not None
     return advice
 
@@ -379,7 +379,7 @@ def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> 
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
     model = fq.prepare(exact, "int8")
     fq.calibrate(model, batches, "max", progress=False)
-    advice = advise(model, Halves(batches), run, Known(lost=0.0))
+    advice = next_step(model, Halves(batches), run, Known(lost=0.0))
     assert advice is not None
     (fold,) = [one for one in advice.tried if one.what.startswith("Fold")]
     assert fold.code.splitlines()[-1] == 'used = fq.calibrate(model, batches, method="max")'

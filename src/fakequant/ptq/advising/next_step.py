@@ -1,8 +1,8 @@
-"""What to do next with a quantized model: changes that are tried, and the one that helps most."""
+"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from fakequant.model.calibration.choice import METHODS
 from fakequant.model.config import Config, Rule
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import quantize_layer
+from fakequant.model.presets import presets as named_presets
 from fakequant.model.sizes import weight_bits
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.model.training.fuse import fuse_found, fusions_of
@@ -28,7 +29,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
 from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_methods_of
-from fakequant.ptq.advising.trial import CLEARLY, Advice, Aim, Change, Halves, Trial, Tried
+from fakequant.ptq.advising.trial import CLEARLY, Aim, Change, Halves, NextStep, Trial, Tried
 from fakequant.ptq.improving.improve import improve
 from fakequant.restore import restore_after
 
@@ -52,6 +53,9 @@ _WORST = 2
 """Layers that are tried in float: those that hurt the output most."""
 
 
+Command = Callable[..., str]
+
+
 @dataclass(frozen=True)
 class Known:
     """What is known of a model before something is advised.
@@ -64,6 +68,8 @@ class Known:
         improved: whether its weights were chosen before.
         arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
+        command: returns the command that makes the model with another preset=, method=, improve= or float=, another
+            rule= or folds=True; None where the code is Python.
     """
 
     lost: float | None = None
@@ -73,12 +79,13 @@ class Known:
     improved: bool = False
     arguments: str = ""
     call: Arguments | None = None
+    command: Command | None = None
 
 
 USUAL = Known()
 
 
-def advise(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) -> Advice | None:
+def next_step(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) -> NextStep | None:
     """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
@@ -101,7 +108,7 @@ def advise(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) 
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
-    >>> advise(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
+    >>> next_step(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
     'on the one batch there is, which also made it'
     """
     trial = Trial(model, parts, run, known.metric, known.score)
@@ -121,7 +128,7 @@ def advise(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) 
             best = _best_of(trial, changes.of_layers(), tried, best)
     if best is None:
         best = _best_of(trial, changes.of_fusions(), tried)
-    return Advice(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
+    return NextStep(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
 
 
 def _best_of(trial: Trial, changes: Iterable[Change], tried: list[Tried], best: int | None = None) -> int | None:
@@ -172,6 +179,8 @@ class _Changes:
 
     def of_methods(self) -> Iterator[Change]:
         """Other methods of calibration for inputs than the one that the model has."""
+        if self.known.command is not None and not self.fresh:  # the command would choose or train weights anew
+            return
         if self._inputs and self.method is None:
             yield Change("Calibrate the inputs by another method", "", _refuse_unknown)
             return
@@ -181,7 +190,9 @@ class _Changes:
                 kept = all(keeps_enough(one, method) for one in self._inputs.values())
                 yield Change(
                     f"Calibrate the inputs by {method!r}",
-                    f"used = fq.recalibrate(model{anew})" if kept else self._calibrated(anew),
+                    self._code(
+                        f"used = fq.recalibrate(model{anew})" if kept else self._calibrated(anew), method=method
+                    ),
                     partial(self.take_ranges, method=method),
                 )
 
@@ -198,7 +209,9 @@ class _Changes:
             if own is None or not (dynamic or self.method or not self._inputs):
                 continue
             what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
-            yield Change(what, self._anew(own.code(preset), dynamic=dynamic), make)
+            how = {} if self.method is None else {"method": self.method}
+            code = self._code(self._anew(own.code(preset), dynamic=dynamic), preset=preset.name.lower(), **how)
+            yield Change(what, code, make)
 
     def of_fusions(self) -> Iterator[Change]:
         """Batch normalisations in the quantized layers before them, where engines put them."""
@@ -222,7 +235,7 @@ class _Changes:
             code = self.made_by.code(model="fq.fuse_batch_norm(float_model, example)")
             count = len(found.fused)
             what = f"Fold {count} batch normalisation{'s' if count > 1 else ''} into the layers before, as engines do"
-            yield Change(what, self._anew(code), make, Aim.ENGINE)
+            yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
         """Weights chosen by the error of their layers; then the worst layers in float, but none with most weights."""
@@ -231,7 +244,7 @@ class _Changes:
         if quantized_weights(self.model):
             yield Change(
                 "Choose the weights by the error of their layers",
-                f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))',
+                self._code(f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))', improve="fast"),
                 lambda batches: improve(self.model, batches, "fast", forward=self.run, progress=False),
             )
         layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
@@ -241,7 +254,8 @@ class _Changes:
                 call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and what was in skip'
                 code = self.made_by.code(skip=(path,)) if self.made_by else call
                 held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
-                yield Change(f"Leave {path} in float", self._anew(code), lambda _, held=held: _set_off(held))
+                code = self._code(self._anew(code), float=path)
+                yield Change(f"Leave {path} in float", code, lambda _, held=held: _set_off(held))
 
     def of_size(self) -> Iterator[Change]:
         """A large layer with the weights of the others, if these have fewer bits."""
@@ -257,12 +271,14 @@ class _Changes:
         left = [path for path in self.made_by.skip if path != largest]
         own = [str(one.spec) for one in self.model.get_submodule(largest).children() if isinstance(one, Quantizer)]
         for weight in dict.fromkeys([spec, TensorConfig("int8 per_channel(0)")]):
-            if str(weight) in own:
+            alone = _weights_alone(weight)
+            if str(weight) in own or (self.known.command is not None and alone is None):
                 continue
             config = f'fq.presets.{self.made_by.preset.name}.with_rule(fq.Rule("{largest}", weight="{weight}"))'
+            code = self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})")
             yield Change(
                 f"Give {largest}, which has {size / bits:.0%} of the bytes of all layers, the weights {weight}",
-                self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})"),
+                self._code(code, rule=f"{largest}={alone}"),
                 partial(self._narrow, largest, Rule(largest, weight=weight)),
                 Aim.SIZE,
             )
@@ -274,6 +290,10 @@ class _Changes:
             requantize_layer(layer, rule, path)
         else:
             quantize_layer(layer, rule, path)
+
+    def _code(self, python: str, **changed: Any) -> str:
+        """The code of a change, in the language of the user."""
+        return python if self.known.command is None else self.known.command(**changed)
 
     def _anew(self, code: str, *, dynamic: bool = False) -> str:
         """Code that makes the model anew, and says what its names are."""
@@ -300,6 +320,15 @@ class _Changes:
         with restore_after(ranges_of(found.values(), owners)):
             used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
         return {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+
+
+def _weights_alone(weight: TensorConfig | None) -> str | None:
+    """The preset that quantizes weights in this way, and nothing else; None if there is none."""
+    for name, preset in named_presets().items():
+        rule = preset.layer_rules[0]
+        if rule.input is None and rule.weight == weight:
+            return name.lower()
+    return None
 
 
 def _refuse_unknown(_: list[Any]) -> None:

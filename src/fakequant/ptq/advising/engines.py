@@ -1,0 +1,75 @@
+"""The engines that `advise` knows: the presets that each takes, and whether it places quantizers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fakequant.errors import ConfigError, nearest, shown
+from fakequant.model.sites.targets import targets
+
+_GROUPS = "INT4_GROUP128", "INT4_GROUP64", "INT4_GROUP32"
+
+
+class EngineFormats(NamedTuple):
+    """What an engine takes.
+
+    Attributes:
+        kinds: the names of presets by how the engine multiplies, those first that it runs faster: of models of one size
+            only presets of one kind are compared with each other.
+        page: of the documentation, "" for none.
+    """
+
+    kinds: tuple[tuple[str, ...], ...]
+    page: str = ""
+
+    @property
+    def presets(self) -> list[str]:
+        """The names of all presets."""
+        return [name for kind in self.kinds for name in kind]
+
+
+_WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
+ANY = EngineFormats(((*_WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY"),))
+"""Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
+
+_STATIC = EngineFormats((("INT8", "INT8_AFFINE"),))
+_SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm")
+_GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"
+
+# As the pages in docs/engines say. ONNX Runtime multiplies codes with zero points in every layer; those of tokens were
+# not counted, and convolutions with them compute in float.
+ENGINES = {
+    "onnxruntime": EngineFormats((("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS), "onnxruntime"),
+    "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino"),
+    "tensorrt": EngineFormats((("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt"),
+    "qnn": _STATIC,
+    "xnnpack": _STATIC,
+    "vllm": _SERVERS,
+    "sglang": _SERVERS,
+    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp"),
+    "transformers": EngineFormats((("W8A8_DYNAMIC", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers"),
+    "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao"),
+}
+
+
+def find_engine(name: str | None) -> EngineFormats:
+    """The engine of a name; None for no engine in particular.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_engine("vllm").presets
+    ['W8A8_DYNAMIC', 'FP8', 'INT4_GROUP128']
+    """
+    if name is None:
+        return ANY
+    if not isinstance(name, str):
+        raise ConfigError(f"target takes the name of an engine, such as 'onnxruntime', got {shown(name)}")
+    if name not in ENGINES:
+        raise ConfigError(f"unknown target {name!r}{nearest(name, sorted(ENGINES))}")
+    return ENGINES[name]
+
+
+def places(name: str | None) -> bool:
+    """Whether an engine says where quantizers are, and folds batch normalisations."""
+    return name in targets()

@@ -1,0 +1,167 @@
+"""What `advise` found: the ways that were tried, the answer with its reason, and the code that makes it."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fakequant.calibration import DEFAULT_METHOD
+from fakequant.model.analysis.html import html_result
+from fakequant.model.calibration.choice import HeldBack
+from fakequant.ptq.advising.engines import ENGINES
+from fakequant.ptq.advising.ladder import Ladder
+from fakequant.ptq.formats.comparison import Compared
+from fakequant.ptq.formats.task import Way, has_static_inputs, quantizes_inputs
+from fakequant.text import table
+
+_HEADER = ("", "preset", "method", "improve", "bits", "MB", "{}", "seconds")
+_NUMBERS = range(4, len(_HEADER))
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class TriedWay:
+    """One way that `advise` tried.
+
+    Attributes:
+        measured: its figures; `bits` count codes and scales of the quantized weights.
+        bytes: of all parameters, quantized or not.
+        score: the metric, without one the signal over the error of the output in dB; -inf where it failed.
+    """
+
+    measured: Compared
+    bytes: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The result of `advise`; prints as a table of at most 80 columns, the smallest model first.
+
+    Attributes:
+        rows: what was tried.
+        best: the answer: the best way of the smallest size that meets the floor, of all ways if none does.
+        meets: whether it meets the floor.
+        floor: of the score.
+        unit: of the score, "dB" without a metric.
+        reason: why it is the answer, in a sentence or two.
+        call: the code that makes the same model, with `model` and `batches` as they were given.
+        target: the engine, "" for none.
+        speed: of the answer in the target, or that it was not measured.
+        judged: the batches that judged, as text.
+        quantizers: the paths of the quantizers of the answer.
+        folds: whether batch normalisations were folded first.
+        float_bytes: of the model in float.
+        interrupted: whether an interrupt ended the search.
+    """
+
+    rows: Sequence[TriedWay]
+    best: TriedWay
+    meets: bool
+    floor: float
+    unit: str
+    reason: str
+    call: str
+    target: str
+    speed: str
+    judged: str
+    quantizers: Sequence[str]
+    folds: bool
+    float_bytes: int
+    interrupted: bool = False
+
+    def __str__(self) -> str:
+        return table([self._header(), *self._cells()], ["", *_folded(self._below())], numbers=_NUMBERS)
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+    def _repr_html_(self) -> str:
+        rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
+        return html_result(list(self._header()), rows, self._below(), numbers=_NUMBERS)
+
+    def _header(self) -> list[str]:
+        return [name.format(self.unit) for name in _HEADER]
+
+    def _cells(self) -> list[list[str]]:
+        shown = sorted(self.rows, key=lambda row: (bool(row.measured.failed), row.bytes, -row.score))
+        cells = []
+        for row in shown:
+            own = row.measured
+            method = own.method if has_static_inputs(own.preset) else "-"
+            way = ["*" if row is self.best else "", own.preset, method, own.steps or "-"]
+            figures = [f"{own.bits:.2f}", f"{row.bytes / 1e6:.3g}", number(row.score), f"{own.seconds:.1f}"]
+            cells.append([*way, *(["failed"] if own.failed else figures)])
+        return cells
+
+    def _below(self) -> list[str]:
+        failed = dict.fromkeys(
+            f"{row.measured.preset}: {row.measured.failed}" for row in self.rows if row.measured.failed
+        )
+        stopped = ["Interrupted: what follows is of what was tried until then."] if self.interrupted else []
+        return [*failed, *stopped, self.reason, f"Judged {self.judged}.", self.speed]
+
+
+def number(score: float) -> str:
+    """A score in a table.
+
+    >>> number(23.456), number(0.98765), number(float("inf"))
+    ('23.5', '0.9877', 'inf')
+    """
+    return f"{score:.1f}" if 10 <= abs(score) < math.inf else f"{score:.4g}"
+
+
+def shown_way(way: Way) -> str:
+    """A way as text.
+
+    >>> shown_way(Way("INT8", "entropy", "fast"))
+    'INT8 by entropy with improve "fast"'
+    """
+    method = "" if way.method == DEFAULT_METHOD else f" by {way.method}"
+    return way.preset + method + (f' with improve "{way.steps}"' if way.steps else "")
+
+
+def told(row: Compared, score: float) -> str:
+    """A way with its score."""
+    return f"{shown_way(Way(*row.way))}, {number(score)}"
+
+
+def judged_by(held: HeldBack) -> str:
+    """On which batches models were measured."""
+    if held.count == 1:
+        return "on the one batch there is, which also made them"
+    count, made = len(held.held), held.count - len(held.held)
+    batches = "batch" if count == 1 else "batches"
+    return f"on {count} {batches} held back; {made} {'batch' if made == 1 else 'batches'} made the models"
+
+
+def reason(ladder: Ladder, unit: str, target: str | None) -> str:
+    """Why the answer is the answer."""
+    best = ladder.answer
+    assert best is not None, "an answer is there after the first result"
+    name, score, floor = shown_way(Way(*best.way)), ladder.score(best), f"{number(ladder.floor)} {unit}"
+    if ladder.meets(best):
+        found = f"{name} is the smallest that meets the floor of {floor}: it has {number(score)} {unit}."
+        smaller = next((row for size in ladder.sizes[: ladder.met][::-1] if (row := ladder.best_of(size))), None)
+        if smaller is not None:
+            found += f" What is smaller, or faster, gives less: {told(smaller, ladder.score(smaller))} {unit} at best."
+    else:
+        found = f"None meets the floor of {floor}: {name} is nearest with {number(score)} {unit}, and misses it by "
+        found += f"{number(ladder.floor - score)}."
+    if target is None and not quantizes_inputs(best.preset):
+        found += " Inputs stay in float: without target=, an engine that gains by quantizing them is not known."
+    return found
+
+
+def speed(target: str | None) -> str:
+    """What is known of the speed of a target."""
+    if target is None:
+        return "Speed: not measured, for no target was given."
+    page = ENGINES[target].page
+    return f"Speed in {target}: not measured{f'; docs/engines/{page}.md says what is known' if page else ''}."
+
+
+def _folded(lines: Sequence[str]) -> list[str]:
+    """Lines of at most 80 columns."""
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)]
