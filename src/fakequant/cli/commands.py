@@ -105,7 +105,7 @@ def init(
     recipe: Annotated[Path, typer.Argument(help="the file to write")] = Path("recipe.py"),
 ) -> None:
     """Write a recipe to edit; it runs as it is."""
-    from fakequant.cli.starter import write_starter
+    from fakequant.cli.recipe import write_starter
 
     write_starter(recipe)
     Console(soft_wrap=True).print(
