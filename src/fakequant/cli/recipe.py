@@ -1,4 +1,4 @@
-"""Recipes: a Python file, a module or a folder that gives the model and its data to the command line; one to start from."""
+"""Recipes: a Python file, a module or a folder that gives the model and its data; and one to start from."""
 
 from __future__ import annotations
 
