@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_is_one_line(done: tuple[Path, Path, Result], tmp_p
 def test_without_evaluate_the_report_says_so(recipe, tmp_path: Path) -> None:
     data = run(Job(recipe(RECIPE), "int8", "max", tmp_path / "out"), Console(quiet=True))
     assert data.accuracy == []
-    assert "tiny.py does not define evaluate(model)." in (tmp_path / "out" / "report.html").read_text()
+    assert "tiny.py does not define evaluate(model): give a function" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_style_of_the_file(recipe, tmp_path: Path) -> None:

@@ -74,6 +74,14 @@ def quantize(  # noqa: PLR0913  the command's options
     ] = False,
     text: TextFile = None,
     trust: Trust = False,
+    task: Annotated[
+        str,
+        one_of(
+            "what to measure of a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (to float32), or accuracy=FILE, "
+            "CSV or JSON lines with text and label; auto takes a part of --text; none",
+            *("auto", "none", "perplexity=", "accuracy=", "cosine="),
+        ),
+    ] = "auto",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the results of another recipe, and start anew")
     ] = False,
@@ -95,6 +103,7 @@ def quantize(  # noqa: PLR0913  the command's options
         "rules": tuple(rule or ()),
         "packed": packed,
         "trust": trust,
+        "task": task,
     }
     job = Job(recipe, preset, method, out, train, compare, verbose=verbose, text=text, overwrite=overwrite, **kind)
     run(job, Console(quiet=quiet))
@@ -225,7 +234,7 @@ def improve_folder(  # noqa: PLR0913  the command's options
 
     The same command goes on after the last finished block of a run that was interrupted.
     """
-    from fakequant.cli.folder import improve_by_text
+    from fakequant.cli.huggingface.folder import improve_by_text
     from fakequant.cli.job import Job
 
     config = Job(folder, preset, DEFAULT_METHOD, out, floats=tuple(floats or ()), rules=tuple(rule or ())).config()

@@ -78,8 +78,9 @@ class _Progress:
             return
         with evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
-        self.accuracy.append(Accuracy(format, method, value))
-        self.steps.note(f"{format} {method}: {value:.6g}")
+        task = self.recipe.task
+        self.accuracy.append(Accuracy(format, method, value, negated=task.smaller))
+        self.steps.note(f"{format} {method}: {-value if task.smaller else value:.6g}")
 
     def page(self, config: Config, state: str) -> None:
         """Write the page of what was done so far."""
@@ -94,7 +95,7 @@ class _Progress:
                 *self.job.exceptions(),
                 *self.remarks,
             ),
-            metric="evaluate(model)",
+            metric=self.recipe.task.label or "evaluate(model)",
             accuracy=list(self.accuracy),
             improvement=list(self.improvement),
             environment=environment(),
@@ -151,7 +152,7 @@ def run(job: Job, console: Console) -> ReportData:
     kept: Unfinished | None = None
     try:
         with results_folder(job.out) as out:
-            recipe = load_recipe(job.recipe, job.text, job.trust)
+            recipe = load_recipe(job.recipe, job.text, job.trust, job.task)
             if not job.overwrite:
                 refuse_other_recipe(out, recipe.source)
             kept = Unfinished(out, recipe.source)
@@ -292,7 +293,8 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
             if wanted:
                 progress.measure(model, "float32", "")
     else:
-        progress.missing[Section.ACCURACY] = f"{recipe.path.name} does not define evaluate(model)."
+        why = f"{recipe.path.name} does not define evaluate(model): give a function, larger is better."
+        progress.missing[Section.ACCURACY] = recipe.task.why_not or why
     for name, work in _model_steps(job, recipe).items():
         with steps.step(name, done=name in kept.done) as wanted:
             if wanted:

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.cli.failures import LOADED
-from fakequant.cli.folder import folder_functions
+from fakequant.cli.huggingface.folder import folder_functions
+from fakequant.cli.huggingface.tasks import FolderTask, task_of
 from fakequant.errors import OutputError, RecipeError
 from fakequant.files import writable_file, write_whole
 
@@ -32,10 +33,12 @@ class Recipe:
     Attributes:
         path: the file, or the folder.
         functions: its functions, by name.
+        task: what `evaluate` measures.
     """
 
     path: Path
     functions: dict[str, Callable[..., Any]]
+    task: FolderTask = field(default_factory=lambda: FolderTask("evaluate(model)"))
     _given: list[Iterator[Any]] = field(default_factory=list, repr=False)
     """The iterators that `calibration_batches` returned: each can be read once."""
 
@@ -46,9 +49,9 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """The text of the file and of the files that it imported from its folder; the path of a folder."""
+        """The text of the file and of the files that it imported from its folder; a folder's path, and its task."""
         if not self.path.is_file():
-            return self.source
+            return f"{self.source}\0{self.task.content}"
         modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
         places = {Path(file).resolve() for module in modules if (file := module.get("__file__"))}
         folder = self.path.resolve().parent
@@ -128,7 +131,9 @@ class Recipe:
         return RecipeError(f"{self.path}: {call} returned {value!r:.80} of type {type(value).__name__}, not {expected}")
 
 
-def load_recipe(path: str | os.PathLike[str], text: Path | None = None, trust: bool = False) -> Recipe:
+def load_recipe(
+    path: str | os.PathLike[str], text: Path | None = None, trust: bool = False, task: str = "none"
+) -> Recipe:
     """Execute a recipe file as `python FILE` does: it can import the files in its folder.
 
     Args:
@@ -137,6 +142,7 @@ def load_recipe(path: str | os.PathLike[str], text: Path | None = None, trust: b
             others; or a folder that `save_pretrained` of Hugging Face wrote.
         text: a file with lines of text, by which such a folder is calibrated.
         trust: whether Python files of such a folder may run.
+        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.tasks.task_of`.
 
     Raises:
         RecipeError: there is no such file, folder or module, or it lacks a function.
@@ -144,10 +150,12 @@ def load_recipe(path: str | os.PathLike[str], text: Path | None = None, trust: b
     """
     file = Path(path)
     if (file / "config.json").is_file():
-        return Recipe(file, folder_functions(file, text, trust))
-    if text is not None or trust:
-        option = "--trust-remote-code" if text is None else "--text"
-        raise RecipeError(f"{option} is for a folder of Hugging Face, and {file} is none; leave it out")
+        functions = folder_functions(file, text, trust)
+        found = task_of(task, file, Path(text or ""), trust, functions["model"])
+        return Recipe(file, functions | ({"evaluate": found.evaluate} if found.evaluate else {}), found)
+    given = {"--text": text is not None, "--trust-remote-code": trust, "--task": task not in ("none", "auto")}
+    if options := [option for option, was_given in given.items() if was_given]:
+        raise RecipeError(f"{options[0]} is for a folder of Hugging Face, and {file} is none; leave it out")
     if _MODULE.fullmatch(str(path)) and not file.exists():
         return _of_module(str(path))
     if file.is_dir():

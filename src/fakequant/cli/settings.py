@@ -46,6 +46,7 @@ class Job:
         floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
         rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
         trust: whether Python files of a folder of Hugging Face may run.
+        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.tasks.task_of`.
         packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
     """
 
@@ -67,6 +68,7 @@ class Job:
     rules: tuple[str, ...] = ()
     packed: bool = False
     trust: bool = False
+    task: str = "auto"
 
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
         """All that decides the quantized model, as text; "" where batches cannot be compared.

@@ -38,6 +38,7 @@ class Accuracy:
         value: the metric; larger is better.
         note: a remark on this row.
         margin: half the width of the 95 % interval of the change from the first row; None if it is not known.
+        negated: whether it is shown with the other sign, as the figure of which smaller is better.
     """
 
     format: str
@@ -45,6 +46,7 @@ class Accuracy:
     value: float
     note: str = ""
     margin: float | None = None
+    negated: bool = False
 
 
 def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, str]]:
@@ -57,10 +59,11 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
     decimals = 2 if any(abs(row.value) >= 10 for row in rows) else 4
     cells = []
     for index, row in enumerate(rows):
-        change = f"{row.value - rows[0].value:+.{decimals}f}" if index else ""
+        sign = -1 if row.negated else 1
+        change = f"{sign * (row.value - rows[0].value):+.{decimals}f}" if index else ""
         if index and row.margin is not None:
             change += f" ± {row.margin:.{decimals}f}"
-        cells.append((row.format, row.method, f"{row.value:.{decimals}f}", change, row.note))
+        cells.append((row.format, row.method, f"{sign * row.value:.{decimals}f}", change, row.note))
     return cells
 
 

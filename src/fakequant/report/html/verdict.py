@@ -6,7 +6,7 @@ from html import escape
 
 from fakequant.model.analysis.html import breakable, html_table
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, ranked
-from fakequant.report.data import ReportData, accuracy_cells
+from fakequant.report.data import ReportData, Section, accuracy_cells
 from fakequant.report.layers import decibels, grade
 
 
@@ -44,7 +44,7 @@ def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
 
 def _metric(data: ReportData) -> str:
     if not data.accuracy:
-        return _tile("metric", "not measured", "give evaluate(model) in the recipe, or metric=")
+        return _tile("metric", "not measured", data.missing.get(Section.ACCURACY, ""))
     last = accuracy_cells(data.accuracy)[data.reported]
     if len(data.accuracy) < 2:
         return _tile(data.metric, escape(last[2]), f"{last[0]} {last[1]}".strip())

@@ -17,7 +17,9 @@ from fakequant.errors import RecipeError, first_line, not_imported
 from fakequant.model.config import Config
 from fakequant.streaming import improve_folder
 
-_ROWS, _TOKENS, _LINES = 8, 128, 256
+_ROWS, _TOKENS = 8, 128
+LINES = 256
+"""How many lines of a text calibrate."""
 
 
 def folder_functions(folder: Path, text: Path | None, trust: bool | None = False) -> dict[str, Callable[..., Any]]:
@@ -37,7 +39,7 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
     came = "none was given" if text is None else f"{text} is a folder" if text.is_dir() else f"there is no {text}"
     lines = list[str]()
     if text is not None and text.exists() and not text.is_dir():
-        came, lines = f"{text} has no line", _lines(text)
+        came, lines = f"{text} has no line", lines_of(text)
     if not lines:
         raise RecipeError(
             f"{folder} needs text for calibration, and {came}; give a file with lines of text by --text, or write a "
@@ -47,7 +49,7 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
     def model() -> nn.Module:
         import transformers
 
-        with _read(folder, "model", trust):
+        with reading(folder, "model", trust):
             values = json.loads((folder / "config.json").read_text())
             named = (values.get("architectures") or [None])[0] if isinstance(values, dict) else None
             kind = getattr(transformers, named, None) if isinstance(named, str) else None
@@ -59,16 +61,11 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
         return found.eval()
 
     def calibration_batches() -> Iterator[dict[str, Any]]:
-        from transformers import AutoTokenizer
-
-        with _read(folder, "tokenizer", trust):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=bool(trust))
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
+        tokenizer = tokenizer_of(folder, trust)
         for start in range(0, len(lines), _ROWS):
             some = lines[start : start + _ROWS]
             # All batches have one length, so that each fits the exported file.
-            with _read(folder, "tokenizer", trust):
+            with reading(folder, "tokenizer", trust):
                 given = tokenizer(some, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
                 batch = {name: given[name] for name in ("input_ids", "attention_mask")}
             yield batch
@@ -105,13 +102,29 @@ def improve_by_text(
     line.note("\n".join([*found.conclusions, f"Written: {found.path}. Read it: fakequant.read({str(found.path)!r})"]))
 
 
-def _lines(text: Path) -> list[str]:
-    """The first lines of a text that are not empty."""
-    return [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()][:_LINES]
+def lines_of(text: Path, first: int = 0) -> list[str]:
+    """At most `LINES` lines of a text that are not empty, from one on."""
+    lines = [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return lines[first : first + LINES]
+
+
+def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
+    """The tokenizer in a folder, which pads by the end of a text where it has no padding.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    with reading(folder, "tokenizer", trust):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=bool(trust))
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
 
 
 @contextmanager
-def _read(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
+def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
     """Turn what transformers raises for a folder, of many kinds, into one line.
 
     Raises:
