@@ -11,6 +11,7 @@ NAMES = [
     "FloatFormat",
     "Format",
     "Gradient",
+    "GradientConfig",
     "Granularity",
     "IntegerFormat",
     "LazyTensor",

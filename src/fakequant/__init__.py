@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fakequant.model.modes import disabled
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig
+    from fakequant.nn.backward.config import GradientConfig
     from fakequant.model.sites.sites import site_plan
     from fakequant.model.sites.targets import Target
     from fakequant.model.state import (
@@ -71,6 +72,7 @@ __all__ = [
     "FloatFormat",
     "Format",
     "Gradient",
+    "GradientConfig",
     "Granularity",
     "IntegerFormat",
     "LazyTensor",
@@ -153,6 +155,7 @@ _MEMBERS = {
         *("save", "snapshot"),
     ),
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
+    "fakequant.nn.backward.config": ("GradientConfig",),
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
     "fakequant.model.modes": ("disabled",),

@@ -12,6 +12,7 @@ from fakequant.errors import ConfigError, FakeQuantError, check_keys
 from fakequant.model.names import find_preset
 from fakequant.model.tensor_config import TensorConfig as TensorConfig
 from fakequant.model.weights import weights_of
+from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.paths import matches
@@ -44,6 +45,8 @@ class Rule:
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, leaves them as they are.
+        gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, as
+            "float8_e5m2"; None leaves them in float. For linear layers and convolutions.
         tied: whether layers of earlier rules that share a weight with one of these layers follow this rule, as the head
             of a language model that has the weight of its embedding.
 
@@ -71,6 +74,7 @@ class Rule:
     execution: Execution = Execution.SIMULATE
     ops: tuple[str, ...] = ()
     output: TensorConfig | None = None
+    gradient: GradientConfig | None = None
     tied: bool = False
 
     def __new__(cls, *places: Any, **_: Any) -> Rule:
@@ -93,10 +97,29 @@ class Rule:
                 object.__setattr__(self, name, config)
             elif value is not None and not isinstance(value, TensorConfig):
                 raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
+        if isinstance(self.gradient, (str, QuantSpec)):
+            own = (
+                GradientConfig.parse(self.gradient) if isinstance(self.gradient, str) else GradientConfig(self.gradient)
+            )
+            object.__setattr__(self, "gradient", own)
         object.__setattr__(self, "execution", as_execution(self.execution))
+        self._check_gradient()
         object.__setattr__(self, "layers", _class_names(self.layers))
         object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
         canonical_ops(self.ops)  # refuses unknown ones
+
+    def _check_gradient(self) -> None:
+        if self.gradient is None:
+            return
+        if not isinstance(self.gradient, GradientConfig):
+            raise ConfigError(
+                f"a rule's gradient must be a GradientConfig, a QuantSpec, a text or None, got {self.gradient!r:.80}"
+            )
+        if self.ops or self.execution is not Execution.SIMULATE or self.leaves_in_float:
+            raise ConfigError(
+                "gradients are quantized in layers that are simulated, whose input or weight is quantized; give input= "
+                "or weight=, and neither ops= nor execution="
+            )
 
     def _take(self, preset: Config | str) -> None:
         """Quantize as the one rule of a preset that is for all layers.
@@ -117,14 +140,14 @@ class Rule:
                 f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
                 "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
             )
-        for name in ("input", "weight", "output"):
+        for name in ("input", "weight", "output", *(() if self.gradient else ("gradient",))):
             object.__setattr__(self, name, getattr(general[0], name))
 
     def __repr__(self) -> str:
         words = [repr(self.pattern)]
         for one in fields(self)[1:]:
             if (value := getattr(self, one.name)) != one.default:
-                text = str(value) if isinstance(value, TensorConfig) else value
+                text = str(value) if isinstance(value, (TensorConfig, GradientConfig)) else value
                 words.append(f"{one.name}={(text.value if isinstance(text, Execution) else text)!r}")
         return f"Rule({', '.join(words)})"
 
@@ -171,6 +194,7 @@ class Rule:
             "optional": self.optional,
             "execution": self.execution.value,
             "output": None if self.output is None else self.output.to_text(),
+            "gradient": None if self.gradient is None else self.gradient.to_text(),
             "tied": self.tied,
         }
 

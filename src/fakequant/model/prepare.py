@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
-from fakequant.model.analysis.coverage import left_in_float, scripted
+from fakequant.model.analysis.coverage import gradients_in_float, left_in_float, scripted
 from fakequant.model.analysis.operations import operations_of, quantized_parameters
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.modes import in_eval_mode
@@ -133,7 +133,9 @@ def prepare(
         computed = () if recording is None else quantized_parameters(model, recording)
         left = left_in_float(model, purposely, counted, computed)
         hidden = None if recording is None else scripted(model, purposely)
-        notes += [str(note) for note in (left, hidden, untied(model, purposely)) if note is not None]
+        wanted = any(rule.gradient is not None for rule in config.rules)
+        gradients = gradients_in_float(model) if wanted else None
+        notes += [str(note) for note in (left, hidden, gradients, untied(model, purposely)) if note is not None]
         for note in (*notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)
@@ -274,7 +276,7 @@ def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
     attach(layer, configs_of(_quantized(layer), layer, rule), name)
     if isinstance(layer, QuantizedLayer):
-        layer.execution = rule.execution
+        layer.execution, layer.gradient = rule.execution, rule.gradient
 
 
 def _quantized(layer: nn.Module) -> type[QuantizedLayer]:

@@ -24,6 +24,7 @@ from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig
 from fakequant.model.names import ALIASES as ALIASES
 from fakequant.model.names import NAMED
 from fakequant.model.names import find_preset as find_preset
+from fakequant.nn.backward.config import GradientConfig
 from fakequant.numerics.granularity import PerBlock
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
@@ -32,9 +33,12 @@ _TABLES_AT_8_BITS = Rule(
 )
 
 
-def _preset(name: str, *, weight: str, input: str | None = None, dynamic: bool = False) -> Config:
+def _preset(
+    name: str, *, weight: str, input: str | None = None, dynamic: bool = False, gradient: GradientConfig | None = None
+) -> Config:
     activations = None if input is None else TensorConfig(input, dynamic)
-    return Config(name, (Rule(input=activations, weight=TensorConfig(weight)), _MAX_POOLING_IN_FLOAT))
+    rule = Rule(input=activations, weight=TensorConfig(weight), gradient=gradient)
+    return Config(name, (rule, _MAX_POOLING_IN_FLOAT))
 
 
 def _four_bits(name: str, weight: str) -> Config:
@@ -110,6 +114,45 @@ NVFP4 = _preset("NVFP4", weight=_NVFP4, input=_NVFP4, dynamic=True)
 
 NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
 """W4 in NVFP4: activations stay in float, embeddings have 8 bits."""
+
+FP8_TRAINING = _preset(
+    "FP8_TRAINING",
+    weight="float8_e4m3fn",
+    input="float8_e4m3fn",
+    dynamic=True,
+    gradient=GradientConfig("float8_e5m2"),
+)
+"""Training in FP8 by the ranges of every tensor: E5M2 for gradients, E4M3 for all others, as Transformer Engine does."""
+
+_MXFP8_CEIL = "float8_e4m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
+MXFP8_TRAINING = _preset(
+    "MXFP8_TRAINING",
+    weight=_MXFP8_CEIL,
+    input=_MXFP8_CEIL,
+    dynamic=True,
+    gradient=GradientConfig(_MXFP8_CEIL, input=_MXFP8_CEIL, weight=_MXFP8_CEIL),
+)
+"""Training in MXFP8: E4M3 for every operand of the three products: NVIDIA, arXiv 2506.08027."""
+
+_MXFP4_CEIL = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
+MXFP4_TRAINING = _preset(
+    "MXFP4_TRAINING",
+    weight=_MXFP4_CEIL,
+    input=_MXFP4_CEIL,
+    dynamic=True,
+    gradient=GradientConfig(*[f"{_MXFP4_CEIL} stochastic"] * 3, hadamard=32),
+)
+"""Training in MXFP4: all operands of backward products are rotated and rounded stochastically: arXiv 2502.20586."""
+
+NVFP4_TRAINING = _preset(
+    "NVFP4_TRAINING",
+    weight=_NVFP4.replace("-1:16", "0:16,-1:16"),
+    input=_NVFP4,
+    dynamic=True,
+    gradient=GradientConfig(f"{_NVFP4} stochastic", input=_NVFP4, hadamard=16),
+)
+"""Training in NVFP4: weights in squares of 16, which serve both products with them; gradients rounded stochastically;
+both operands of the weight's gradient rotated; arXiv 2509.25149. Its last layers stay in bfloat16: see `skip`."""
 
 INT4_GROUP32 = _four_bits("INT4_GROUP32", "int4 per_block(-1:32,pad)")
 """W4 in groups of 32 inputs: activations stay in float, embeddings have 8 bits."""

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from fakequant.model.run.traits import has
 from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.quantized.forms import own_class, quantized_class, why_changed
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites.traits import Trait
 from fakequant.text import listed, module_name
 
 
@@ -139,6 +142,32 @@ def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
         f"modules of torch.jit compute in float what no run shows, and are in no count of products: {named}. Prepare "
         "the modules as they were written, and script them afterwards"
     )
+
+
+def gradients_in_float(model: nn.Module) -> str | None:
+    """A line on the quantized products of a prepared model whose gradients stay in float; None if there are none."""
+    found = [
+        f"{module_name(path)} ({module.function if isinstance(module, Site) else module.float_class.__name__})"
+        for path, module in model.named_modules()
+        if isinstance(module, (QuantizedLayer, Site)) and _multiplies(module) and _keeps_gradient(module)
+    ]
+    if not found:
+        return None
+    return (
+        f"gradients of these products stay in float: {listed(found, 6)}. Those of linear layers and convolutions are "
+        "quantized where their rule has gradient="
+    )
+
+
+def _multiplies(module: QuantizedLayer | Site) -> bool:
+    """Whether a layer or function multiplies two tensors, of which one or both are quantized."""
+    if isinstance(module, Site):
+        return has(module.function, Trait.PRODUCT)
+    return bool(module.inputs) and (bool(module.products()) or module.product is not None)
+
+
+def _keeps_gradient(module: QuantizedLayer | Site) -> bool:
+    return isinstance(module, Site) or module.gradient is None or type(module).weighted_sum(module) is None
 
 
 def _is_decided(module: nn.Module) -> bool:

@@ -40,6 +40,8 @@ class LayerSummary:
     """Why a layer that is set to integer execution is simulated."""
     why_never_called: str | None = None
     """Why the model does not call the layer with the example, if there is one."""
+    gradient: str = ""
+    """How its gradients are quantized; empty where they are in float."""
 
     @property
     def state(self) -> str:
@@ -102,6 +104,8 @@ class Summary:
             for layer in self.layers
             if layer.why_never_called is not None
         ]
+        gradients = Counter(layer.gradient for layer in self.layers if layer.gradient)
+        lines += [f"gradients of layers, in {count} of them: {text}" for text, count in gradients.items()]
         if self.unsearched:
             weights = "1 weight has" if self.unsearched == 1 else f"{self.unsearched} weights have"
             cure = "fakequant.calibrate(model) searches nearer ones"
@@ -257,4 +261,5 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         "integer" if told and why is None else "simulate",
         why,
         why_never_called,
+        "" if layer.gradient is None else str(layer.gradient),
     )

@@ -107,9 +107,9 @@ class _Planner:
             calls = self.flow.of_owner.get(path, [])
             called = {call.function for call in calls}
             if self._is_unfit(value for call in calls for value in call.operands.values()):
-                self.layers[path] = replace(rule, input=None)
+                self.layers[path] = replace(rule, input=None, gradient=None if rule.weight is None else rule.gradient)
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
-                self.layers[path] = replace(rule, input=None, weight=None)
+                self.layers[path] = replace(rule, input=None, weight=None, gradient=None)
 
     def _inputs(self) -> None:
         for one, call in self.call_of.items():

@@ -243,7 +243,7 @@ def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
     """Turn a float layer into its quantized form as its entry in a plan says."""
     attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
     if isinstance(layer, QuantizedLayer):
-        layer.execution = entry.execution
+        layer.execution, layer.gradient = entry.execution, entry.gradient
         if (transform := _make_transform(layer, entry)) is not None:
             layer.add_module("_input_transform", transform)
         if entry.low_rank:

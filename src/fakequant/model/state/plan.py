@@ -11,6 +11,7 @@ from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.sites.planned import site_path
 from fakequant.model.state.json_values import ALWAYS, Natural, UnexpectedValue, value_of
 from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.folded import FoldedLayer
 from fakequant.nn.quantized.layers import QuantizedLayer
@@ -58,14 +59,15 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, and
-    the rank of what it adds to its output, or 0."""
+    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, the
+    rank of what it adds to its output, or 0, and how its gradients are quantized, if they are."""
 
     type: str
     execution: Execution = field(default=Execution.SIMULATE, metadata=ALWAYS, kw_only=True)
     quantizers: dict[str, QuantizerEntry]
     transform: TransformEntry | None = None
     low_rank: Natural = 0
+    gradient: GradientConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +190,6 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
         {name: QuantizerEntry(**quantizer_values(one)) for name, one in held.items() if one is not None},
         None if transform is None else TransformEntry(transform.kind, transform.options()),
         0 if layer.low_rank is None else layer.low_rank.rank,
+        layer.gradient,
         execution=layer.execution,
     )

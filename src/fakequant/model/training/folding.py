@@ -62,6 +62,11 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     found = _pairs(model, recording)
     modules = dict(model.named_modules())
     for path in found.fused.values():
+        if cast("Any", modules[path]).gradient is not None:
+            raise ConfigError(
+                f"{module_name(path)} quantizes its gradients, and the product with a folded weight has none that are; "
+                "call fuse_batch_norm before fakequant.prepare, or leave gradient= out of its rule"
+            )
         if (quantizer := cast("Any", modules[path])._weight_quantizer) is not None and quantizer.calibrated:
             raise ConfigError(
                 f"{module_name(path)} is calibrated, and its range is not that of the folded weight; call "

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import Gradients, LinearSum, WeightedSum, WindowSum, multiplied
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct
 from fakequant.nn.leaf import Proxy, as_leaf
@@ -62,6 +64,8 @@ class QuantizedLayer(StoringLayer):
     """How codes are multiplied; None where they cannot be."""
     execution: Execution = Execution.SIMULATE
     """How the product is computed, see `Execution`."""
+    gradient: GradientConfig | None = None
+    """How the products of the backward pass are quantized; None leaves them in float."""
 
     weight: Tensor
     _input_quantizer: Quantizer | None
@@ -174,6 +178,18 @@ class QuantizedLayer(StoringLayer):
         """The weight as the product sees it."""
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
+
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        """The product of a float or quantized layer whose gradients can be quantized; None for classes without one."""
+        return None
+
+    def trained_product(self, x: Tensor) -> Tensor | None:
+        """The output with quantized backward products; None where there are none, or no gradient is wanted."""
+        if self.gradient is None or not torch.is_grad_enabled():
+            return None
+        product = type(self).weighted_sum(self)
+        return None if product is None else multiplied(self, x, Gradients(self.gradient, product))
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output in integer execution, plus bias; None where the layer is simulated.
@@ -312,12 +328,18 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     product_class = MatrixProduct
     product = LinearProduct()
 
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return LinearSum() if cls.forward is QuantLinear.forward else None
+
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
         y = None
         if self.execution is not Execution.SIMULATE:  # asked here, because a computed weight is computed when read
             y = self.integer_product(input, self.weight, self.bias)
+        if y is None and self.gradient is not None:
+            y = self.trained_product(input)
         if y is None:
             y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
         branch = self._modules.get("_low_rank")
@@ -338,12 +360,20 @@ class SpatialLayer(QuantizedLayer):
         return x.dim() == -self.input_reductions[0]
 
 
+_CONVOLUTIONS = {conv._conv_forward for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
 class _QuantConv(SpatialLayer):
     weight_reduction: ClassVar[int] = 1
     product_class = WindowProduct
     product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        is_plain = cls.forward is _QuantConv.forward and cls._conv_forward in _CONVOLUTIONS
+        return WindowSum(layer) if is_plain else None
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
@@ -354,6 +384,8 @@ class _QuantConv(SpatialLayer):
             y = self.integer_product(input, self.weight, self.bias)
             if y is not None:
                 return y
+        if self.gradient is not None and (y := self.trained_product(input)) is not None:
+            return y
         return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 

@@ -1,0 +1,77 @@
+"""Train a byte model from its first step in few bits, gradients too; each loss over that of float, same steps and seed.
+
+python -m benchmarks.few_bits                          # 800 steps, three seeds: about 25 CPU minutes
+python -m benchmarks.few_bits --steps 200 --seeds 1 --only NVFP4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import fakequant as fq
+from examples.demo import text
+from fakequant.nn.backward.config import GradientConfig
+
+
+def variants() -> dict[str, Any]:
+    """What is trained, by name: the configuration of the linear layers of the blocks, as NVIDIA's recipe leaves others."""
+    found = {}
+    for name in ("FP8_TRAINING", "MXFP8_TRAINING", "MXFP4_TRAINING", "NVFP4_TRAINING"):
+        rule = fq.presets.presets()[name].rules[0]
+        own = rule.gradient
+        assert own is not None
+        found[name] = rule
+        found[f"{name}, gradients in float"] = replace(rule, gradient=None)
+        nearest = [None if one is None else fq.QuantSpec.parse(str(one).replace(" stochastic", "")) for one in (own.gradient, own.input, own.weight)]
+        if nearest[0] != own.gradient:
+            found[f"{name}, rounded to nearest"] = replace(rule, gradient=GradientConfig(*nearest, own.hadamard))
+        if own.hadamard:
+            found[f"{name}, without Hadamard"] = replace(rule, gradient=replace(own, hadamard=0))
+        if own.hadamard and nearest[0] != own.gradient:
+            found[f"{name}, without both"] = replace(rule, gradient=GradientConfig(*nearest))
+    return found
+
+
+def trained(corpus: text.Corpus, rule: fq.Rule | None, steps: int, features: int, seed: int) -> dict[str, float]:
+    """The loss of a model that was trained in a rule's formats, and the CPU seconds of a step."""
+    torch.manual_seed(seed)
+    model = text.Transformer(features, 4)
+    if rule is not None:
+        fq.prepare(model, fq.Config(replace(rule, pattern="blocks.*", layers=("Linear",))))
+    optimizer = text.adamw(model.parameters(), 3e-3)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False)
+    started = time.process_time()
+    text.fit(model, text.Windows(corpus.training, steps, seed), optimizer, rates)
+    seconds = (time.process_time() - started) / steps
+    return {"nats": text.nats_per_byte(model, corpus.held_out), "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--features", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus = text.load_corpus()
+    floats = [trained(corpus, None, given.steps, given.features, seed) for seed in range(given.seeds)]
+    rows = [("float", floats)]
+    for name, rule in variants().items():
+        if given.only in name:
+            rows.append((name, [trained(corpus, rule, given.steps, given.features, s) for s in range(given.seeds)]))
+            own = [one["nats"] / other["nats"] for one, other in zip(rows[-1][1], floats, strict=True)]
+            mean = sum(one["nats"] for one in rows[-1][1]) / given.seeds
+            step = sum(one["seconds"] for one in rows[-1][1]) / sum(one["seconds"] for one in floats)
+            print(json.dumps({"name": name, "nats": round(mean, 4), "over float": [round(o, 4) for o in own], "step": round(step, 2)}), flush=True)
+    print(json.dumps({"float": floats}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Quantized gradients: their operands are those of an independent implementation, and training works with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+import fakequant as fq
+from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import rotated
+from fakequant.numerics.philox import draw_seed
+from tests.support import oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import FORMATS, FormatCase
+
+NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
+MXFP4 = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
+PLAIN = {name: case for name, case in FORMATS.items() if case.symmetric and not isinstance(case.format, fq.Format)}
+
+
+def prepared(layer: nn.Module, gradient: Any, preset: str = "int8_per_token") -> Any:
+    model = fq.prepare(nn.Sequential(layer), fq.Config(fq.Rule("*", preset, gradient=gradient)))
+    return model.double() if next(layer.parameters()).dtype is torch.float64 else model
+
+
+def gradients(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Those of the input and of the parameters."""
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad(model(x), [x, *model.parameters()], dy))
+
+
+def by_oracle(x: Tensor, case: FormatCase, groups: str) -> Tensor:
+    """A matrix quantized in float32 along its last axis, in numpy."""
+    values = np.ascontiguousarray(x.numpy())
+    blocks = values.reshape(*values.shape[:-1], -1, 8) if groups == "blocks" else values[..., None, :]
+    top = np.abs(blocks).max(axis=None if groups == "tensor" else -1, keepdims=True).astype(np.float32)
+    fmt = case.oracle
+    bound = (fmt.high or -fmt.low) if isinstance(fmt, oracle.Integers) else float(np.nanmax(np.abs(_finite(fmt))))
+    scale = np.broadcast_to(np.where(top == 0, np.float32(1), top / np.float32(bound)), blocks.shape)
+    found = oracle.fake_quantize(blocks, np.ascontiguousarray(scale), None, fmt, "divide").value
+    return torch.from_numpy(found.reshape(values.shape))
+
+
+def _finite(fmt: oracle.OracleFormat) -> np.ndarray:
+    if isinstance(fmt, oracle.Values):
+        return np.array(fmt.numbers)
+    values = oracle._every_value(fmt)
+    return values[np.isfinite(values)]
+
+
+GROUPS = {"tensor": fq.PerTensor(), "rows": fq.PerToken(), "blocks": fq.PerBlock({-1: 8})}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_operands_of_linear_layers_are_the_oracles(name: str, groups: str) -> None:
+    case, generator = PLAIN[name], torch.Generator().manual_seed(0)
+    spec = case.spec(GROUPS[groups], fq.Arithmetic.DIVIDE)
+    layer = nn.Linear(24, 16)
+    x, dy = (torch.randn(32, n, generator=generator) * torch.rand(32, 1, generator=generator) for n in (24, 16))
+    model = prepared(layer, GradientConfig(spec, input=spec, weight=spec))
+    dx, dw, db = gradients(model, x, dy)
+    weight = layer.weight.detach()
+    assert_same_bits(dx, by_oracle(dy, case, groups) @ by_oracle(weight.T, case, groups).T)
+    assert_same_bits(dw, by_oracle(dy.T, case, groups) @ by_oracle(x.T, case, groups).T)
+    assert_same_bits(db, dy.sum(0))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_operands_of_convolutions_are_the_oracles(name: str) -> None:
+    case, generator = PLAIN[name], torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(6, 8, 3, stride=2, padding=1, groups=2)
+    x, dy = (torch.randn(shape, generator=generator) for shape in ((4, 6, 9, 9), (4, 8, 5, 5)))
+    spec = case.spec(fq.PerTensor(), fq.Arithmetic.DIVIDE)
+    model = prepared(layer, GradientConfig(spec, input=spec, weight=spec))
+    dx, dw, db = gradients(model, x, dy)
+    of_dy, options = by_oracle(dy, case, "tensor"), ((2, 2), (1, 1), (1, 1), 2)
+    assert_same_bits(dx, conv2d_input(x.shape, by_oracle(layer.weight.detach(), case, "tensor"), of_dy, *options))
+    assert_same_bits(dw, conv2d_weight(by_oracle(x, case, "tensor"), layer.weight.shape, of_dy, *options))
+    assert_same_bits(db, dy.sum((0, 2, 3)))
+
+
+def test_blocks_of_convolutions_lie_along_channels_and_along_samples() -> None:
+    layer = nn.Conv1d(4, 8, 3)
+    spec = "int8 per_block(-1:4)"
+    x, dy = torch.randn(8, 4, 7), torch.randn(8, 8, 5)
+    dx, dw, _ = gradients(prepared(layer, GradientConfig(spec, input=spec, weight=spec)), x, dy)
+
+    def along(axis: int, value: Tensor) -> Tensor:
+        return fq.fake_quantize(value.movedim(axis, -1).contiguous(), spec).movedim(-1, axis)
+
+    weight = layer.weight.detach()
+    assert_same_bits(dx, torch.nn.grad.conv1d_input(x.shape, along(0, weight), along(1, dy)))
+    assert_same_bits(dw, torch.nn.grad.conv1d_weight(along(0, x), weight.shape, along(0, dy)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 4, 3, padding=(1, 2), padding_mode="circular"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, (4, 3), padding="same"),
+        nn.Conv2d(4, 4, 3, padding="same", dilation=2),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+    ],
+    ids=lambda layer: f"{layer.padding}, {layer.padding_mode}",
+)
+def test_all_paddings(layer: Any) -> None:
+    """In float64 with operands that are numbers of their format, all gradients are those of torch."""
+    layer = layer.double()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.mul(64).round().clamp(-15, 15))
+    model = prepared(copy.deepcopy(layer), "int16; input=int16; weight=int16")
+    x = torch.randint(-8, 9, (3, 4, 9, 8)).double()
+    dy = torch.randint(-8, 9, layer(x).shape).double()
+    for quantizer in fq.nn.quantizers(model).values():
+        quantizer.mode = fq.nn.Mode.OFF
+    for found, right in zip(gradients(model, x, dy), gradients(layer, x, dy), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
+    assert_same_bits(model(x), layer(x))
+
+
+def test_convolutions_do_without_a_hadamard_matrix() -> None:
+    x, dy, layer = torch.randn(4, 2, 7), torch.randn(4, 3, 5), nn.Conv1d(2, 3, 3)
+    plain, with_it = (prepared(copy.deepcopy(layer), f"int8; input=int8{more}") for more in ("", "; hadamard=16"))
+    for one, other in zip(gradients(plain, x, dy), gradients(with_it, x, dy), strict=True):
+        assert_same_bits(other, one)
+
+
+def test_without_more_the_operands_are_those_of_the_forward_product() -> None:
+    layer = nn.Linear(16, 8)
+    model = prepared(layer, "float8_e5m2")
+    x, dy = torch.randn(3, 5, 16), torch.randn(3, 5, 8)
+    dx, dw, _ = gradients(model, x, dy)
+    rows, of_x, of_w = fq.fake_quantize(dy, "float8_e5m2").view(15, 8), model[0]._input_quantizer(x), None
+    of_w = model[0].quantized_weight().detach()
+    assert_same_bits(dx, (rows @ of_w).view(3, 5, 16))
+    assert_same_bits(dw, rows.T @ of_x.view(15, 16))
+
+
+def test_the_forward_pass_and_runs_without_gradients_stay_as_they_are() -> None:
+    for layer, x in ((nn.Linear(16, 8), torch.randn(3, 5, 16)), (nn.Conv2d(4, 8, 3, bias=False), torch.randn(4, 6, 6))):
+        plain = fq.prepare(nn.Sequential(copy.deepcopy(layer)), "int8_per_token")
+        model = prepared(layer, "int4")
+        assert_same_bits(model(x), plain(x))
+        with torch.no_grad():
+            assert_same_bits(model(x), plain(x))
+
+
+def test_a_hadamard_matrix_changes_no_sum() -> None:
+    dy, x = torch.randint(-8, 9, (37, 4)).float(), torch.randint(-8, 9, (37, 6)).float()
+    assert_same_bits(rotated(dy, 0, 16).T @ rotated(x, 0, 16), dy.T @ x)
+    assert_same_bits(rotated(dy.T, 1, 4) @ rotated(x, 0, 4), dy.T @ x)
+    first = torch.zeros(16, 1)
+    first[3] = 16.0
+    assert rotated(first, 0, 16).abs().unique().tolist() == [4.0]
+    signs = torch.stack([rotated(torch.eye(16)[:, [row]], 0, 16)[0, 0] for row in range(16)]).sign()
+    assert 4 <= int((signs < 0).sum()) <= 12
+
+
+def test_stochastic_gradients_are_those_of_their_seeds_and_average_to_the_gradient() -> None:
+    spec = "int4 per_token stochastic"
+    model = prepared(nn.Linear(8, 16), spec)
+    x, dy = torch.randn(64, 8), torch.randn(64, 16)
+    torch.manual_seed(3)
+    dx, dw, _ = gradients(model, x, dy)
+    torch.manual_seed(3)
+    first, second = draw_seed(), draw_seed()
+    weight, of_x = model[0].quantized_weight().detach(), model[0]._input_quantizer(x)
+    assert_same_bits(dx, fq.fake_quantize(dy, spec, seed=first) @ weight)
+    own = fq.fake_quantize(dy, fq.QuantSpec.parse("int4 per_channel(1) stochastic"), seed=second)
+    assert_same_bits(dw, own.T @ of_x)
+    mean = torch.stack([gradients(model, x, dy)[1] for _ in range(600)]).mean(0)
+    exact, once = dy.T @ of_x, (dw - dy.T @ of_x).norm()
+    assert (mean - exact).norm() < 3 * once / 600**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_and_autocast(dtype: torch.dtype) -> None:
+    model = prepared(nn.Linear(32, 16), GradientConfig(NVFP4, input=NVFP4, hadamard=16)).to(dtype)
+    found = gradients(model, torch.randn(48, 32, dtype=dtype), torch.randn(48, 16, dtype=dtype))
+    assert {one.dtype for one in found} == {dtype}
+    model = prepared(nn.Linear(32, 16), GradientConfig(NVFP4, input=NVFP4, weight=NVFP4, hadamard=16))
+    x = torch.randn(48, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype is torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert {x.grad.dtype, model[0].weight.grad.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16,), (1, 16), (2, 3, 5, 16)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    for config in (GradientConfig(NVFP4, NVFP4, hadamard=16), GradientConfig(MXFP4, MXFP4, MXFP4, 32)):
+        model = prepared(nn.Linear(16, 8), config)
+        dx, dw, db = gradients(model, torch.randn(shape), torch.randn(*shape[:-1], 8))
+        assert (dx.shape, dw.shape, db.shape) == (shape, (8, 16), (8,))
+        assert all(one.isfinite().all() for one in (dx, dw, db))
+
+
+def test_what_is_not_finite_reaches_the_gradients() -> None:
+    model = prepared(nn.Linear(16, 8), GradientConfig(NVFP4, NVFP4, hadamard=16))
+    dy = torch.randn(16, 8)
+    dy[3, 2] = float("nan")
+    dx, dw, _ = gradients(model, torch.randn(16, 16), dy)
+    assert dx[3].isnan().all()
+    assert dw[2].isnan().all()
+
+
+def test_frozen_weights_and_inputs_without_gradient() -> None:
+    model = prepared(nn.Linear(16, 8), "int8 stochastic")
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(4, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert x.grad is not None
+    model[0].weight.requires_grad_(True)
+    model(x.detach()).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_a_rule_goes_to_text_and_a_layer_to_a_checkpoint(tmp_path: Any) -> None:
+    config = fq.Config("own", fq.Rule("*", "int8", gradient=f"{MXFP4}; input={MXFP4}; weight={MXFP4}; hadamard=32"))
+    assert fq.Config.from_dict(config.to_dict()) == config
+    assert "gradient='float4_e2m1fn" in repr(config.rules[0])
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 8)), config)
+    assert copy.deepcopy(model)[0].gradient == model[0].gradient == config.rules[0].gradient
+    fq.calibrate(model, [torch.randn(4, 8)])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (
+        fq.load(nn.Sequential(nn.Linear(8, 8)), fq.save(model, tmp_path / "model")),
+        torch.load(file, weights_only=False),
+    ):
+        assert other[0].gradient == model[0].gradient
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int8; other=int8", "cannot read 'other=int8'"),
+        ("int8; input=int8; input=int8", "cannot read 'input=int8'"),
+        ("int8; input", "cannot read 'input'"),
+        ("int8; input=int8; hadamard=x", "power of two such as 16, got 'x'"),
+        ("int8; input=int8; hadamard=12", "power of two such as 16, or 0 for none, got 12"),
+        ("int8; hadamard=16", "give input= for the product"),
+        ("int99x", "int99x"),
+    ],
+)
+def test_texts_that_mean_nothing_are_refused(text: str, message: str) -> None:
+    with pytest.raises((ConfigError, fq.errors.SpecError), match=message):
+        fq.Rule("*", "int8", gradient=text)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    for rule in (
+        {"gradient": "int8"},
+        {"gradient": "int8", "input": "int8", "ops": ("matmul",)},
+        {"gradient": "int8", "input": "int8", "execution": "auto"},
+    ):
+        with pytest.raises(ConfigError, match="give input= or weight="):
+            fq.Rule("*", **rule)
+    with pytest.raises(ConfigError, match="must be a GradientConfig"):
+        fq.Rule("*", "int8", gradient=3)
+    norm = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
+    fq.prepare(norm, fq.Config(fq.Rule("0", "int8", gradient="int8")))
+    with pytest.raises(ConfigError, match="0 quantizes its gradients"):
+        fq.qat.fold_batch_norm(norm, torch.ones(1, 2, 5, 5))
+
+
+def test_products_whose_gradients_stay_in_float_are_said() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.LSTM(8, 8))
+    with pytest.warns(CoverageWarning, match=r"gradients of these products stay in float: 2 \(LSTM\)\."):
+        fq.prepare(model, fq.Config(fq.Rule("*", "int8", gradient="int8")))
+
+
+def test_a_summary_shows_them() -> None:
+    text = str(fq.summary(prepared(nn.Linear(8, 8), "float8_e5m2")))
+    assert "gradients of layers, in 1 of them: float8_e5m2 per_tensor" in text
+    assert "gradients" not in str(fq.summary(fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8")))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight)
+
+
+def test_products_in_a_forward_of_its_own_are_said() -> None:
+    config = fq.Config(fq.Rule("*", "int8", gradient="int8"))
+    with pytest.warns(CoverageWarning, match=r"stay in float: _sites.linear_0 \(linear\)"):
+        fq.prepare(Doubled(8, 8), config, torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("config", [GradientConfig("float8_e5m2"), GradientConfig(NVFP4, NVFP4, hadamard=16)])
+def test_compiled_gradients_are_the_same_bits_without_a_graph_break(config: GradientConfig) -> None:
+    model = prepared(nn.Linear(32, 16), config, "nvfp4")
+    x, dy = torch.randn(64, 32), torch.randn(64, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for one, other in zip(gradients(model, x, dy)[:2], gradients(compiled, x, dy)[:2], strict=True):
+        assert_same_bits(other, one)  # not that of the bias: a float sum, which Inductor adds up in another order
