@@ -20,21 +20,21 @@ from fakequant.nn.backward.config import GradientConfig
 
 
 def variants() -> dict[str, Any]:
-    """What is trained, by name: the configuration of the linear layers of the blocks, as NVIDIA's recipe leaves others."""
+    """The rule of the linear layers of the blocks, by what is trained; the recipes leave other layers in float, too."""
     found = {}
     for name in ("FP8_TRAINING", "MXFP8_TRAINING", "MXFP4_TRAINING", "NVFP4_TRAINING"):
         rule = fq.presets.presets()[name].rules[0]
         own = rule.gradient
         assert own is not None
-        found[name] = rule
-        found[f"{name}, gradients in float"] = replace(rule, gradient=None)
-        nearest = [None if one is None else fq.QuantSpec.parse(str(one).replace(" stochastic", "")) for one in (own.gradient, own.input, own.weight)]
-        if nearest[0] != own.gradient:
-            found[f"{name}, rounded to nearest"] = replace(rule, gradient=GradientConfig(*nearest, own.hadamard))
+        found |= {name: rule, f"{name}, gradients in float": replace(rule, gradient=None)}
         if own.hadamard:
-            found[f"{name}, without Hadamard"] = replace(rule, gradient=replace(own, hadamard=0))
-        if own.hadamard and nearest[0] != own.gradient:
-            found[f"{name}, without both"] = replace(rule, gradient=GradientConfig(*nearest))
+            nearest = GradientConfig.parse(str(own).replace(" stochastic", ""))
+            without = {
+                "rounded to nearest": nearest,
+                "without Hadamard": replace(own, hadamard=0),
+                "without both": replace(nearest, hadamard=0),
+            }
+            found |= {f"{name}, {how}": replace(rule, gradient=gradient) for how, gradient in without.items()}
     return found
 
 
@@ -69,7 +69,8 @@ def main() -> None:
             own = [one["nats"] / other["nats"] for one, other in zip(rows[-1][1], floats, strict=True)]
             mean = sum(one["nats"] for one in rows[-1][1]) / given.seeds
             step = sum(one["seconds"] for one in rows[-1][1]) / sum(one["seconds"] for one in floats)
-            print(json.dumps({"name": name, "nats": round(mean, 4), "over float": [round(o, 4) for o in own], "step": round(step, 2)}), flush=True)
+            row = {"name": name, "nats": round(mean, 4), "over float": [round(one, 4) for one in own]}
+            print(json.dumps(row | {"step": round(step, 2)}), flush=True)
     print(json.dumps({"float": floats}))
 
 

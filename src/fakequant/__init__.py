@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from fakequant.model.modes import disabled
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig
-    from fakequant.nn.backward.config import GradientConfig
     from fakequant.model.sites.sites import site_plan
     from fakequant.model.sites.targets import Target
     from fakequant.model.state import (
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from fakequant.model.storing import store_codes, store_floats
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
+    from fakequant.nn.backward.config import GradientConfig
     from fakequant.ptq import advise, compare, search
     from fakequant.report.of_model import report
     from fakequant.streaming import improve_folder

@@ -56,7 +56,7 @@ CEIL = with_activations(
 CONFIGS = {config.name: config for config in (*PRESETS.values(), *STATIC, CEIL)}
 BY_TENSORRT = {
     *("INT8", "INT8_WEIGHT_ONLY", "FP8", "MXFP8_CEIL", "NVFP4_WEIGHT_ONLY", "NVFP4_FOUR_OVER_SIX"),
-    *("INT4_GROUP64", "INT4_GROUP128"),
+    *("INT4_GROUP64", "INT4_GROUP128", "FP8_TRAINING_STATIC", "MXFP8_TRAINING"),
 }
 
 

@@ -25,6 +25,8 @@ from fakequant.text import listed, module_name
 
 _WILDCARDS = frozenset("*?[")
 """A pattern without these matches itself alone."""
+_TENSORS = ("input", "weight", "output", "gradient")
+"""The fields of a rule that say how tensors are quantized."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Rule:
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, leaves them as they are.
         gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, as
-            "float8_e5m2"; None leaves them in float. For linear layers and convolutions.
+            "float8_e5m2"; None leaves them in float. Of linear layers and convolutions, which are simulated where a
+            gradient is wanted.
         tied: whether layers of earlier rules that share a weight with one of these layers follow this rule, as the head
             of a language model that has the weight of its embedding.
 
@@ -90,36 +93,20 @@ class Rule:
             raise ConfigError(f"a rule's pattern is a text, such as 'head' or '*', got {self.pattern!r:.80}")
         if preset is not None:
             self._take(preset)
-        for name in ("input", "weight", "output"):
-            value = getattr(self, name)
+        for name in _TENSORS:
+            value, kind = getattr(self, name), GradientConfig if name == "gradient" else TensorConfig
             if isinstance(value, (str, QuantSpec)):
-                config = TensorConfig.parse(value) if isinstance(value, str) else TensorConfig(value)
-                object.__setattr__(self, name, config)
-            elif value is not None and not isinstance(value, TensorConfig):
-                raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
-        if isinstance(self.gradient, (str, QuantSpec)):
-            own = (
-                GradientConfig.parse(self.gradient) if isinstance(self.gradient, str) else GradientConfig(self.gradient)
-            )
-            object.__setattr__(self, "gradient", own)
+                object.__setattr__(self, name, kind.parse(value) if isinstance(value, str) else kind(value))
+            elif value is not None and not isinstance(value, kind):
+                raise ConfigError(
+                    f"a rule's {name} must be a {kind.__name__}, a QuantSpec, a text or None, got {value!r:.80}"
+                )
+        if self.gradient is not None and self.leaves_in_float:
+            raise ConfigError("gradients are quantized in layers whose input or weight is; give input= or weight=, too")
         object.__setattr__(self, "execution", as_execution(self.execution))
-        self._check_gradient()
         object.__setattr__(self, "layers", _class_names(self.layers))
         object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
         canonical_ops(self.ops)  # refuses unknown ones
-
-    def _check_gradient(self) -> None:
-        if self.gradient is None:
-            return
-        if not isinstance(self.gradient, GradientConfig):
-            raise ConfigError(
-                f"a rule's gradient must be a GradientConfig, a QuantSpec, a text or None, got {self.gradient!r:.80}"
-            )
-        if self.ops or self.execution is not Execution.SIMULATE or self.leaves_in_float:
-            raise ConfigError(
-                "gradients are quantized in layers that are simulated, whose input or weight is quantized; give input= "
-                "or weight=, and neither ops= nor execution="
-            )
 
     def _take(self, preset: Config | str) -> None:
         """Quantize as the one rule of a preset that is for all layers.
@@ -140,8 +127,9 @@ class Rule:
                 f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
                 "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
             )
-        for name in ("input", "weight", "output", *(() if self.gradient else ("gradient",))):
-            object.__setattr__(self, name, getattr(general[0], name))
+        for name in _TENSORS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(general[0], name))
 
     def __repr__(self) -> str:
         words = [repr(self.pattern)]
@@ -185,16 +173,14 @@ class Rule:
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
         return {
             "pattern": self.pattern,
-            "input": None if self.input is None else self.input.to_text(),
-            "weight": None if self.weight is None else self.weight.to_text(),
+            **{name: None if own is None else own.to_text() for name, own in tensors.items()},
             "layers": list(self.layers),
             "ops": list(self.ops),
             "optional": self.optional,
             "execution": self.execution.value,
-            "output": None if self.output is None else self.output.to_text(),
-            "gradient": None if self.gradient is None else self.gradient.to_text(),
             "tied": self.tied,
         }
 

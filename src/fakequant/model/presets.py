@@ -122,7 +122,7 @@ FP8_TRAINING = _preset(
     dynamic=True,
     gradient=GradientConfig("float8_e5m2"),
 )
-"""Training in FP8 by the ranges of every tensor: E5M2 for gradients, E4M3 for all others, as Transformer Engine does."""
+"""Training in FP8 by the range of every tensor: E5M2 for gradients, E4M3 for all others, as in Transformer Engine."""
 
 _MXFP8_CEIL = "float8_e4m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
 MXFP8_TRAINING = _preset(

@@ -61,7 +61,7 @@ def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module,
     for path, rule in own.items():
         function = _own_product(path, numbers[model.get_parameter(f"{path}.weight".lstrip("."))], recording)
         if function is not None:
-            added.append(replace(rule, pattern=escape(path), layers=(), ops=(function,), gradient=None, optional=True))
+            added.append(replace(rule, pattern=escape(path), layers=(), ops=(function,), optional=True))
     return Config(config.name, (*added, *config.rules))
 
 

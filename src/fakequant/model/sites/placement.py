@@ -107,7 +107,7 @@ class _Planner:
             calls = self.flow.of_owner.get(path, [])
             called = {call.function for call in calls}
             if self._is_unfit(value for call in calls for value in call.operands.values()):
-                self.layers[path] = replace(rule, input=None, gradient=None if rule.weight is None else rule.gradient)
+                self.layers[path] = _without_input(rule)
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None, gradient=None)
 
@@ -189,7 +189,7 @@ class _Planner:
         for reader in dict.fromkeys(reader for value in reached for reader in self.readers.get(value, [])):
             if isinstance(reader, str):
                 if all(self.flow.comes_from(value, self.quantized, through) for value in self.values_of[reader]):
-                    self.layers[reader] = replace(self.layers[reader], input=None)
+                    self.layers[reader] = _without_input(self.layers[reader])
                 continue
             one, name = reader
             if one.function not in self.target.shared and name in self.held.get(one, {}):
@@ -351,3 +351,7 @@ def place(
         if one.owner in rules and one not in spoken and (one.owner, one.function, one.index) in varying
     }
     return _Planner(target, recording, configs, layers).place()
+
+
+def _without_input(rule: Rule) -> Rule:
+    return replace(rule, input=None, gradient=None if rule.weight is None else rule.gradient)

@@ -335,11 +335,10 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
-        y = None
-        if self.execution is not Execution.SIMULATE:  # asked here, because a computed weight is computed when read
+        y = None if self.gradient is None else self.trained_product(input)
+        # Asked here, because a computed weight is computed when read.
+        if y is None and self.execution is not Execution.SIMULATE:
             y = self.integer_product(input, self.weight, self.bias)
-        if y is None and self.gradient is not None:
-            y = self.trained_product(input)
         if y is None:
             y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
         branch = self._modules.get("_low_rank")
@@ -380,11 +379,10 @@ class _QuantConv(SpatialLayer):
             return as_leaf(self, input)
         if self._is_one_example(input):
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        if self.execution is not Execution.SIMULATE:  # as in QuantLinear
+        y = None if self.gradient is None else self.trained_product(input)
+        if y is None and self.execution is not Execution.SIMULATE:  # as in QuantLinear
             y = self.integer_product(input, self.weight, self.bias)
-            if y is not None:
-                return y
-        if self.gradient is not None and (y := self.trained_product(input)) is not None:
+        if y is not None:
             return y
         return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
