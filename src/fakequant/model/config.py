@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any
 
@@ -48,8 +49,7 @@ class Rule:
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, leaves them as they are.
         gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, as
-            "float8_e5m2"; None leaves them in float. Of linear layers and convolutions, which are simulated where a
-            gradient is wanted.
+            "float8_e5m2"; None leaves them in float. Such layers are simulated where a gradient is wanted.
         tied: whether layers of earlier rules that share a weight with one of these layers follow this rule, as the head
             of a language model that has the weight of its embedding.
 
@@ -173,10 +173,9 @@ class Rule:
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
         return {
             "pattern": self.pattern,
-            **{name: None if own is None else own.to_text() for name, own in tensors.items()},
+            **{name: (own := getattr(self, name)) and own.to_text() for name in _TENSORS},
             "layers": list(self.layers),
             "ops": list(self.ops),
             "optional": self.optional,
@@ -331,11 +330,9 @@ class ModelConfig(Config):
 
 def _is_specification(text: str) -> bool:
     """Whether a text that names no preset says how a tensor is quantized."""
-    try:
+    with suppress(ConfigError):
         find_preset(text)
         return False
-    except ConfigError:
-        pass
     try:
         TensorConfig.parse(text)
         return True
