@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +65,33 @@ def test_control_characters_of_names_are_escaped(name: str) -> None:
 def test_lines_below_and_short_rows() -> None:
     text = table([["a", "b", ""], ["1", "22", "note"], ["longer than its column"]], ["below"], numbers=[1], line=True)
     assert text.splitlines() == ["a   b", "-  --", "1  22  note", "longer than its column", "below"]
+
+
+NAMES = ["encoder_of_the_text_model.0.self_attention_query_projection", "h", "x" * 90, "a.b " * 30]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("columns", [2, 3, 6, 9])
+@pytest.mark.parametrize("line", [False, True])
+def test_a_table_fits_the_terminal_and_loses_nothing(
+    width: int, columns: int, line: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        [f"head{at}" for at in range(columns)],
+        *([name, *["int8 per_channel(0)"] * (columns - 1)] for name in NAMES),
+    ]
+    below = ["The layers are " + ", ".join(NAMES)]
+    whole = table(rows, below, numbers=[1], line=line)
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    shown = table(rows, below, numbers=[1], line=line)
+    assert shown == table(rows, below, numbers=[1], line=line, width=width)
+    assert max(map(len, shown.splitlines())) <= width
+    letters = [Counter(re.sub(r"[\s-]", "", text)) for text in (shown, whole)]
+    assert letters[0] == letters[1]
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert table(rows, below, numbers=[1], line=line) == whole
+
+
+def test_names_are_broken_at_dots() -> None:
+    shown = table([["layer", "dB"], [NAMES[0], "31.5"]], width=50).splitlines()
+    assert shown[1:] == [f"{'encoder_of_the_text_model.0.':44}  31.5", "self_attention_query_projection"]

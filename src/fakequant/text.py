@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+_NARROW = 24
+"""The least width in characters to which the widest column of a table is broken."""
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -39,29 +45,80 @@ def listed(names: Iterable[str], most: int = 4, what: str = "more", *, between: 
 
 
 def table(
-    rows: Iterable[Sequence[str]], below: Iterable[str] = (), *, numbers: Collection[int] = (), line: bool = False
+    rows: Iterable[Sequence[str]],
+    below: Iterable[str] = (),
+    *,
+    numbers: Collection[int] = (),
+    line: bool = False,
+    width: int | None = None,
 ) -> str:
     """Rows in columns, and lines below them; control characters are escaped.
+
+    What is too wide is broken at dots and spaces: the widest column where the others leave it 24 characters, else
+    columns go below one another.
 
     Args:
         rows: the header first. Shorter ones do not widen the columns.
         below: lines of text.
         numbers: the columns that are aligned to the right.
         line: whether a line is drawn below the header, where it names a column.
+        width: in characters; by default that of the terminal, without end in a file or pipe.
 
     >>> print(table([["layer", "dB"], ["0", "31.5"], ["head", "9"]], numbers=[1]))
     layer    dB
     0      31.5
     head      9
+    >>> print(table([["layer", "dB"], ["encoder.layers.0.attention.query", "31.5"]], numbers=[1], width=30))
+    layer                       dB
+    encoder.layers.0.         31.5
+    attention.query
     """
+    most = width or shutil.get_terminal_size((0, 0)).columns or sys.maxsize
     shown = [[*map(visible, row)] for row in rows]
     full = [row for row in shown if len(row) == len(shown[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    left = most - sum(widths) - 2 * len(widths) + 2
+    if left < 0 and max(widths) + left >= _NARROW:
+        widths[widths.index(max(widths))] += left
+    bands = _bands(widths, most)
     if line:
         shown.insert(1, ["-" * width if head else "" for head, width in zip(shown[0], widths, strict=True)])
 
-    def aligned(row: Sequence[str]) -> str:
-        cells = [c.rjust(w) if place in numbers else c.ljust(w) for place, (c, w) in enumerate(zip(row, widths))]  # noqa: B905
-        return "  ".join(cells).rstrip()
+    def aligned(row: Sequence[str]) -> Iterator[str]:
+        if len(row) < len(widths):
+            yield from _pieces("  ".join(map(str.ljust, row, widths)).rstrip(), most)
+            return
+        for number, band in enumerate(bands):
+            cells = [_pieces(row[place], widths[place]) for place in band]
+            for pieces in zip_longest(*cells, fillvalue=""):
+                places = zip(band, pieces, strict=True)
+                sides = [c.rjust(widths[at]) if at in numbers else c.ljust(widths[at]) for at, c in places]
+                if text := "  ".join(sides).rstrip():
+                    yield f"{'  ' * (number > 0)}{text}"
 
-    return "\n".join([*map(aligned, shown), *(visible(text, keep="\n") for text in below)])
+    texts = (piece for text in below for one in visible(text, keep="\n").split("\n") for piece in _pieces(one, most))
+    return "\n".join([*(text for row in shown for text in aligned(row)), *texts])
+
+
+def _bands(widths: list[int], most: int) -> list[list[int]]:
+    """The columns that stand beside one another, in lines of at most so many characters; too wide ones get less."""
+    bands, used = [list[int]()], 0
+    for place, width in enumerate(widths):
+        if bands[-1] and used + 2 + width > most:
+            bands.append([])
+            used = 0  # lines after the first are indented by 2
+        widths[place] = min(width, most - 2 * (len(bands) > 1))
+        used += 2 * (bool(bands[-1]) or len(bands) > 1) + widths[place]
+        bands[-1].append(place)
+    return bands
+
+
+def _pieces(text: str, width: int) -> list[str]:
+    """A text in lines, broken after spaces, else after dots, else anywhere."""
+    found = list[str]()
+    while len(text) > width:
+        cut = text.rfind(" ", 0, width + 1)
+        cut = cut if cut > 0 else text.rfind(".", 0, width) + 1 or width
+        found.append(text[:cut].rstrip())
+        text = text[cut:].lstrip()
+    return [*found, text]

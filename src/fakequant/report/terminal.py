@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
-from fakequant.text import visible
+from fakequant.text import table, visible
 
 
 def print_report(console: Console, data: ReportData) -> None:
@@ -54,10 +53,7 @@ def print_table(
     *,
     numbers: Sequence[int] = (),
 ) -> None:
-    """Print rows of text as a table; markup and control characters in the text are escaped."""
-    table = Table(title=escape(visible(title)), title_justify="left", title_style="bold")
-    for index, name in enumerate(header):
-        table.add_column(escape(name), justify="right" if index in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(visible(cell)) for cell in row))
-    console.print(table)
+    """Print a title and rows of text as a table; control characters in the text are escaped."""
+    console.print(Text(visible(title), "bold"), soft_wrap=True)
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else None
+    console.print(Text(table([header, *rows], numbers=numbers, line=True, width=width)), soft_wrap=True)
