@@ -19,6 +19,7 @@ from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.analysis.coverage import gradients_in_float, left_in_float, scripted
 from fakequant.model.analysis.operations import operations_of, quantized_parameters
+from fakequant.model.analysis.outliers import Peaks
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.presets import find_preset
@@ -128,7 +129,8 @@ def prepare(
             apply_sites(model, sites)
         leave_fast_paths(model)
         share_mesh(model)
-        recording = None if run is None else record(model, run)
+        with Peaks(model if table is None else nn.Identity()).watching() as peaks:  # an engine asks for fixed ranges
+            recording = None if run is None else record(model, run)
         counted = () if recording is None or not _quantizes_inputs(config) else operations_of(recording)
         computed = () if recording is None else quantized_parameters(model, recording)
         left = left_in_float(model, purposely, counted, computed)
@@ -136,7 +138,7 @@ def prepare(
         wanted = any(rule.gradient is not None for rule in config.rules)
         gradients = gradients_in_float(model) if wanted else None
         notes += [str(note) for note in (left, hidden, gradients, untied(model, purposely)) if note is not None]
-        for note in (*notes, *note_on_scales(model, small, by_name=by_name)):
+        for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)
         return model

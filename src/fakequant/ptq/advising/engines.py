@@ -17,10 +17,12 @@ class EngineFormats(NamedTuple):
         kinds: the names of presets by how the engine multiplies, those first that it runs faster: of models of one size
             only presets of one kind are compared with each other.
         page: of the documentation, "" for none.
+        known: what was seen of the speed, as a sentence; "" for nothing.
     """
 
     kinds: tuple[tuple[str, ...], ...]
     page: str = ""
+    known: str = ""
 
     @property
     def presets(self) -> list[str]:
@@ -39,7 +41,11 @@ _GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_
 # As the pages in docs/engines say. ONNX Runtime multiplies codes with zero points in every layer; those of tokens were
 # not counted, and convolutions with them compute in float.
 ENGINES = {
-    "onnxruntime": EngineFormats((("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS), "onnxruntime"),
+    "onnxruntime": EngineFormats(
+        (("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS),
+        "onnxruntime",
+        "Its convolutions multiply integers by INT8_AFFINE, and floats by the other presets (1.31.1).",
+    ),
     "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino"),
     "tensorrt": EngineFormats((("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt"),
     "qnn": _STATIC,

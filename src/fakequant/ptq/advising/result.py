@@ -158,8 +158,9 @@ def speed(target: str | None) -> str:
     """What is known of the speed of a target."""
     if target is None:
         return "Speed: not measured, for no target was given."
-    page = ENGINES[target].page
-    return f"Speed in {target}: not measured{f'; docs/engines/{page}.md says what is known' if page else ''}."
+    engine = ENGINES[target]
+    page = f"; docs/engines/{engine.page}.md says more" if engine.page else ""
+    return f"Speed in {target}: not measured{page}. {engine.known}".rstrip()
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
