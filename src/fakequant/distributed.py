@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.offload import offloaded
 from fakequant.text import module_name
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -31,6 +34,16 @@ def whole(tensor: Tensor) -> Tensor:
     True
     """
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def part_like(own: Tensor | None, value: Tensor) -> Tensor:
+    """The part of a whole tensor that this process keeps where its own is a DTensor, which needs no other process."""
+    if own is None or not is_sharded(own) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = cast("Any", own).device_mesh, cast("Any", own).placements
+    return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
 
 
 def is_moved(model: nn.Module) -> bool:
@@ -222,6 +235,31 @@ class Together:
                 )
             count += 1
             yield cast("Result", item)
+
+    def share(self, items: Iterable[Item], work: Callable[[Item, Together], Result]) -> Iterator[Result]:
+        """What a function gives for each item, of which every process takes its part; tensors may come on the CPU.
+
+        As many items as there are processes are taken at a time, so that processes exchange values while they make
+        them. Where a single one is left, all processes work on it, and may share its parts.
+
+        Args:
+            items: as many in all processes.
+            work: gets an item, and the processes that work on it.
+        """
+        size, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+        given = iter(items)
+        while True:
+            own, count, item = list[Item](), 0, None
+            for item in islice(given, size):
+                own, count = [item] if count in (0, rank) else own, count + 1
+            item = None  # frees those of other processes
+            if not count:
+                return
+            if count == 1:
+                yield work(own[0], self)
+                continue
+            found = [work(own[0], Together(None))] if rank < count else []
+            yield from (answer for answers in self.all(tree_map_only(Tensor, Tensor.cpu, found)) for answer in answers)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:

@@ -10,7 +10,15 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.distributed import parallel_group, refuse_sharded
+from fakequant.distributed import (
+    Together,
+    first_sharded,
+    is_sharded,
+    parallel_group,
+    part_like,
+    processes_of,
+    refuse_offloaded,
+)
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.model.prepare import attach
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
@@ -40,7 +48,8 @@ def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
     Everything is checked before the model changes; what fails later is undone, for which the values of the model are
-    kept on the CPU for the time of the call.
+    kept on the CPU for the time of the call. Each process of a model that `fully_shard` shares out keeps its part: all
+    of them call this, and an error of one is raised in all.
 
     Raises:
         CheckpointError: a state of another architecture, scales, zero points or codes that no call would take, a
@@ -62,20 +71,23 @@ def apply(model: Model, state: QuantizedState) -> Model:
             "distribute_tensor(value, own.device_mesh, own.placements) of torch.distributed.tensor where own, that of "
             "this model, is a DTensor"
         )
-    refuse_sharded(model, "load the checkpoint into")
-    _check_memory(model)
-    check_plan(model, state)
-    tensors = _tensors(model, state)
-    restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
-    try:
-        restore_plan(model, state)
-        _load_state(model, state, tensors)
-        _check_fixed_codes(model)
-        _note(model, state)
-        return model
-    except BaseException:  # as in `prepare`
-        restore()
-        raise
+    refuse_offloaded(model, "load the checkpoint into")
+    with Together(processes_of(model, None) if first_sharded(model) else None) as processes:
+        _check_memory(model)
+        check_plan(model, state)
+        tensors = _tensors(model, state)
+        processes.all(None)  # none of them failed
+        restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
+        try:
+            restore_plan(model, state)
+            _load_state(model, state, tensors)
+            processes.all(None)
+            _check_fixed_codes(model)
+            _note(model, state)
+        except BaseException:  # as in `prepare`
+            restore()
+            raise
+    return model
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
@@ -112,7 +124,9 @@ def settle(model: nn.Module, plan: Plan) -> None:
 
 def _check_fixed_codes(model: nn.Module) -> None:
     for path, weight in quantized_weights(model).items():
-        if weight.quantizer.fixed_codes is not None and not weight.has_fixed_codes:
+        if weight.quantizer.fixed_codes is None or is_sharded(weight.tensor):  # the first call compares the whole one
+            continue
+        if not weight.has_fixed_codes:
             raise CheckpointError(
                 f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in it"
             )
@@ -152,7 +166,11 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
             raise CheckpointError(f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}")
     codes = {name: weight.codes for name, weight in coded.items()}
     check_ranges(modules, state, _with_shared(state, {**tensors, **codes}), is_wide(model))
-    return _with_shared(state, {**tensors, **{name: weight.values() for name, weight in coded.items()}})
+    shards: dict[str, Tensor] = model.state_dict() if first_sharded(model) else {}
+    parts = {name: part_like(shards.get(name), value) for name, value in tensors.items()}
+    # One weight at a time is whole in floats.
+    parts |= {name: part_like(shards.get(name), weight.values()) for name, weight in coded.items()}
+    return _with_shared(state, parts)
 
 
 def _no_reader(name: str, weight: WeightCodes, held: Mapping[str, QuantizerEntry]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,16 +15,19 @@ from fakequant.data.failures import input_named
 from fakequant.distributed import Together
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Mode
+from fakequant.ptq.improving.ahead import Ahead
 from fakequant.ptq.improving.finished import InputChoice
 from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CallOrder
 from fakequant.ptq.inputs.stream import Stage
-from fakequant.ptq.solvers.layer import Choice, choose
+from fakequant.ptq.solvers.layer import Choice, choose, on_device
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, Drift, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import put, rotate, set_params, smooth
 
+StepsOf = Callable[[str], Sequence[str]]
+"""Gives the steps for a layer by its name."""
 TRANSFORMS = {"smooth": smooth, "rotate": rotate}
 """The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
@@ -51,12 +54,16 @@ class Collector:
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
         self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
+        self._ahead = Ahead({}, None, {})
 
-    def choose(self, stage: Stage, wanted: Stage | None, steps: Sequence[str]) -> tuple[InputChoice, Choice | None]:
+    def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
-        own, product = self._choose_input_together(stage, steps), self._layers[stage.name]
-        sums = self.sums(stage, wanted, hold_back="descend" in steps)
-        choice = choose(product.row_name(stage.name), product, sums, steps)
+        own = self._choose_input_together(stage, steps_of(stage.name))
+        product, choice = self._layers[stage.name], self._ahead.choice(stage, wanted, self._processes)
+        if choice is None:
+            names = [stage.name, *self._alike(stage)]
+            choice, *others = self._choose_together(names, stage, wanted, steps_of)
+            self._ahead = Ahead.of(stage, wanted, dict(zip(names[1:], others, strict=True)))
         if not any(choice.rows):
             return own, None
         count, without = Parts.of(product).count, choice.rows.count(0)
@@ -66,6 +73,38 @@ class Collector:
         if without:
             remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
+
+    def _choose_together(
+        self, names: Sequence[str], stage: Stage, wanted: Stage | None, steps_of: StepsOf
+    ) -> list[Choice]:
+        """What loses least for weights that get the inputs of a stage; processes share the weights."""
+
+        def sums() -> Iterator[tuple[str, Iterable[tuple[InputSums, InputSums]]]]:
+            for name in names:
+                at, other = (one and one._replace(name=name) for one in (stage, wanted))
+                assert at is not None
+                found = self.sums(at, other, hold_back="descend" in steps_of(name))
+                yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
+
+        def solve(given: tuple[str, Iterable[tuple[InputSums, InputSums]]], together: Together) -> Choice:
+            name, product = given[0], self._layers[given[0]]
+            return choose(product.row_name(name), product, given[1], steps_of(name), together)
+
+        return [on_device(own, self._layers[stage.name].tensor.device) for own in self._processes.share(sums(), solve)]
+
+    def _alike(self, stage: Stage) -> list[str]:
+        """The layers after that of a stage that will get the same inputs, as they are now; none for one process."""
+        if self._processes.group is None:
+            return []
+        first, names, found = self._layers[stage.name], self._siblings.get(stage.name, [stage.name]), list[str]()
+        calls = stage.all_calls
+        for name in names[names.index(stage.name) + 1 :] if all(call.has_input_of(call) for call in calls) else []:
+            own = self._layers[name]
+            is_fixed = name in self._with_input or (own.input_quantizer is None and own.input_transform is None)
+            if is_fixed and not own.is_stack and calls and self._sees_same(first, own, calls[0].first):
+                found.append(name)
+        everywhere = self._processes.all(found)
+        return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
         """The unmasked tokens of a layer's unquantized inputs, for each call by the number of the batch."""
@@ -240,9 +279,12 @@ class Collector:
         last, calls, sums = self._last
         one, other, seen = self._layers[last], self._layers[stage.name], stage.all_calls
         same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
-        alike = same and one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
-        alike = alike and _same_transform(one, other)
-        return sums if alike and _same_quantizer(one, other, seen[0].first) else None
+        return sums if same and self._sees_same(one, other, seen[0].first) else None
+
+    def _sees_same(self, one: MatrixProduct, other: MatrixProduct, x: Tensor) -> bool:
+        """Whether two layers multiply the same rows of an input."""
+        alike = one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
+        return alike and _same_transform(one, other) and _same_quantizer(one, other, x)
 
 
 class _Call(NamedTuple):

@@ -221,16 +221,21 @@ class _Choices:
         """What restores a layer, its weights and their biases as they are now."""
         return _states(own for own in self._layers.values() if own.layer is layer)[layer]
 
+    def _why_no_bias(self, name: str) -> str | None:
+        product = self._layers[name]
+        bias = product.bias[0]
+        return None if "bias" not in self._steps else product.why_no_bias if bias is None else self._fixed.get(bias)
+
+    def _steps_of(self, name: str) -> tuple[str, ...]:
+        no_bias = self._why_no_bias(name) is not None
+        return tuple(step for step in self._steps if not (no_bias and step == "bias"))
+
     def _add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
         """Choose the layer of a stage, and write what was chosen; `keep` is called before that."""
         name, product = stage.name, self._layers[stage.name]
-        number, steps = len(self.results), self._steps
-        bias = product.bias[0]
-        no_bias = None if "bias" not in steps else product.why_no_bias if bias is None else self._fixed.get(bias)
-        if no_bias is not None:
-            steps = tuple(step for step in steps if step != "bias")
+        number, no_bias = len(self.results), self._why_no_bias(name)
         earlier = self._finished.get(number, name, product)
-        own, choice = earlier or self._collector.choose(stage, wanted, steps)
+        own, choice = earlier or self._collector.choose(stage, wanted, self._steps_of)
         if choice is None:
             return
         if earlier is not None:

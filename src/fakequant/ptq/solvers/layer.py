@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from fakequant.distributed import Together
 from fakequant.errors import CalibrationError
 from fakequant.model.weights import note_weight
 from fakequant.nn.products.product import Matrix, MatrixProduct
@@ -55,7 +57,11 @@ class Choice(NamedTuple):
 
 
 def choose(
-    name: str, product: MatrixProduct, sums: Iterable[tuple[InputSums, InputSums]], steps: Sequence[str]
+    name: str,
+    product: MatrixProduct,
+    sums: Iterable[tuple[InputSums, InputSums]],
+    steps: Sequence[str],
+    processes: Together,
 ) -> Choice:
     """The values of one weight that lose least, never more than the nearest ones.
 
@@ -65,24 +71,39 @@ def choose(
         sums: for each matrix of the weight those over the rows by which values are chosen, and those over other rows,
             by which a setting is chosen; empty where there are too few. A matrix without rows keeps the nearest values.
         steps: names of `fakequant.ptq.STEPS`.
+        processes: that share the matrices, or the settings of a single one.
 
     Raises:
         CalibrationError: the sums have no solution (names the layer).
     """
-    chosen = list[Choice]()
-    for matrix, (fit, held) in zip(product.matrices(), sums, strict=True):
+
+    def solve(given: tuple[Matrix, tuple[InputSums, InputSums]], together: Together) -> Choice:
         try:
-            chosen.append(_chosen(name, product, matrix, fit, held, steps))
+            return _chosen(name, product, given[0], *given[1], steps, together)
         except CalibrationError as error:
             raise CalibrationError(f"{module_name(name)}: {error}") from error
+
+    found = processes.share(zip(product.matrices(), sums, strict=True), solve)
+    chosen = [on_device(own, product.tensor.device) for own in found]
     params, values = [own.params for own in chosen], [own.values for own in chosen]
     values, params = product.joined(values, params)
     rows, with_drift = tuple(n for own in chosen for n in own.rows), all(own.with_drift for own in chosen)
     return Choice(params, values, chosen[0].bias, joined_result([own.result for own in chosen]), rows, with_drift)
 
 
+def on_device(choice: Choice, device: torch.device) -> Choice:
+    """A choice with all its tensors on a device."""
+    return tree_map_only(Tensor, lambda x: x.to(device), choice)
+
+
 def _chosen(
-    name: str, product: MatrixProduct, matrix: Matrix, fit: InputSums, held: InputSums, steps: Sequence[str]
+    name: str,
+    product: MatrixProduct,
+    matrix: Matrix,
+    fit: InputSums,
+    held: InputSums,
+    steps: Sequence[str],
+    processes: Together,
 ) -> Choice:
     seen = (fit.count + held.count,), fit.drift is not None
     if not any(seen[0]):
@@ -108,7 +129,7 @@ def _chosen(
         judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)
-        setting = _setting(plain.weight, grid, solving, fit, held, centred=bias is not None)
+        setting = _setting(plain.weight, grid, solving, fit, held, processes, centred=bias is not None)
         for step, values in _solved(solved, grid, solving, setting).items():
             own = values.reshape(float_weight.shape).to(float_weight.dtype)
             judge(step, params, lambda own=own: own)
@@ -189,7 +210,14 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str], setting: S
 
 
 def _setting(
-    weight: Tensor, grid: WeightGrid, steps: Sequence[str], fit: InputSums, held: InputSums, *, centred: bool
+    weight: Tensor,
+    grid: WeightGrid,
+    steps: Sequence[str],
+    fit: InputSums,
+    held: InputSums,
+    processes: Together,
+    *,
+    centred: bool,
 ) -> Setting:
     """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
     quick = [step for step in steps if SOLVERS[step].tries_settings]
@@ -197,7 +225,7 @@ def _setting(
         return _ONE
     seen, tested = (Problem(weight, sums.about_mean() if centred else sums) for sums in (fit, held))
     settings = _MANY if fit.drift is None else _WITH_DRIFT
-    losses = [tested.loss(_solved(seen, grid, quick, setting)[quick[-1]]) for setting in settings]
+    losses = [*processes.share(settings, lambda one, _: tested.loss(_solved(seen, grid, quick, one)[quick[-1]]))]
     return settings[min(range(len(losses)), key=losses.__getitem__)]
 
 

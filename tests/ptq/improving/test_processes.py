@@ -1,0 +1,125 @@
+"""Two processes share the weights that they choose, and get the bits of one."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CalibrationError
+from fakequant.ptq.improving import ahead
+from fakequant.ptq.solvers import layer as solver
+from tests.support import ranks
+from tests.support.bits import assert_same_bits
+
+pytestmark = ranks.needs_gloo
+
+
+class Net(nn.Module):
+    """Three layers that get one tensor, then two, then one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32, bias=False), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.softmax(self.q(x) * self.k(x), -1) * self.v(x)
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def given() -> list[Tensor]:
+    """Every fourth batch of a process is held back, so that halves hold back those that one process does."""
+    return [torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+
+def improved(preset: str, steps: Any, batches: list[Tensor], group: Any) -> tuple[nn.Module, Any]:
+    model = fq.prepare(net(), preset)
+    if preset == "int8":
+        fq.calibrate(model, batches, group=group, progress=False)
+    return model, fq.ptq.improve(model, batches, steps, judge=[], group=group, progress=False)
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    pairs = [dict(model.state_dict()) for model in (one, other)]
+    assert pairs[0].keys() == pairs[1].keys()
+    for name, value in pairs[0].items():
+        assert_same_bits(value, pairs[1][name], name)
+
+
+def chooses(rank: int, folder: Path) -> None:
+    world, plain, solved = dist.group.WORLD, solver._chosen, list[str]()
+
+    def counted(name: str, *rest: Any) -> Any:
+        solved.append(name)
+        return plain(name, *rest)
+
+    for preset, steps in (
+        ("int4_weight_only", "fast"),
+        ("int4_weight_only", "best"),
+        ("w8a8_dynamic", ["ranges", "gptq", "descend", "drift", "bias"]),
+        ("int4_group32", ["ranges", "adaround"]),
+        ("int8", ["ranges", "gptq", "drift", "bias"]),
+    ):
+        solver._chosen = counted
+        try:
+            model, found = improved(preset, steps, given()[4 * rank :][:4], world)
+        finally:
+            solver._chosen = plain
+        # The third of three, and a single one, are chosen by both, which share the settings.
+        own = ["q", "gate"] if rank == 0 else ["k", "up"]
+        assert sorted(solved) == sorted([*own, "v", "down"]), (preset, solved)
+        alone, expected = improved(preset, steps, given(), False)
+        assert_same(model, alone)
+        assert [row.after for row in found.layers] == pytest.approx([row.after for row in expected.layers])
+        solved.clear()
+
+
+def sees_other_inputs(rank: int, folder: Path) -> None:
+    """What was chosen ahead counts only if all processes see the inputs by which it was."""
+    plain = ahead._are_same
+    ahead._are_same = lambda *calls: rank == 0 and plain(*calls)
+    try:
+        model, _ = improved("int4_weight_only", "best", given()[4 * rank :][:4], dist.group.WORLD)
+    finally:
+        ahead._are_same = plain
+    assert_same(model, improved("int4_weight_only", "best", given(), False)[0])
+
+
+def fails(rank: int, folder: Path) -> None:
+    """An error in what one process chooses is one of both, and nothing changes."""
+    plain, begun = solver._chosen, time.monotonic()
+
+    def failing(name: str, *rest: Any) -> Any:
+        if name == "k":
+            raise CalibrationError("no solution")
+        return plain(name, *rest)
+
+    model = fq.prepare(net(), "int4_weight_only")
+    before = copy.deepcopy(model.state_dict())
+    solver._chosen = failing
+    try:
+        with pytest.raises(
+            CalibrationError, match="^k: no solution" if rank else "the process of rank 1 failed, .* k: no"
+        ):
+            fq.ptq.improve(model, given()[4 * rank :][:4], "fast", group=dist.group.WORLD, progress=False)
+    finally:
+        solver._chosen = plain
+    assert time.monotonic() - begun < 30
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    ranks.run((chooses, sees_other_inputs, fails), tmp_path)
