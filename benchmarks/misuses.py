@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from .record import ROOT, machine, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "misuses.json"
-TESTS = ["tests/test_misuse.py", "tests/test_misuse_ptq.py"]
+TESTS = ["tests/test_misuse.py", "tests/test_misuse_ptq.py", "tests/test_misuse_work.py"]
 
 
 def counted(report: Path) -> dict[str, int]:

@@ -52,15 +52,16 @@ CAUSAL, LABELS, ENCODER = "LlamaForCausalLM", "BertForSequenceClassification", "
 def test_perplexity_is_that_of_the_windows(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, CAUSAL)
     found = loaded(folder, "auto")
-    assert found.task.label == "perplexity of the calibration in lines.txt, 3 windows of 256 tokens"
+    assert found.task.label == "perplexity"
+    assert found.task.on == "3 windows of 256 tokens of lines.txt, which calibrated, too"
     model = found.model()
     tokens = torch.tensor([int(word[1:]) for word in " ".join(LINES).split()])[:768].view(3, 256)
     with torch.no_grad():
         own = sum(model(input_ids=one[None], labels=one[None]).loss.item() for one in tokens) / 3
     assert found.evaluate(model) == pytest.approx(-math.exp(own), rel=1e-6)
     (tmp_path / "more.txt").write_text("\n".join(LINES * 10))
-    by_more = load_recipe(folder, tmp_path / "more.txt", task="auto").task.label
-    assert by_more == "perplexity of more.txt behind the lines that calibrate, 11 windows of 256 tokens"
+    by_more = load_recipe(folder, tmp_path / "more.txt", task="auto").task.on
+    assert by_more == "11 windows of 256 tokens of more.txt, behind those for calibration"
 
 
 @pytest.mark.parametrize("form", ["csv", "names", "numbers"])
@@ -72,7 +73,7 @@ def test_accuracy_counts_the_right_labels(tmp_path: Path, form: str) -> None:
         rows = [{"label": label, "text": text} for (text, _), label in zip(ROWS, labels, strict=True)]
         file.write_text("\n".join(map(json.dumps, rows)))
     found = loaded(folder, f"accuracy={file}")
-    assert found.task.label == f"accuracy in % on the 10 rows of {file.name}"
+    assert (found.task.label, found.task.on) == ("accuracy, %", f"10 rows of {file.name}")
     model = found.model()
     with torch.no_grad():
         ids = torch.tensor([[int(word[1:]) for word in text.split()] for text, _ in ROWS])
@@ -97,7 +98,8 @@ def test_a_page_of_a_folder_says_how_good_it_is(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     data = read_results(out)
     page = (out / "report.html").read_text()
-    assert data.metric.startswith("perplexity of ")
+    assert data.metric == "perplexity"
+    assert "Measured: perplexity on 3 windows of 256 tokens of lines.txt" in page
     assert (data.accuracy[0].format, data.accuracy[0].negated) == ("float32", True)
     assert f"float32 : {-data.accuracy[0].value:.6g}" in done.output
     assert f"{-data.accuracy[-1].value:.2f}" in page

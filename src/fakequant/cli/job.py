@@ -93,6 +93,7 @@ class _Progress:
             summary=(
                 f"Recipe {self.recipe.path.name}, preset {config.name}, activations calibrated with {self.job.method}.",
                 *self.job.exceptions(),
+                *([f"Measured: {self.recipe.task.label} on {self.recipe.task.on}."] if self.recipe.task.on else []),
                 *self.remarks,
             ),
             metric=self.recipe.task.label or "evaluate(model)",

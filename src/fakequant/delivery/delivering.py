@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.folder import own_files, sharded
+from fakequant.delivery.folder import check_shard_size, own_files, sharded
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.errors import ExportError, OutputError
@@ -54,6 +54,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     """
     check_model(model, "deliver", _CALL, ExportError)
     check_path(folder, _CALL)
+    check_shard_size(max_shard_size)
     chosen, state = delivery_format(format), snapshot(model)
     return deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
 

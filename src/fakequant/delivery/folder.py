@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import CheckpointError, not_imported
+from fakequant.errors import CheckpointError, ExportError, not_imported, shown
 from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.state.tensor_file import size_of
@@ -43,6 +43,12 @@ def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
         dtype = next(parameter.dtype for parameter in model.parameters())
         values |= {"architectures": [own_class(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     return json.dumps({**values, "quantization_config": quantization}, indent=2).encode()
+
+
+def check_shard_size(limit: int) -> None:
+    """Raise if the largest size of a file is no number of bytes."""
+    if not isinstance(limit, int) or limit < 1:
+        raise ExportError(f"max_shard_size is a number of bytes, such as 5 * 10**9, got {shown(limit)}")
 
 
 def sharded(files: Files, limit: int) -> dict[str, Content]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.arguments import check_model
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, warn_renamed
 from fakequant.model.storing import store_floats
@@ -39,6 +40,7 @@ def bake_weights(model: Model) -> Model:
     >>> torch.equal(bake_weights(model)(torch.ones(1, 4)), before)
     True
     """
+    check_model(model, "bake_weights", "bake_weights(model)")
     refuse_sharded(model, "bake the weights of")
     store_floats(model)
     weights = quantized_weights(model)

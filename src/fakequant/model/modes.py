@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.data.arguments import Metric, measured
+from fakequant.data.arguments import Metric, check_model, measured
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
@@ -36,6 +36,7 @@ def disabled(model: nn.Module) -> Any:
     >>> with disabled(model):
     ...     y = model(torch.ones(1, 4))
     """
+    check_model(model, "disabled", "with disabled(model):")
     return off(quantizers(model).values())
 
 

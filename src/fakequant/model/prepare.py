@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
-from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
+from fakequant.errors import ConfigError, CoverageWarning, ShapeError, shown, warn_user
 from fakequant.model.analysis.coverage import gradients_in_float, left_in_float, scripted
 from fakequant.model.analysis.operations import operations_of, quantized_parameters
 from fakequant.model.analysis.outliers import Peaks
@@ -102,7 +102,7 @@ def prepare(
     )
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"prepare takes a model first, got {model!r:.80}; write prepare(model, 'int8')")
+        raise ConfigError(f"prepare takes a model first, got {shown(model)}; write prepare(model, 'int8')")
     if found := quantizers(model):
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"

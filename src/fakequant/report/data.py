@@ -60,7 +60,8 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
     cells = []
     for index, row in enumerate(rows):
         sign = -1 if row.negated else 1
-        change = f"{sign * (row.value - rows[0].value):+.{decimals}f}" if index else ""
+        moved = round(sign * (row.value - rows[0].value), decimals) or 0.0  # never "-0.00"
+        change = (f"{moved:+.{decimals}f}" if moved else f"{0:.{decimals}f}") if index else ""
         if index and row.margin is not None:
             change += f" ± {row.margin:.{decimals}f}"
         cells.append((row.format, row.method, f"{sign * row.value:.{decimals}f}", change, row.note))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
-from fakequant.text import table, visible
+from fakequant.text import listed, table, visible
 
 
 def print_report(console: Console, data: ReportData) -> None:
@@ -29,7 +29,13 @@ def print_report(console: Console, data: ReportData) -> None:
     if sizes:
         print_table(console, "Sizes", ("what", "bytes", "in float32"), sizes, numbers=(1, 2))
     for model, operations in data.unquantized.items():
-        console.print(Text(visible(f"{model}, left in float: {'; '.join(operations) or 'nothing'}")))
+        console.print(
+            Text(
+                visible(
+                    f"{model}, left in float: {listed(operations, 6, 'more, see the page', between='; ') or 'nothing'}"
+                )
+            )
+        )
     checks = [
         (
             check.title,

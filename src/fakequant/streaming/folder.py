@@ -16,6 +16,7 @@ from fakequant.data.digest import digest
 from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
 from fakequant.delivery.delivering import deliver_state, weights_in
+from fakequant.delivery.folder import check_shard_size
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.distributed import Together, process_number, processes_of
@@ -113,6 +114,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     processes = Together(processes_of(source if isinstance(source, nn.Module) else nn.Module(), group))
     with ExitStack() as stack, processes:  # an error of one process is raised in all
         check_path(target, call)
+        check_shard_size(max_shard_size)
         chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
         given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
         out = Path(target)

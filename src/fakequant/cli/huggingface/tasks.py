@@ -28,7 +28,8 @@ class FolderTask:
     """A measure of a model.
 
     Attributes:
-        label: what is measured, on what; "" where nothing is.
+        label: what is measured; "" where nothing is.
+        on: the data, in words.
         evaluate: takes a model, returns a number, larger is better.
         smaller: whether `evaluate` gives the negative of a figure of which smaller is better.
         content: the data, as a digest.
@@ -36,6 +37,7 @@ class FolderTask:
     """
 
     label: str = ""
+    on: str = ""
     evaluate: Callable[[nn.Module], float] | None = None
     smaller: bool = False
     content: str = ""
@@ -90,15 +92,16 @@ def _task(
         windows = _windows(tokenizer, lines, where, min(_WINDOW, longest))
         if file is None:
             windows = windows[:64]
-        label = f"perplexity of {where}, {len(windows)} windows of {windows.shape[1]} tokens"
-        return FolderTask(label, lambda net: -_perplexity(net, windows), True, content)
+        on = f"{len(windows)} windows of {windows.shape[1]} tokens of {where}"
+        return FolderTask("perplexity", on, lambda net: -_perplexity(net, windows), True, content)
     longest = min(_LONGEST, getattr(config, "max_position_embeddings", None) or _LONGEST, tokenizer.model_max_length)
     if name == "accuracy":
         rows = _labelled(lines, where, config)
         batches = _batches(tokenizer, [one for one, _ in rows], longest, config.pad_token_id is None)
         wanted = torch.tensor([label for _, label in rows])
         return FolderTask(
-            f"accuracy in % on the {len(rows)} rows of {where}",
+            "accuracy, %",
+            f"{len(rows)} rows of {where}",
             lambda net: 100 * (_outputs(net, batches).argmax(1) == wanted).double().mean().item(),
             content=content,
         )
@@ -110,7 +113,7 @@ def _task(
             wanted.append(_outputs(model().to(next(net.parameters()).device), batches))
         return cosine_similarity(_outputs(net, batches), wanted[0]).mean().item()
 
-    return FolderTask(f"cosine to float32 on {where}, mean of {len(lines)} lines", cosine, content=content)
+    return FolderTask("cosine to float32", f"{len(lines)} lines of {where}, their mean", cosine, content=content)
 
 
 def _known(kind: str) -> Sequence[str]:
@@ -142,7 +145,9 @@ def _lines(file: Path, is_text: bool) -> tuple[list[str], str]:
     if not is_text:
         return lines, file.name
     used, rest = lines_of(file), lines_of(file, LINES)
-    return (rest, f"{file.name} behind the lines that calibrate") if rest else (used, f"the calibration in {file.name}")
+    return (
+        (rest, f"{file.name}, behind those for calibration") if rest else (used, f"{file.name}, which calibrated, too")
+    )
 
 
 def _windows(tokenizer: Any, lines: list[str], where: str, length: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from fakequant.data.arguments import check_model
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.run.recorded import FunctionCall, Recording
@@ -288,6 +289,7 @@ def site_plan(model: nn.Module) -> SitePlan:
     >>> print(site_plan(prepare(Residual(), rules, example=torch.ones(2, 4))))
     _sites.add_0: input int8 per_tensor, other int8 per_tensor
     """
+    check_model(model, "site_plan", "site_plan(model)")
     owners = {path: sites for path, module in model.named_modules() if (sites := sites_of(module)) is not None}
     uses = Counter(id(quantizer) for own in owners.values() for site in own.children() for quantizer in held_by(site))
     first: dict[int, str] = {}

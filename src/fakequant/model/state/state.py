@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from torch import Tensor, nn
 
+from fakequant.data.arguments import check_model
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
@@ -28,6 +29,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> nn.Sequential(nn.Linear(4, 4)).load_state_dict(float_state_dict(model))
     <All keys matched successfully>
     """
+    check_model(model, "float_state_dict", "float_state_dict(model)")
     state = with_stored(model, fetched_state(model))
     state.update({name: own.values() for name, own in state.items() if type(own) is StoredWeight})
     added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)}

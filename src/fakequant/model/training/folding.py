@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_data_parallel, refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
@@ -99,6 +100,7 @@ def merge_batch_norm(model: Model) -> Model:
     >>> merge_batch_norm(fold_batch_norm(model, torch.ones(2, 4)).eval())[1]
     FusedBatchNorm(into 0, inputs of 2 axes)
     """
+    check_model(model, "merge_batch_norm", "merge_batch_norm(model)")
     refuse_sharded(model, "merge the batch normalisations of")
     with restore_on_error(structure_of([model])):
         merged: dict[nn.Module, nn.Module] = {}

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fakequant.data.arguments import check_model
 from fakequant.data.batches import AmbiguousBatchError, Inputs, run_batch
 from fakequant.data.progress import length, track
 from fakequant.data.token_mask import Mask
 from fakequant.distributed import refuse_offloaded
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, shown
 from fakequant.model.training.distillation import Distillation as Distillation
 from fakequant.model.training.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.training.folding import merge_batch_norm as merge_batch_norm
@@ -32,6 +33,8 @@ from fakequant.model.training.scales import set_scales as set_scales
 from fakequant.model.training.steps import Training as Training
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_after, restore_on_error
+
+_CALL = "finetune(model, batches, loss, Schedule(original_lr=0.1, original_epochs=90))"
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -163,7 +166,15 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     >>> len(history), history[1] < history[0]
     (2, True)
     """
+    check_model(model, "finetune", _CALL)
     options = options or Options()
+    for what, value, right in (
+        ("a Schedule", schedule, isinstance(schedule, Schedule)),
+        ("Options", options, isinstance(options, Options)),
+        ("a function as loss, or None", loss, loss is None or callable(loss)),
+    ):
+        if not right:
+            raise ConfigError(f"finetune takes {what}, got {shown(value)}; write {_CALL}")
     if not quantizers(model):
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     refuse_offloaded(model, "fine-tune")
@@ -290,6 +301,9 @@ def _epoch(
             group["lr"] = schedule.lr(done)
         optimizer.zero_grad(set_to_none=True)
         value = measure(batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"of shape {[*value.shape]}" if isinstance(value, Tensor) else shown(value)
+            raise ConfigError(f"the loss of batch {index + 1} is {what}, not a tensor of one number; return its mean")
         value.backward()
         optimizer.step()
         losses.append(value.detach())

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.arguments import refuse_stored
+from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.distributed import is_data_parallel, parallel_group, refuse_sharded, whole
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, shown
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, give_range, note_weight, quantized_weights, warn_of_zeros
 from fakequant.nn.quantizer import Kind, quantizers
@@ -32,6 +32,7 @@ class Scales(Enum):
 
 def freeze_batch_norm(model: nn.Module) -> None:
     """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
+    check_model(model, "freeze_batch_norm", "freeze_batch_norm(model)")
     found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     with restore_on_error(attributes_of(found, "training")):
         for module in found:
@@ -56,6 +57,9 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     >>> model[0]._weight_quantizer.learned.method
     'lsq'
     """
+    check_model(model, "set_scales", "set_scales(model, Scales.LEARNED)")
+    if not isinstance(scales, Scales):
+        raise ConfigError(f"set_scales takes a policy, such as Scales.LEARNED, got {shown(scales)}")
     with restore_on_error(state_of(quantizers(model).values())):
         _set_scales(model, scales, method, options)
         share_learned(model)

@@ -29,7 +29,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
   font-weight: normal; }
 thead th { font-weight: 600; vertical-align: bottom; } tbody tr:nth-child(even) { background: var(--zebra); }
-.number, .layers tr :nth-child(n+4) { text-align: right; }
+td.number { white-space: nowrap; } .number, .layers tr :nth-child(n+4) { text-align: right; }
 .layers { width: 100%; table-layout: fixed; } .layers th:first-child { width: 22%; } .layers th,
 .layers td { padding-right: .5rem; }
 .layers th:nth-child(2) { width: 11%; } .layers th:nth-child(3) { width: 26%; }
