@@ -14,7 +14,7 @@ from fakequant.cli.commands import app
 
 WORDS = {
     "ver": ["verify"],
-    "quantize recipe.py --preset nv": ["nvfp4", "nvfp4_weight_only", "nvfp4_four_over_six"],
+    "quantize recipe.py --preset nv": ["nvfp4", "nvfp4_weight_only", "nvfp4_training", "nvfp4_four_over_six"],
     "quantize recipe.py --me": ["--method"],
     "compare recipe.py --improve f": ["fast"],
     "quantize rec": [],  # bash goes on with files
