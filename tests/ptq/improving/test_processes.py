@@ -18,6 +18,7 @@ from fakequant.ptq.improving import ahead
 from fakequant.ptq.solvers import layer as solver
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
+from tests.support.vision import import_torchvision
 
 pytestmark = ranks.needs_gloo
 
@@ -119,6 +120,39 @@ def fails(rank: int, folder: Path) -> None:
         solver._chosen = plain
     assert time.monotonic() - begun < 30
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def experts(rank: int, folder: Path) -> None:
+    """Each process chooses the matrices of half of the experts, which one weight holds."""
+    import_torchvision()  # before transformers, which imports it
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
+    plain, solved, found = solver._chosen, list[str](), list[nn.Module]()
+    tokens = [torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+    def counted(name: str, *rest: Any) -> Any:
+        solved.append(name.rpartition(".")[2])
+        return plain(name, *rest)
+
+    for own, group in ((tokens, False), (tokens[4 * rank :][:4], dist.group.WORLD)):
+        solved.clear()
+        torch.manual_seed(0)
+        net = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **sizes)).eval()
+        found.append(fq.prepare(net, "int4_weight_only"))
+        solver._chosen = counted
+        try:
+            fq.ptq.improve(found[-1], own, "best", judge=[], group=group, progress=False)
+        finally:
+            solver._chosen = plain
+    assert (solved.count("gate_up_proj"), solved.count("down_proj")) == (2, 2)
+    assert_same(*found)
+
+
+def test_two_processes_share_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ranks.run((experts,), tmp_path)
 
 
 def test_two_processes(tmp_path: Path) -> None:
