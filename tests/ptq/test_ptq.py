@@ -112,10 +112,10 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
 def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     model = prepared("int3 per_channel(0)", input="int4")
     found = fq.ptq.improve(model, batches(), judge=[], progress=False)
-    steps = ["input", "smooth", "bias", "ranges", "gptq", "descend"]
+    steps = ["input", "smooth", "rotate", "bias", "ranges", "gptq", "descend"]
     for row in found.layers:
         assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
-        assert row.after == min(row.before, *(row.steps[step] for step in steps[2:] if step in row.steps))
+        assert row.after == min(row.before, *(row.steps[step] for step in steps[3:] if step in row.steps))
         assert row.steps.get("bias", row.before) <= row.before  # the nearest values with a better bias
     for shown in (str(found), found._repr_html_()):
         for row in found.layers:
@@ -125,14 +125,15 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
         "error of the model's output on 4 batches that chose, too, and new data may lose more: "
         f"{found.before:.2e} -> {found.after:.2e}"
     )
-    assert header.split()[:9] == ["layer", "nearest", *steps, "chosen"]
+    assert header.split()[:10] == ["layer", "nearest", *steps, "chosen"]
 
 
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
-    # For few rows, solvers lower the error to expect of new rows, and not that of these.
+    # Solvers lower the error to expect of new rows, and that of these with it but for a share.
     found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], judge=[], progress=False)
-    assert all(row.steps["adaround"] <= row.steps["descend"] <= row.steps["gptq"] for row in found.layers)
+    for before, after in (("gptq", "descend"), ("descend", "adaround")):
+        assert all(row.steps[after] <= 1.02 * row.steps[before] for row in found.layers)
     assert any(row.steps["adaround"] < row.steps["descend"] for row in found.layers)
 
 
@@ -178,17 +179,14 @@ def test_rows_times_the_weight_matrix_are_the_output(name: str) -> None:
     torch.testing.assert_close(products, right.reshape(products.shape))
 
 
-def test_sums_merge_and_do_not_depend_on_batches() -> None:
+def test_sums_do_not_depend_on_batches() -> None:
     rows = torch.randint(-8, 9, (2, 40_000, 5)).float()
-    whole, parts, other = InputSums(), InputSums(), InputSums()
+    whole, parts = InputSums(), InputSums()
     whole.add(rows)
     parts.add(rows[:, :7])
-    other.add(rows[:, 7:])
-    parts.merge(other)
-    empty = InputSums()
-    empty.merge(parts)
-    assert empty.count == whole.count == 40_000
-    assert_same_bits(empty.moments, whole.moments)  # sums of integers are exact
+    parts.add(rows[:, 7:])
+    assert parts.count == whole.count == 40_000
+    assert_same_bits(parts.moments, whole.moments)  # sums of integers are exact
     assert_same_bits(whole.moments, rows.double().transpose(1, 2) @ rows.double())
     centred = rows.double() - rows.double().mean(1, keepdim=True)
     torch.testing.assert_close(whole.about_mean().moments, centred.transpose(1, 2) @ centred)

@@ -19,7 +19,7 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.sites.functions import SiteFunction, SiteOperand, register_function
 from fakequant.nn.sites.traits import Trait
-from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
+from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 
 __all__ = [
     "Add",
@@ -35,6 +35,7 @@ __all__ = [
     "Product",
     "QuantizedLayer",
     "Quantizer",
+    "ScaledHadamard",
     "SiteFunction",
     "SiteOperand",
     "Trait",

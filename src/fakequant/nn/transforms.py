@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,31 @@ class BlockHadamard(InputTransform):
 
     def extra_repr(self) -> str:
         return f"blocks of {self.matrix.shape[0]}"
+
+
+class ScaledHadamard(BlockHadamard):
+    """A rotation of the input times one factor per feature: rotated, a large feature makes its whole block large.
+
+    >>> rotation = ScaledHadamard.of(nn.Linear(2, 1), block=2)
+    >>> rotation.scale = torch.tensor([0.5, 1.0])
+    >>> rotation(torch.tensor([[2.0, 1.0]])).round(decimals=3)
+    tensor([[1.4140, 0.0000]])
+    """
+
+    kind = "scaled_hadamard"
+    scale: Tensor
+
+    @classmethod
+    def of(cls, layer: Any, *, block: int = 0, **options: int) -> ScaledHadamard:
+        found = cast("ScaledHadamard", super().of(layer, block=block))
+        found.register_buffer("scale", torch.ones_like(layer.weight[0], dtype=torch.float32))
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale.to(x.dtype))
+
+    def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        return super().forward(weight / self.scale.to(weight.dtype))
 
 
 class Permutation(InputTransform):

@@ -79,7 +79,7 @@ def chooses(rank: int, folder: Path) -> None:
             model, found = improved(preset, steps, given()[4 * rank :][:4], world)
         finally:
             solver._chosen = plain
-        # The third of three, and a single one, are chosen by both, which share the settings.
+        # The third of three, and a single one, are chosen by both.
         own = ["q", "gate"] if rank == 0 else ["k", "up"]
         assert sorted(solved) == sorted([*own, "v", "down"]), (preset, solved)
         alone, expected = improved(preset, steps, given(), False)

@@ -130,13 +130,13 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
 )
 def test_the_memory_of_sums_is_that_of_the_widest_layer(layer: nn.Module, columns: list[int]) -> None:
     model = fq.prepare(nn.Sequential(layer), "int8_weight_only")
-    assert parts.memory(model[0].products()) == 8 * 8 * sum(count**2 for count in columns)
+    assert parts.memory(model[0].products()) == 4 * 8 * sum(count**2 for count in columns)
 
 
 def test_the_memory_of_sums_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
-    model = fq.prepare(nn.Sequential(nn.Linear(1024, 4), nn.Linear(4, 4)), "int8_weight_only")
+    model = fq.prepare(nn.Sequential(nn.Linear(1536, 4), nn.Linear(4, 4)), "int8_weight_only")
     with progress.counting(told.append, bars=False):
-        fq.ptq.improve(model, [torch.randn(8, 1024)], "fast")
+        fq.ptq.improve(model, [torch.randn(8, 1536)], "fast")
     assert told == ["choosing weights, in up to 0.1 GB: 1 of 2"]

@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant.ops import library
 from fakequant.ptq.solvers.grid import WeightGrid
 from fakequant.ptq.solvers.problem import Problem
-from fakequant.ptq.solvers.rounding import gptq
+from fakequant.ptq.solvers.rounding import gptq, gptq_and_loss
 from fakequant.ptq.solvers.sums import Drift, InputSums
 
 OUT, COLUMNS, DAMPING = 24, 300, 0.05
@@ -49,6 +49,17 @@ def test_values_are_those_by_the_inverse(name: str) -> None:
     assert torch.equal(library.fake_quantize(found, params, spec), found)
 
 
+def problem(weight: Tensor, x: Tensor, float_x: Tensor | None = None) -> Problem:
+    """The problem of a layer with inputs [rows, columns], and other ones in the float model."""
+    sums = InputSums()
+    sums.add(x[None])
+    if float_x is not None:
+        sums = sums.with_drift(Drift.of(weight[None]))
+        assert sums.drift is not None
+        sums.drift.add(x[None], float_x[None], weight[None])
+    return Problem(weight, sums)
+
+
 @pytest.mark.parametrize("with_drift", [False, True])
 def test_a_loss_is_that_of_the_outputs(with_drift: bool) -> None:
     columns = 2500  # several panels
@@ -56,14 +67,24 @@ def test_a_loss_is_that_of_the_outputs(with_drift: bool) -> None:
     weight = torch.randn(8, columns, generator=generator)
     chosen = weight + 0.05 * torch.randn(8, columns, generator=generator)
     float_x = x + 0.1 * torch.randn(x.shape, generator=generator) if with_drift else x
-    sums = InputSums()
-    sums.add(x[None])
-    if with_drift:
-        sums = sums.with_drift(Drift.of(weight[None]))
-        assert sums.drift is not None
-        sums.drift.add(x[None], float_x[None], weight[None])
-    problem = Problem(weight, sums)
+    own = problem(weight, x, float_x if with_drift else None)
     wanted = float_x.double() @ weight.double().T
     expected = (wanted - x.double() @ chosen.double().T).square().sum()
-    torch.testing.assert_close(problem.loss(chosen), float(expected), rtol=1e-5, atol=0)
-    torch.testing.assert_close(problem.energy(), float(wanted.square().sum()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(own.loss(chosen), float(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(own.energy(), float(wanted.square().sum()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("with_drift", [False, True])
+@pytest.mark.parametrize("kind", ["random", "dead columns", "few rows"])
+def test_gptq_knows_what_its_values_lose(kind: str, with_drift: bool) -> None:
+    x, generator = inputs(), torch.Generator().manual_seed(2)
+    x = x[:40] if kind == "few rows" else x
+    if kind == "dead columns":
+        x[:, ::3] = 0
+    weight, spec = torch.randn(OUT, COLUMNS, generator=generator), fq.QuantSpec.parse("int4 per_channel(0)")
+    float_x = x + 0.1 * torch.randn(x.shape, generator=generator) if with_drift else None
+    own, grid = problem(weight, x, float_x), WeightGrid(spec, fq.choose_qparams(weight, spec), weight.shape)
+    values, loss = gptq_and_loss(weight, own.sums.moments[0], grid, DAMPING, own.pull(0))
+    torch.testing.assert_close(own.loss_of(loss), own.loss(values), rtol=1e-4, atol=1e-6 * own.energy())
+    if with_drift:  # it makes good some of it
+        assert own.loss(values) < own.loss(gptq(weight, own.sums.moments[0], grid, DAMPING))

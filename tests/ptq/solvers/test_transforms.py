@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.modes import disabled
-from fakequant.nn import BlockHadamard, ChannelScale, InputTransform
+from fakequant.nn import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.nn.transforms import make_transform
-from fakequant.ptq.solvers.transforms import rotate, smooth
+from fakequant.ptq.solvers.transforms import transform
 from tests.support.bits import assert_same_bits
 
 LAYERS = {
@@ -35,16 +35,16 @@ def transformed(name: str, kind: str) -> tuple[Any, Tensor]:
     x = torch.randn(shape)
     fq.calibrate(model, [x], progress=False)
     with torch.no_grad():
-        transform = make_transform(kind, model[0], **({"block": 16} if kind == "block_hadamard" else {}))
-        if isinstance(transform, ChannelScale):
-            transform.scale.copy_(torch.rand(transform.scale.shape) + 0.5)
-        model[0].weight.copy_(transform.into_weight(model[0], model[0].weight))
-    model[0].input_transform = transform
+        own = make_transform(kind, model[0], **({"block": 16} if "hadamard" in kind else {}))
+        if isinstance(own, ChannelScale | ScaledHadamard):
+            own.scale.copy_(torch.rand(own.scale.shape) + 0.5)
+        model[0].weight.copy_(own.into_weight(model[0], model[0].weight))
+    model[0].input_transform = own
     fq.calibrate(model, [x], progress=False)
     return model, x
 
 
-KINDS = [(name, "channel_scale") for name in LAYERS] + [("linear", "block_hadamard")]
+KINDS = [(name, "channel_scale") for name in LAYERS] + [("linear", "block_hadamard"), ("linear", "scaled_hadamard")]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -138,16 +138,45 @@ def with_outliers(input: str, size: float = 100.0) -> Any:
 
 def test_smoothing_takes_away_what_outliers_cost() -> None:
     model = with_outliers("int8")
-    found = smooth(model[0].products(), [[x] for x in outliers()])
+    found = transform(model[0].products(), [[x] for x in outliers()], ["smooth"])
     assert isinstance(model[0].input_transform, ChannelScale)
     assert found.after < 0.01 * found.before
 
 
 def test_rotations_spread_outliers() -> None:
     model = with_outliers("int4 per_token dynamic", 10.0)
-    found = rotate(model[0].products(), [[x] for x in outliers(10.0)])
+    found = transform(model[0].products(), [[x] for x in outliers(10.0)], ["rotate"])
     assert isinstance(model[0].input_transform, BlockHadamard)
     assert found.after < 0.5 * found.before
+
+
+def heavy_tails(rows: int, seed: int) -> Tensor:
+    """Inputs [rows, 128] by Student's t, with every 16th channel five times as large."""
+    generator = torch.Generator().manual_seed(seed)
+    normal, squares = torch.randn(rows, 128, generator=generator), torch.randn(4, rows, 128, generator=generator)
+    scale = torch.ones(128)
+    scale[::16] = 5.0
+    return normal / squares.square().mean(0).sqrt() * scale
+
+
+def error_after(steps: list[str]) -> tuple[float, type]:
+    """The share of new outputs of a layer with 4-bit inputs that is lost, and the transform that was chosen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 128))
+    config = fq.Config("test", (fq.Rule(weight="int4 per_channel(0)", input="int4 per_token dynamic"),))
+    model = fq.prepare(copy.deepcopy(net), config)
+    fq.ptq.improve(model, [heavy_tails(128, seed) for seed in range(4)], steps, progress=False)
+    new = heavy_tails(2000, 9)
+    with torch.no_grad():
+        wanted = net(new)
+        return float((model(new) - wanted).square().sum() / wanted.square().sum()), type(model[0].input_transform)
+
+
+def test_transforms_are_judged_together() -> None:
+    (smooth, _), (rotate, _), (both, chosen) = map(error_after, (["smooth"], ["rotate"], ["smooth", "rotate"]))
+    assert chosen is ScaledHadamard
+    assert rotate < 0.65 * smooth
+    assert both < 0.85 * rotate
 
 
 def test_what_does_not_help_is_not_done() -> None:
@@ -156,8 +185,8 @@ def test_what_does_not_help_is_not_done() -> None:
     inputs = [[torch.rand(64, 64) * 2 - 1] for _ in range(4)]
     fq.calibrate(model, [x for (x,) in inputs], progress=False)
     before = model[0].weight.clone()
-    for transform in (smooth, rotate):
-        found = transform(model[0].products(), inputs)
+    for steps in (["smooth"], ["rotate"], ["smooth", "rotate"]):
+        found = transform(model[0].products(), inputs, steps)
         assert found.transform is None
         assert found.before == found.after
     assert model[0].input_transform is None
@@ -238,6 +267,6 @@ def test_what_a_few_batches_alone_would_win_is_not_done(step: str, rows: int, se
 
 def test_a_single_batch_is_judged_by_itself() -> None:
     model = with_outliers("int8")
-    found = smooth(model[0].products(), [outliers()[:1]])
+    found = transform(model[0].products(), [outliers()[:1]], ["smooth"])
     assert isinstance(model[0].input_transform, ChannelScale)
     assert found.after < 0.01 * found.before

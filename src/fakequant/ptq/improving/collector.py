@@ -24,16 +24,14 @@ from fakequant.ptq.solvers.layer import Choice, choose, on_device
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, Drift, InputSums, drift_share, stacked
-from fakequant.ptq.solvers.transforms import put, rotate, set_params, smooth
+from fakequant.ptq.solvers.transforms import put, set_params, transform
 
 StepsOf = Callable[[str], Sequence[str]]
 """Gives the steps for a layer by its name."""
-TRANSFORMS = {"smooth": smooth, "rotate": rotate}
+TRANSFORMS = "smooth", "rotate"
 """The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
 _FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
-_HELD_BACK = 4
-"""Every fourth batch is held back where a setting is chosen, if there are as many."""
 
 
 class Collector:
@@ -79,14 +77,14 @@ class Collector:
     ) -> list[Choice]:
         """What loses least for weights that get the inputs of a stage; processes share the weights."""
 
-        def sums() -> Iterator[tuple[str, Iterable[tuple[InputSums, InputSums]]]]:
+        def sums() -> Iterator[tuple[str, Iterable[InputSums]]]:
             for name in names:
                 at, other = (one and one._replace(name=name) for one in (stage, wanted))
                 assert at is not None
-                found = self.sums(at, other, hold_back="descend" in steps_of(name))
+                found = self.sums(at, other)
                 yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
 
-        def solve(given: tuple[str, Iterable[tuple[InputSums, InputSums]]], together: Together) -> Choice:
+        def solve(given: tuple[str, Iterable[InputSums]], together: Together) -> Choice:
             name, product = given[0], self._layers[given[0]]
             return choose(product.row_name(name), product, given[1], steps_of(name), together)
 
@@ -125,7 +123,7 @@ class Collector:
         group = self._take_same_input(stage)
         if not group:
             return InputChoice(None, None, {})
-        own, transform = group[0].input_quantizer, None
+        own = group[0].input_quantizer
         assert own is not None
         seen = [[x for x, *_ in calls if x.numel()] for calls in self.inputs(stage).values()]
         inputs = [calls for calls in seen if calls]
@@ -138,13 +136,13 @@ class Collector:
             params, before, after = searched_input(group, inputs)
             set_params(group, params)
             left["input"] = after / before if before else 1.0
-        for step, find in TRANSFORMS.items():
-            if step in steps and group[0].input_transform is None:
-                chosen = find(group, inputs)
-                left[step] = chosen.after / chosen.before if chosen.before else 1.0
-                if chosen.transform is not None:
-                    transform, params = chosen.transform, chosen.params
-        return InputChoice(transform, params, left)
+        asked = [step for step in TRANSFORMS if step in steps]
+        if asked and group[0].input_transform is None:
+            chosen = transform(group, inputs, asked)
+            left |= {step: chosen.after / chosen.before if step == chosen.step else 1.0 for step in asked}
+            if chosen.transform is not None:
+                return InputChoice(chosen.transform, chosen.params, left)
+        return InputChoice(None, params, left)
 
     def _choose_input_together(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
         group = self._processes.group
@@ -178,8 +176,8 @@ class Collector:
             return []
         return [self._layers[name] for name in alike]
 
-    def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> Iterator[tuple[InputSums, InputSums]]:
-        """For each matrix of a weight the sums of its quantized inputs: of batches to fit, and of those held back."""
+    def sums(self, stage: Stage, wanted: Stage | None) -> Iterator[InputSums]:
+        """For each matrix of a weight the sums of its quantized inputs."""
         product, own = self._layers[stage.name], self.inputs(stage)
         seen = self._of_sibling(stage)
         self._last = None  # what it holds is freed before new sums are made
@@ -189,14 +187,14 @@ class Collector:
         calls = self._calls(product, own, others) if with_drift or seen is None else []
         if product.is_stack:  # one matrix at a time
             for place in product.reads:
-                one = self._sums(stage, calls, (place,), hold_back=hold_back)
-                yield self._with_drift(stage, calls, one) if with_drift else one.stacked()
+                one = self._sums(stage, calls, (place,))
+                yield self._with_drift(stage, calls, one) if with_drift else stacked(one.sums)
             return
         if seen is None:
-            seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]), hold_back=hold_back)
+            seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]))
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, stage.all_calls, seen
-        yield self._with_drift(stage, calls, seen) if with_drift else seen.stacked()
+        yield self._with_drift(stage, calls, seen) if with_drift else stacked(seen.sums)
 
     def _calls(
         self,
@@ -205,53 +203,45 @@ class Collector:
         others: Mapping[int, Sequence[tuple[Tensor, ...]]],
     ) -> list[_Call]:
         return [
-            _Call(place, number, inputs, product.quantized_inputs(inputs), others[number][call] if others else None)
-            for place, (number, calls) in enumerate(own.items())
+            _Call(number, inputs, product.quantized_inputs(inputs), others[number][call] if others else None)
+            for number, calls in own.items()
             for call, inputs in enumerate(calls)
         ]
 
-    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...], *, hold_back: bool) -> _ReadSums:
+    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
-        found = _ReadSums(reads, [InputSums() for _ in reads], [InputSums() for _ in reads], hold_back)
-        parts = Parts.of(product)
+        found, parts = {index: InputSums() for index in dict.fromkeys(firsts)}, Parts.of(product)
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):
-                for index in dict.fromkeys(firsts):
+                for index, sums in found.items():
                     for x in product.pieces(call.rounded[reads[index]]):
-                        found.of(call)[index].add(parts.rows(product.rows(x)))
+                        sums.add(parts.rows(product.rows(x)))
         group = self._processes.group
         self._processes.all(None)  # none of them failed
-        for index in dict.fromkeys(firsts):
-            for sums in (found.fit[index], found.held[index]):
-                if group is not None:
-                    sums.merge_processes(group, product.tensor.device)
-        return found._replace(fit=[found.fit[index] for index in firsts], held=[found.held[index] for index in firsts])
+        for sums in found.values():
+            if group is not None:
+                sums.merge_processes(group, product.tensor.device)
+        return _ReadSums(reads, [found[index] for index in firsts])
 
-    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> tuple[InputSums, InputSums]:
+    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> InputSums:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
-        found = seen._replace(
-            fit=[sums.with_drift(Drift.of(own)) for sums, own in zip(seen.fit, weights, strict=True)],
-            held=[sums.with_drift(Drift.of(own)) for sums, own in zip(seen.held, weights, strict=True)],
-        )
+        found = [sums.with_drift(Drift.of(own)) for sums, own in zip(seen.sums, weights, strict=True)]
         for call in calls:
             assert call.floats is not None
             with input_named(product.row_name(stage.name), call.number):
-                for sums, read, weight in zip(found.of(call), seen.reads, weights, strict=True):
+                for sums, read, weight in zip(found, seen.reads, weights, strict=True):
                     floats = product.pieces(_transformed(product, call.floats[read]))
                     for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
                         assert sums.drift is not None
                         sums.drift.add(parts.rows(product.rows(x)), parts.rows(product.rows(wanted)), weight)
         self._processes.all(None)
-        pairs = [*zip(found.fit, found.held, strict=True)]
-        for sums in (one for pair in pairs for one in pair):
+        for sums in found:
             if self._processes.group is not None and sums.drift is not None:
                 sums.drift.merge_processes(self._processes.group)
-        if any(drift_share(*pair) > MOST_DRIFT for pair in pairs):
-            return seen.stacked()
-        return found.stacked()
+        return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
 
     def _float_inputs(
         self, stage: Stage, wanted: Stage | None, own: Mapping[int, list[tuple[Tensor, ...]]]
@@ -290,8 +280,6 @@ class Collector:
 class _Call(NamedTuple):
     """The inputs of one call."""
 
-    place: int
-    """That of the batch among all batches that call the layer."""
     number: int
     """That of the batch."""
     inputs: Sequence[Tensor]
@@ -302,20 +290,10 @@ class _Call(NamedTuple):
 
 
 class _ReadSums(NamedTuple):
-    """For each place of an input that groups of outputs read, the sums of batches to fit, and of those held back."""
+    """For each place of an input that groups of outputs read, the sums of its rows."""
 
     reads: tuple[int, ...]
-    fit: list[InputSums]
-    held: list[InputSums]
-    holds_back: bool
-
-    def of(self, call: _Call) -> list[InputSums]:
-        """The sums to which a call belongs."""
-        return self.held if self.holds_back and call.place % _HELD_BACK == _HELD_BACK - 1 else self.fit
-
-    def stacked(self) -> tuple[InputSums, InputSums]:
-        """The sums of all groups of outputs."""
-        return stacked(self.fit), stacked(self.held)
+    sums: list[InputSums]
 
 
 def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:

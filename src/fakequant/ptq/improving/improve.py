@@ -38,7 +38,7 @@ from fakequant.text import listed, module_name
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
-    "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
+    "best": ("input", "smooth", "rotate", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
 _NO_STEPS = "nearest: improve has no steps for a"
@@ -81,7 +81,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
-        steps: "best", "fast" (no descent, one damping and one share of the drift), or names of `fakequant.ptq.STEPS`.
+        steps: "best", "fast" (without "rotate" and "descend"), or names of `fakequant.ptq.STEPS`.
         inputs, forward, mask: as for `calibrate`.
         checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
             so that only the other layers are chosen; the result is the same to the bit.

@@ -140,7 +140,7 @@ def _split(name: str, weight: Product, sums: InputSums, rank: int) -> LayerResul
     if not bool(sums.moments.any()) or not bool(whole.any()):
         return LayerResult(name, note="its inputs or its weights are all zero")
     before = problem.loss(_nearest(whole, spec)) / energy
-    factor = damped_factor(sums.moments[0], _DAMPING)
+    factor, _ = damped_factor(sums.moments[0], _DAMPING)
     branch, best, chosen = LowRank.of(weight.layer, rank), before, None
     rounded = _nearest(whole, spec)
     for _ in range(_ROUNDS):

@@ -17,8 +17,8 @@ _MOST = 2**22
 """Values of the matrices of a wider convolution together, 32 MB in float64."""
 
 
-_MATRICES = 8
-"""The sums of batches that choose settings and of others, those about their means, and a factor; 2 of "fast" alone."""
+_MATRICES = 4
+"""The sums, those about their means, and those in float32 twice, as they are and as a factor; and a part of another."""
 
 
 class Parts:
@@ -89,7 +89,7 @@ class Parts:
 def memory(products: Iterable[MatrixProduct]) -> int:
     """Bytes that the sums and the choice of the widest layer take at most, beside the inputs that wait there.
 
-    They are up to 8 matrices of float64 with a row and a column for each column of a weight: 0.27 GB for 2,048.
+    They are up to 4 matrices of float64 with a row and a column for each column of a weight: 0.13 GB for 2,048.
     """
     widest = 0
     for product in products:

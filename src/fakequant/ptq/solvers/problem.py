@@ -8,10 +8,10 @@ from torch import Tensor
 from fakequant.errors import CalibrationError
 from fakequant.ptq.solvers.sums import InputSums
 
+_DAMPING = 0.05
+"""What is added to the diagonal of the moments for however many rows, as a share of its mean."""
 _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
-_PRIOR_OF_DRIFT = 4.0
-"""How many times larger the ridge of the target is with as many rows as columns, likewise."""
 _PANEL = 1024  # columns that are multiplied at once
 _VALUES = 2**18  # that are added at once: they stay in a cache
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
@@ -37,10 +37,11 @@ class Problem:
         self._pull = None if sums.drift is None else sums.drift.products
         self._constant = 0.0 if sums.drift is None else float(sums.drift.output_squares.sum())
         columns_per_row = self._matrix_shape[2] / max(sums.count, 1)
-        self._lack_of_rows = min(columns_per_row, columns_per_row**4)
-        self.prior = _PRIOR * self._lack_of_rows
+        self.prior = _PRIOR * min(columns_per_row, columns_per_row**4)
         """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
         columns cancel less for new rows than for those that were seen."""
+        self.damping = _DAMPING + self.prior
+        """What solvers add in all: one share for codes and for drift."""
 
     def loss(self, chosen: Tensor) -> float:
         """The error of values in the shape of the weight."""
@@ -59,11 +60,11 @@ class Problem:
         squares = self._error(chosen).square_().sum((1, 2), dtype=torch.float64)
         return float((squares * self.prior * self._mean_squares()).sum())
 
-    def moments(self, group: int) -> Tensor:
-        """A copy of the moments of a group with the prior; columns that are always 0 stay so."""
+    def moments(self, group: int, damping: float) -> Tensor:
+        """A copy of the moments of a group with a damped diagonal; columns that are always 0 stay so."""
         found = self.sums.moments[group].clone()
         diagonal = found.diagonal()
-        diagonal.add_(torch.where(diagonal > 0, self.prior * self._mean_squares()[group], 0.0))
+        diagonal.add_(torch.where(diagonal > 0, damping * self._mean_squares()[group], 0.0))
         return found
 
     def _mean_squares(self) -> Tensor:
@@ -77,49 +78,61 @@ class Problem:
             found += 2 * _inner(self._pull, self.weight) + self._constant
         return max(found, torch.finfo(torch.float64).tiny)
 
-    def target(self, ridge: float | None) -> Tensor:
-        """The matrix that lowers the error most, [groups, outputs, columns]: W, moved to make good the drift.
+    def pull(self, group: int) -> Tensor | None:
+        """What the drift adds to the error of a group, P."""
+        return None if self._pull is None else self._pull[group]
+
+    def loss_of(self, solved: float) -> float:
+        """The error of values whose tr(E H E^T) + 2 tr(P E^T) a solver gave."""
+        return max(solved + self._constant, 0.0)
+
+    def missed_mean(self, chosen: Tensor) -> Tensor:
+        """What the mean of the wanted output is above that of the output by values [outputs of all groups]."""
+        wanted, mean = self.sums.wanted_mean()[:, :, None], self.sums.mean()[:, :, None]
+        values = chosen.reshape(self._matrix_shape)
+        return (self.weight.double() @ wanted - values.double() @ mean).reshape(-1)
+
+    def target(self, group: int, damping: float) -> Tensor:
+        """The matrix [outputs, columns] with the smallest error: W, moved to make good the drift.
 
         GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
 
         Args:
-            ridge: added to the diagonal of the moments, as a share of its mean, and more where there are few rows; None
-                keeps W.
+            group: of the convolution.
+            damping: added to the diagonal of the moments, as a share of its mean.
         """
-        if ridge is None or self._pull is None:
-            return self.weight
-        damping = self.prior + ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
-        found = torch.empty_like(self.weight)
-        for group, (moments, pull) in enumerate(zip(self.sums.moments, self._pull, strict=True)):
-            unit = _unit(moments)  # float32 is enough, because the ridge bounds the condition
-            factor = damped_factor(_by_unit(moments, unit), damping)
-            found[group] = _by_unit(pull, unit)
-            half = torch.linalg.solve_triangular(factor.mT, found[group], upper=True, left=False)
-            torch.linalg.solve_triangular(factor, half, upper=False, left=False, out=found[group])
-        return found.add_(self.weight)
+        if self._pull is None:
+            return self.weight[group]
+        moments = self.sums.moments[group]
+        unit = mean_of_diagonal(moments)
+        factor, _ = damped_factor(by_unit(moments, unit), damping)
+        found = by_unit(self._pull[group], unit)
+        half = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
+        torch.linalg.solve_triangular(factor, half, upper=False, left=False, out=found)
+        return found.add_(self.weight[group])
 
 
-def damped_factor(moments: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
-    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal; more damping where it fails.
+def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal, and what was added to it.
 
     Args:
         moments: float64 or float32.
-        damping: added to the diagonal, as a share of its mean; a diagonal value of 0 is replaced by the mean.
-        order: of the columns; by default their own.
+        damping: added to the diagonal, as a share of its mean, more where it fails; a diagonal value of 0 is replaced
+            by the mean.
 
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
     """
-    diagonal = moments.diagonal() if order is None else moments.diagonal()[order]
+    diagonal = moments.diagonal()
     # A sum is finite only where all values are, and takes no matrix of its own.
     if not bool(moments.sum().isfinite()):
         raise CalibrationError("the sums of inputs are not finite")
     mean = diagonal.mean().clamp(min=torch.finfo(moments.dtype).tiny)
     for step in _LADDER:
-        damped = moments.clone() if order is None else moments[order[:, None], order]
-        damped.diagonal().add_(step * damping * mean + (diagonal <= 0) * mean)
+        damped, added = moments.clone(), step * damping * mean + (diagonal <= 0) * mean
+        damped.diagonal().add_(added)
         if factored(damped.mT):
-            return damped.mT
+            return damped.mT, added
     raise CalibrationError("the sums of inputs are not positive semidefinite")
 
 
@@ -141,26 +154,33 @@ def _trace(matrix: Tensor, moments: Tensor) -> float:
 
     The moments are sums of such products, too. They are symmetric: each product of two columns is made once.
     """
-    found, unit = 0.0, _unit(moments)
+    found, unit = 0.0, mean_of_diagonal(moments)
     for start in range(0, matrix.shape[2], _PANEL):
         end = min(start + _PANEL, matrix.shape[2])
-        panel = _by_unit(moments[:, start:, start:end], unit)
+        panel = by_unit(moments[:, start:, start:end], unit)
         panel[:, end - start :] *= 2
         found += _inner(matrix[:, :, start:] @ panel, matrix[:, :, start:end])
     return found * float(unit)
 
 
-def _unit(moments: Tensor) -> Tensor:
+def mean_of_diagonal(moments: Tensor) -> Tensor:
     """The mean of the diagonals, by which tiny moments stay in the range of float32."""
     return moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _by_unit(values: Tensor, unit: Tensor) -> Tensor:
-    """Float64 values by a unit, in float32; some rows at a time."""
+def by_unit(values: Tensor, unit: Tensor, order: Tensor | None = None) -> Tensor:
+    """Float64 values by a unit, in float32; some rows at a time. `order`: of the rows and columns of moments."""
     found = torch.empty_like(values, dtype=torch.float32)
-    for rows, own in zip(found.split(_PANEL, -2), values.split(_PANEL, -2), strict=True):
-        rows.copy_(own / unit)
+    for start in range(0, values.shape[-2], _PANEL):
+        end = start + _PANEL
+        own = values[..., start:end, :] if order is None else values[order[start:end]][:, order]
+        found[..., start:end, :] = own / unit
     return found
+
+
+def sum_of_squares(values: Tensor) -> float:
+    """The sum of squares of a matrix, added in float64; some rows at a time."""
+    return _inner(values[None], values[None])
 
 
 def _inner(one: Tensor, other: Tensor) -> float:

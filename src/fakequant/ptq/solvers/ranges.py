@@ -105,7 +105,7 @@ def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
 
 def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
     """The smallest range that holds all inputs of a quantizer."""
-    return _joined([library.measure(x, spec.granularity) for calls in inputs for x in calls])
+    return joined_range([library.measure(x, spec.granularity) for calls in inputs for x in calls])
 
 
 def parts_of(batch: Sequence[Tensor]) -> Inputs:
@@ -163,12 +163,13 @@ def _width(found: Range) -> float:
     return float((found.hi - found.lo).max())
 
 
-def _joined(seen: Sequence[Range]) -> Range:
+def joined_range(seen: Sequence[Range]) -> Range:
+    """The smallest range that holds those of several."""
     return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
 
 
 def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
-    whole = _joined(seen)
+    whole = joined_range(seen)
     return choose_qparams(Range(whole.lo * factor, whole.hi * factor), spec)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -98,11 +98,6 @@ class Drift:
         return [getattr(self, field.name) for field in fields(self)]
 
 
-def joined_drift(parts: Sequence[Drift], join: Callable[[list[Tensor]], Tensor]) -> Drift:
-    """The drift whose sums a function makes of those of several."""
-    return Drift(*(join(list(own)) for own in zip(*(part.tensors() for part in parts), strict=True)))
-
-
 class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
 
@@ -144,19 +139,6 @@ class InputSums:
         found = InputSums()
         vars(found).update(vars(self), drift=drift)
         return found
-
-    def merge(self, other: InputSums) -> None:
-        """Merge the sums of another `InputSums` of the same layer."""
-        if not other.count:
-            return
-        if not self.count:
-            vars(self).update(vars(other))
-            return
-        self.moments = self.moments + other.moments
-        self.total = self.total + other.total
-        self.count += other.count
-        if self.drift is not None and other.drift is not None:
-            self.drift = joined_drift([self.drift, other.drift], lambda pair: pair[0] + pair[1])
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
@@ -226,14 +208,12 @@ def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tens
     return torch.sub(moments, outer, out=outer)
 
 
-def drift_share(*parts: InputSums) -> float:
+def drift_share(sums: InputSums) -> float:
     """The variance of the drift as a share of the variance of the rows; 0 without a drift."""
-    drift = rows = 0.0
-    for part in parts:
-        if part.count and part.drift is not None:
-            drift += float(part.drift.squares.sum() - part.drift.total.square().sum() / part.count)
-            squares = part.moments.diagonal(dim1=1, dim2=2).sum()
-            rows += float(squares - part.total.square().sum() / part.count)
+    if not sums.count or sums.drift is None:
+        return 0.0
+    drift = float(sums.drift.squares.sum() - sums.drift.total.square().sum() / sums.count)
+    rows = float(sums.moments.diagonal(dim1=1, dim2=2).sum() - sums.total.square().sum() / sums.count)
     return drift / rows if rows > 0 else 0.0
 
 
@@ -256,8 +236,7 @@ def stacked(parts: Sequence[InputSums]) -> InputSums:
         setattr(found, name, torch.cat([x * share for x, share in zip(own, shares, strict=True)]))
     drifts = [part.drift for part in parts if part.drift is not None]
     if len(drifts) == len(parts):
-        found.drift = joined_drift(
-            drifts, lambda tensors: torch.cat([x * share for x, share in zip(tensors, shares, strict=True)])
-        )
+        tensors = zip(*(drift.tensors() for drift in drifts), strict=True)
+        found.drift = Drift(*(torch.cat([x * n for x, n in zip(own, shares, strict=True)]) for own in tensors))
     found.count = count
     return found
