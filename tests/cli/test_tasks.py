@@ -104,6 +104,7 @@ def test_a_page_of_a_folder_says_how_good_it_is(tmp_path: Path) -> None:
     assert f"float32 : {-data.accuracy[0].value:.6g}" in done.output
     assert f"{-data.accuracy[-1].value:.2f}" in page
     assert "not measured" not in page
+    assert "activations calibrated" not in page  # they stay in float
 
 
 def test_a_text_too_short_to_measure_is_said_on_the_page(tmp_path: Path) -> None:

@@ -88,10 +88,12 @@ class _Progress:
 
     def data(self, config: Config) -> ReportData:
         """The content of the report that the steps so far give."""
+        static = any(rule.input is not None and not rule.input.dynamic for rule in config.rules)
+        ranges = f", activations calibrated with {self.job.method}" if static else ""
         return ReportData(
             title_of(self.recipe.path, config),
             summary=(
-                f"Recipe {self.recipe.path.name}, preset {config.name}, activations calibrated with {self.job.method}.",
+                f"Recipe {self.recipe.path.name}, preset {config.name}{ranges}.",
                 *self.job.exceptions(),
                 *([f"Measured: {self.recipe.task.label} on {self.recipe.task.on}."] if self.recipe.task.on else []),
                 *self.remarks,
