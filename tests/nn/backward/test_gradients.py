@@ -24,6 +24,7 @@ from tests.support.cases import FORMATS, FormatCase
 
 NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
 MXFP4 = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
+TRAINING = [getattr(fq.presets, f"{name}_TRAINING").rules[0].gradient for name in ("FP8", "MXFP8", "MXFP4", "NVFP4")]
 PLAIN = {name: case for name, case in FORMATS.items() if case.symmetric and not isinstance(case.format, fq.Format)}
 
 
@@ -219,13 +220,32 @@ def test_shapes(shape: tuple[int, ...]) -> None:
         assert all(one.isfinite().all() for one in (dx, dw, db))
 
 
-def test_what_is_not_finite_reaches_the_gradients() -> None:
-    model = prepared(nn.Linear(16, 8), GradientConfig(NVFP4, NVFP4, hadamard=16))
-    dy = torch.randn(16, 8)
-    dy[3, 2] = float("nan")
-    dx, dw, _ = gradients(model, torch.randn(16, 16), dy)
-    assert dx[3].isnan().all()
-    assert dw[2].isnan().all()
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("config", [*TRAINING, GradientConfig("int8 per_token stochastic")], ids=str)
+def test_what_is_not_finite_reaches_the_gradients(config: GradientConfig, value: float) -> None:
+    """As a GradScaler looks for it; where it lies in no row or column of a gradient, that is what it was."""
+    model = prepared(nn.Linear(32, 8), config)
+    dy = torch.randn(32, 8)
+    dy[3, 2] = value
+    dx, dw, db = gradients(model, torch.randn(32, 32), dy)
+    assert not dx[3].isfinite().any()
+    assert not dw[2].isfinite().any()
+    assert not db[2].isfinite()
+    assert dx[4].isfinite().all()
+    assert dw[1].isfinite().all()
+
+
+def test_a_grad_scaler_sees_what_overflows_in_a_convolution() -> None:
+    model = prepared(nn.Conv2d(2, 4, 3), "float8_e5m2")
+    before, optimizer = copy.deepcopy(model.state_dict()), torch.optim.SGD(model.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with torch.autocast("cpu", torch.float16):
+        y = model(torch.randn(2, 2, 6, 6))
+    scaler.scale(y.float().sum()).backward()  # by 2 ** 20, which is beyond float16
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**20
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_frozen_weights_and_inputs_without_gradient() -> None:

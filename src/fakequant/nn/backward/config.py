@@ -17,7 +17,8 @@ class GradientConfig:
     tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
 
     Args:
-        gradient: dy in both products; `stochastic` in its text leaves the expected gradient as it is.
+        gradient: dy in both products; `stochastic` in its text leaves the expected gradient as it is. Infinity becomes
+            NaN, so that a GradScaler sees it.
         input: x in dW, from the input before it was quantized; None: x as the forward product has it.
         weight: W in dx, from the weight before it was quantized; None: W as the forward product has it, as where it
             has square blocks.

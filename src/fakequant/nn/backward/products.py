@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,9 +24,9 @@ from fakequant.nn.transforms import hadamard
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 
-_OVER_ROWS = {-1: 0, 0: 1}
-"""Where the axes of a specification are in a tensor [rows, columns, ...] whose rows a product sums over."""
-_OVER_COLUMNS = {-1: 1}
+_ROWS, _COLUMNS = 0, 1
+_AXES = {_ROWS: {-1: 0, 0: 1}, _COLUMNS: {-1: 1}}
+"""Where the axes of a specification are in a tensor [rows, columns, ...] by the axis that a product sums over."""
 _SIGNS = 0x9E3779B97F4A7C15
 """Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
 as NVIDIA's recipe has it."""
@@ -42,8 +44,8 @@ class Gradients(NamedTuple):
         if own.weight is not None:
             if own.hadamard and self.product.rotates:
                 dy, weight = rotated(dy, 1, own.hadamard), rotated(weight, 0, own.hadamard)
-            weight = _quantized(weight, own.weight, _OVER_ROWS)
-        return self.product.of_input(_quantized(dy, own.gradient, _OVER_COLUMNS), weight.to(dy.dtype), shape)
+            weight = _quantized(weight, own.weight, _ROWS)
+        return self.product.of_input(_quantized(dy, own.gradient, _COLUMNS), weight.to(dy.dtype), shape)
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
@@ -51,12 +53,20 @@ class Gradients(NamedTuple):
         if own.input is not None:
             if own.hadamard and self.product.rotates:
                 dy, x = rotated(dy, 0, own.hadamard), rotated(x, 0, own.hadamard)
-            x = _quantized(x, own.input, _OVER_ROWS)
-        return self.product.of_weight(_quantized(dy, own.gradient, _OVER_ROWS), x.to(dy.dtype), shape)
+            x = _quantized(x, own.input, _ROWS)
+        return self.product.of_weight(_quantized(dy, own.gradient, _ROWS), x.to(dy.dtype), shape)
 
 
-def _quantized(x: Tensor, spec: QuantSpec, axes: dict[int, int]) -> Tensor:
-    return library.fake_quantize_dynamic(x, spec.regrouped(lambda one: one.remap_axes(axes)))
+def _quantized(x: Tensor, spec: QuantSpec, summed: int) -> Tensor:
+    along = _along if library.needs_tracing(x) else _along_once
+    return library.fake_quantize_dynamic(x, along(spec, summed))
+
+
+def _along(spec: QuantSpec, summed: int) -> QuantSpec:
+    return spec.regrouped(lambda one: one.remap_axes(_AXES[summed]))
+
+
+_along_once = lru_cache(maxsize=1024)(_along)  # torch.compile warns of a cache
 
 
 def rotated(x: Tensor, axis: int, block: int) -> Tensor:
@@ -66,16 +76,25 @@ def rotated(x: Tensor, axis: int, block: int) -> Tensor:
 
     >>> x = torch.tensor([[8.0], [0.0], [0.0]])
     >>> rotated(x, 0, 4).flatten()
-    tensor([4., 4., 4., 4.])
+    tensor([-4., -4., -4., -4.])
     """
     x = x.movedim(axis, 0)
-    rows = x.shape[0]
-    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)], device=x.device)
-    matrix = hadamard(block).to(x.device) * signs
+    rows, device = x.shape[0], x.device
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, math.prod(x.shape[1:]))
     blocks = F.pad(wide, (0, 0, 0, -rows % block)).unflatten(0, (-1, block))
-    y = (matrix.to(wide.dtype) @ blocks).flatten(0, 1).to(x.dtype)
+    made = _signed_hadamard if library.needs_tracing(x) else _made_once
+    # A backward pass that begins within autocast would multiply in half precision.
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
+        y = (made(block, wide.dtype, device) @ blocks).flatten(0, 1).to(x.dtype)
     return y.unflatten(1, x.shape[1:]).movedim(0, axis)
+
+
+def _signed_hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)])
+    return (hadamard(block) * signs).to(device, dtype)
+
+
+_made_once = lru_cache(maxsize=64)(_signed_hadamard)  # 60 us of the 90 us that a matrix of 128 x 128 took on a CPU
 
 
 class WeightedSum(ABC):
@@ -164,28 +183,36 @@ _CONVOLUTIONS: dict[int, tuple[Any, Any, Any]] = {
 
 
 class _Multiplied(torch.autograd.Function):
-    """x and weight as the forward product has them; the other two are what they were before, without gradients."""
+    """x and weight as the forward product has them; the other two are what they were before, None where not wanted."""
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, x_before: Tensor, weight_before: Tensor, gradients: Gradients
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_before: Tensor | None,
+        weight_before: Tensor | None,
+        gradients: Gradients,
     ) -> Tensor:
         return gradients.product.output(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, x_before, weight_before, gradients = inputs
-        config = gradients.config
-        own = x if config.input is None else x_before, weight if config.weight is None else weight_before
-        ctx.save_for_backward(*own)
+        of_input, of_weight, *_ = ctx.needs_input_grad  # by the gradient of one is the other multiplied
+        ctx.save_for_backward(
+            (x if x_before is None else x_before) if of_weight else None,
+            (weight if weight_before is None else weight_before) if of_input else None,
+        )
         ctx.gradients, ctx.shapes = gradients, (x.shape, weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients: Gradients = ctx.gradients
         (x, weight), rows = ctx.saved_tensors, gradients.product.rows
-        dy = rows(grad_outputs[0])
         dx = dw = db = None
+        # Quantizers clip infinity, and a GradScaler would not see that float16 overflowed: they keep NaN.
+        dy = rows(grad_outputs[0]).nan_to_num(math.nan, math.nan, math.nan)
         if ctx.needs_input_grad[0]:
             dx = gradients.of_input(dy, weight, ctx.shapes[0])
         if ctx.needs_input_grad[1]:
@@ -193,6 +220,24 @@ class _Multiplied(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dx, dw, db, None, None, None
+
+
+class _MultipliedInTransforms(_Multiplied):
+    """`_Multiplied` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Multiplied.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        output, (of_x, of_weight, of_bias, *_) = ctx.gradients.product.output, tangents
+        moved: Tensor = output(torch.zeros_like(x) if of_x is None else of_x, weight, of_bias)
+        return moved if of_weight is None else moved + output(x, of_weight, None)
 
 
 def multiplied(layer: Any, x: Tensor, gradients: Gradients) -> Tensor:
@@ -206,13 +251,29 @@ def multiplied(layer: Any, x: Tensor, gradients: Gradients) -> Tensor:
     Raises:
         ConfigError: `parallelize_module` shared the weight out.
     """
-    if is_sharded(layer.weight):
+    weight = layer.weight  # once: a parametrization computes it, and one of spectral norm changes its state
+    if is_sharded(weight):
         raise ConfigError(
             "gradients are quantized by the ranges of whole tensors, and parallelize_module shared this layer's out; "
             "leave gradient= out of its rule, or share the model out by fully_shard"
         )
     if (transform := layer.input_transform) is not None:
         x = transform(x)
-    padded = gradients.product.padded
-    own = padded(layer.quantized("_input_quantizer", x)), layer.quantized_weight(), layer.bias
-    return _Multiplied.apply(*own, padded(x.detach()), layer.weight.detach(), gradients)  # type: ignore[no-any-return]
+    config, padded = gradients.config, gradients.product.padded
+    in_transforms = library.needs_tracing(x) and not torch.compiler.is_compiling()
+    return (_MultipliedInTransforms if in_transforms else _Multiplied).apply(  # type: ignore[no-any-return]
+        _by_autocast(padded(layer.quantized("_input_quantizer", x))),
+        _by_autocast(layer.quantized("_weight_quantizer", weight)),
+        layer.bias,
+        None if config.input is None else padded(x),
+        None if config.weight is None else weight,
+        gradients,
+    )
+
+
+def _by_autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which autocast multiplies it, which is kept until the backward pass, as for float layers."""
+    device = x.device.type
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

@@ -29,6 +29,7 @@ from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
 from fakequant.nn.stored.layer import StoringLayer
 from fakequant.nn.transforms import InputTransform
+from fakequant.ops.tracing import is_recorded
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
@@ -185,8 +186,11 @@ class QuantizedLayer(StoringLayer):
         return None
 
     def trained_product(self, x: Tensor) -> Tensor | None:
-        """The output with quantized backward products; None where there are none, or no gradient is wanted."""
-        if self.gradient is None or not torch.is_grad_enabled():
+        """The output with quantized backward products; None where there are none, or no gradient is wanted.
+
+        An exporter or torch.jit.trace records the layer without them: its graph has no form for them.
+        """
+        if self.gradient is None or not torch.is_grad_enabled() or is_recorded():
             return None
         product = type(self).weighted_sum(self)
         return None if product is None else multiplied(self, x, Gradients(self.gradient, product))
