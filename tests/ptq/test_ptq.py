@@ -133,7 +133,8 @@ def test_adaround_goes_on_from_the_steps_before_it() -> None:
     # Solvers lower the error to expect of new rows, and that of these with it but for a share.
     found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], judge=[], progress=False)
     for before, after in (("gptq", "descend"), ("descend", "adaround")):
-        assert all(row.steps[after] <= 1.02 * row.steps[before] for row in found.layers)
+        lost, left = (sum(row.steps[step] for row in found.layers) for step in (before, after))
+        assert left <= lost
     assert any(row.steps["adaround"] < row.steps["descend"] for row in found.layers)
 
 

@@ -23,6 +23,7 @@ from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.transforms import hadamard
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.ops.tracing import is_recorded
 
 _ROWS, _COLUMNS = 0, 1
 _AXES = {_ROWS: {-1: 0, 0: 1}, _COLUMNS: {-1: 1}}
@@ -240,17 +241,22 @@ class _MultipliedInTransforms(_Multiplied):
         return moved if of_weight is None else moved + output(x, of_weight, None)
 
 
-def multiplied(layer: Any, x: Tensor, gradients: Gradients) -> Tensor:
-    """The output of a quantized layer for its input, with quantized backward products.
+def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
+    """The output of a quantized layer with quantized backward products; None where there are none, or none are wanted.
+
+    An exporter or torch.jit.trace records the layer without them: its graph has no form for them.
 
     Args:
         layer: with an input transform, quantizers, a weight and a bias, all of which but the weight may be None.
         x: the input.
-        gradients: how its backward products are quantized.
+        config: how its backward products are quantized.
 
     Raises:
         ConfigError: `parallelize_module` shared the weight out.
     """
+    product = type(layer).weighted_sum(layer) if torch.is_grad_enabled() and not is_recorded() else None
+    if product is None:
+        return None
     weight = layer.weight  # once: a parametrization computes it, and one of spectral norm changes its state
     if is_sharded(weight):
         raise ConfigError(
@@ -259,7 +265,7 @@ def multiplied(layer: Any, x: Tensor, gradients: Gradients) -> Tensor:
         )
     if (transform := layer.input_transform) is not None:
         x = transform(x)
-    config, padded = gradients.config, gradients.product.padded
+    padded = product.padded
     in_transforms = library.needs_tracing(x) and not torch.compiler.is_compiling()
     return (_MultipliedInTransforms if in_transforms else _Multiplied).apply(  # type: ignore[no-any-return]
         _by_autocast(padded(layer.quantized("_input_quantizer", x))),
@@ -267,7 +273,7 @@ def multiplied(layer: Any, x: Tensor, gradients: Gradients) -> Tensor:
         layer.bias,
         None if config.input is None else padded(x),
         None if config.weight is None else weight,
-        gradients,
+        Gradients(config, product),
     )
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
 from fakequant.nn.backward.config import GradientConfig
-from fakequant.nn.backward.products import Gradients, LinearSum, WeightedSum, WindowSum, multiplied
+from fakequant.nn.backward.products import LinearSum, WeightedSum, WindowSum, trained_product
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct
 from fakequant.nn.leaf import Proxy, as_leaf
@@ -29,7 +29,6 @@ from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
 from fakequant.nn.stored.layer import StoringLayer
 from fakequant.nn.transforms import InputTransform
-from fakequant.ops.tracing import is_recorded
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
@@ -185,16 +184,6 @@ class QuantizedLayer(StoringLayer):
         """The product of a float or quantized layer whose gradients can be quantized; None for classes without one."""
         return None
 
-    def trained_product(self, x: Tensor) -> Tensor | None:
-        """The output with quantized backward products; None where there are none, or no gradient is wanted.
-
-        An exporter or torch.jit.trace records the layer without them: its graph has no form for them.
-        """
-        if self.gradient is None or not torch.is_grad_enabled() or is_recorded():
-            return None
-        product = type(self).weighted_sum(self)
-        return None if product is None else multiplied(self, x, Gradients(self.gradient, product))
-
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output in integer execution, plus bias; None where the layer is simulated.
 
@@ -339,9 +328,8 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
-        y = None if self.gradient is None else self.trained_product(input)
-        # Asked here, because a computed weight is computed when read.
-        if y is None and self.execution is not Execution.SIMULATE:
+        y = None if self.gradient is None else trained_product(self, input, self.gradient)
+        if y is None and self.execution is not Execution.SIMULATE:  # before a computed weight is read, and computed
             y = self.integer_product(input, self.weight, self.bias)
         if y is None:
             y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
@@ -383,8 +371,8 @@ class _QuantConv(SpatialLayer):
             return as_leaf(self, input)
         if self._is_one_example(input):
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        y = None if self.gradient is None else self.trained_product(input)
-        if y is None and self.execution is not Execution.SIMULATE:  # as in QuantLinear
+        y = None if self.gradient is None else trained_product(self, input, self.gradient)
+        if y is None and self.execution is not Execution.SIMULATE:
             y = self.integer_product(input, self.weight, self.bias)
         if y is not None:
             return y
