@@ -332,7 +332,8 @@ def one_line(arguments: list[str]) -> str:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit), repr(result.exception)
-    line = result.stderr.strip()
+    *warned, line = result.stderr.strip().split("\n")
+    assert all(one.startswith("warning: ") for one in warned), warned
     assert line.startswith("error: "), line
     assert "Traceback" not in line
     return line

@@ -21,7 +21,7 @@ from fakequant.numerics.formats import parse_format
 from fakequant.ptq.advising.result import TriedWay
 
 LONGEST = 200
-PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule)
+PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule, fq.GradientConfig)
 ptq = fq.ptq
 PLANNED = PlannedSite("blocks.0", "add", 0, ("input", "other"), {"other": SiteQuantizer(TensorConfig("int8"))})
 TRIED_WAY = TriedWay(ptq.Compared("INT8", "mse", ""), 900, 21.0)
@@ -31,7 +31,8 @@ LAYERS = [LayerSummary(f"blocks.{i}", "Linear", {}, calibrated=True, has_weight=
 STATE = fq.snapshot(fq.prepare(torch.nn.Linear(4, 4), "int8_weight_only"))
 SHORT: list[Any] = [
     *fq.presets.presets().values(),
-    *(rule for preset in fq.presets.presets().values() for rule in preset.rules),
+    # Without those of training in blocks, which hold five specifications.
+    *(rule for preset in fq.presets.presets().values() for rule in preset.rules if "input=" not in str(rule.gradient)),
     *(rule.weight for preset in fq.presets.presets().values() for rule in preset.rules if rule.weight),
     *(rule.weight.spec for preset in fq.presets.presets().values() for rule in preset.rules if rule.weight),
     *map(parse_format, fq.formats()),
@@ -55,6 +56,7 @@ SHORT: list[Any] = [
     ptq.Rotated("residual stream", 512, ("embed",), ("head",)),
     ptq.FoldedScale("blocks.0", "norm"),
     SCORE,
+    fq.GradientConfig("int8 stochastic", input="int8", hadamard=16),
     *targets().values(),
     *ptq.PRESETS.values(),
 ]

@@ -223,7 +223,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
 
 def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     model, batches = encoder()
-    fq.ptq.improve(model, batches, "fast", progress=False)
+    fq.ptq.improve(model, batches, ["ranges", "gptq", "drift", "bias"], progress=False)  # ranges of inputs stay
     assert {one.what for one in next_step(model, Halves(batches), run).tried} == {
         f"Calibrate the inputs by '{name}'" for name in ("max", "percentile", "entropy")
     }
