@@ -28,6 +28,9 @@ class Mesh:
 
     group: Any = None
 
+    def __repr__(self) -> str:
+        return f"Mesh({self.group})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         copy = memo[id(self)] = Mesh()
         copy.group = self.group

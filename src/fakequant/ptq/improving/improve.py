@@ -123,8 +123,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
         )
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
-    with torch.inference_mode(mode=False), restore_on_error(structure_of([model])), processes:
-        result = improved(model, weights, split, chosen_steps, processes, finished=finished, progress=progress)
+    undo = [structure_of([model])]
+    how: dict[str, Any] = {"finished": finished, "progress": progress, "undo": undo}
+    with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
+        result = improved(model, weights, split, chosen_steps, processes, **how)
         raise_scales(model)
     return result
 
@@ -140,6 +142,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     floats: KeptBatches | None = None,
     has_effect: bool = True,
     progress: bool | None = None,
+    undo: list[Restore] | None = None,
 ) -> Improvement:
     """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
 
@@ -153,6 +156,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
         floats: what the float model is called with where that is something else, by the same numbers.
         has_effect: whether the error of the output is measured, and the model restored after an error.
         progress: see `improve`.
+        undo: gets what restores the weights, for errors after this function.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), torch.no_grad():
@@ -161,6 +165,8 @@ def improved(  # noqa: PLR0913  all but the first five by name
         layers, recorded, fixed, result = _looked_at(model, weights, split.all, keep)
         check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = {} if judging is None else _states(layers.values())
+        if undo is not None:
+            undo.insert(0, in_order(*before.values()))
         with restore_on_error(in_order(*before.values())):
             effect = None if judging is None else Effect(model, judging, recorded, processes)
             with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
