@@ -28,6 +28,9 @@ TRAINING = [getattr(fq.presets, f"{name}_TRAINING").rules[0].gradient for name i
 PLAIN = {name: case for name, case in FORMATS.items() if case.symmetric and not isinstance(case.format, fq.Format)}
 
 
+GRADIENTS_OF_16_BITS = fq.Config(fq.Rule("*", weight="int16", gradient="int16; input=int16; weight=int16"))
+
+
 def prepared(layer: nn.Module, gradient: Any, preset: str = "int8_per_token") -> Any:
     model = fq.prepare(nn.Sequential(layer), fq.Config(fq.Rule("*", preset, gradient=gradient)))
     return model.double() if next(layer.parameters()).dtype is torch.float64 else model
@@ -116,18 +119,21 @@ def test_blocks_of_convolutions_lie_along_channels_and_along_samples() -> None:
     ids=lambda layer: f"{layer.padding}, {layer.padding_mode}",
 )
 def test_all_paddings(layer: Any) -> None:
-    """In float64 with operands that are numbers of their format, all gradients are those of torch."""
+    """In float64 with operands of 16 bits gradients are nearly those of torch."""
     layer = layer.double()
     with torch.no_grad():
         layer.weight.copy_(layer.weight.mul(64).round().clamp(-15, 15))
-    model = prepared(copy.deepcopy(layer), "int16; input=int16; weight=int16")
+    config = fq.Config(fq.Rule("*", weight="int16"))
+    plain = fq.prepare(nn.Sequential(copy.deepcopy(layer)), config)
+    model = fq.prepare(nn.Sequential(copy.deepcopy(layer)), GRADIENTS_OF_16_BITS)
     x = torch.randint(-8, 9, (3, 4, 9, 8)).double()
     dy = torch.randint(-8, 9, layer(x).shape).double()
-    for quantizer in fq.nn.quantizers(model).values():
-        quantizer.mode = fq.nn.Mode.OFF
     for found, right in zip(gradients(model, x, dy), gradients(layer, x, dy), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
-    assert_same_bits(model(x), layer(x))
+    assert_same_bits(model(x), plain(x))
+    with fq.disabled(model):  # gradients, too
+        for found, right in zip(gradients(model, x, dy), gradients(layer, x, dy), strict=True):
+            assert_same_bits(found, right)
 
 
 def test_convolutions_do_without_a_hadamard_matrix() -> None:
@@ -287,11 +293,12 @@ def test_a_rule_goes_to_text_and_a_layer_to_a_checkpoint(tmp_path: Any) -> None:
         ("int8; input=int8; hadamard=12", "power of two such as 16, or 0 for none, got 12"),
         ("int8; hadamard=16", "give input= for the product"),
         ("int99x", "int99x"),
+        (None, "expected a QuantSpec or its text"),
     ],
 )
-def test_texts_that_mean_nothing_are_refused(text: str, message: str) -> None:
+def test_texts_that_mean_nothing_are_refused(text: str | None, message: str) -> None:
     with pytest.raises((ConfigError, fq.errors.SpecError), match=message):
-        fq.Rule("*", "int8", gradient=text)
+        fq.Rule("*", "int8", gradient=GradientConfig(None) if text is None else text)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_done_is_refused() -> None:

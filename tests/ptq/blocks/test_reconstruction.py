@@ -130,6 +130,17 @@ def test_every_preset_loses_less_and_gives_the_same_bits_again(preset: str) -> N
         assert_same_bits(value, states[1][name], name)
 
 
+def test_blocks_learn_by_gradients_in_float() -> None:
+    states = []
+    for gradient in (None, fq.GradientConfig("int4 stochastic")):
+        block, inputs, targets = block_of(prepared("int3 per_channel(0)", input="int4", gradient=gradient))
+        reconstruct_block(block, inputs, targets, iterations=20)
+        assert block.first.gradient == gradient
+        states.append(block.state_dict())
+    for name, value in states[0].items():
+        assert_same_bits(value, states[1][name], name)
+
+
 def test_what_nothing_makes_better_stays_as_it_was() -> None:
     block, inputs, _ = block_of(prepared())
     with torch.no_grad():

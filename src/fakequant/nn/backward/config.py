@@ -28,6 +28,7 @@ class GradientConfig:
             too, do without it. 0: not at all.
 
     Raises:
+        SpecError: no specification of the gradient, or one that cannot be read.
         ConfigError: a Hadamard matrix without `input` and `weight`, or of another size than a power of two.
 
     >>> print(GradientConfig("float8_e5m2"))
@@ -48,8 +49,8 @@ class GradientConfig:
         weight: QuantSpec | str | None = None,
         hadamard: int = 0,
     ) -> None:
-        given = {"gradient": gradient, "input": input, "weight": weight}
-        for name, spec in given.items():
+        object.__setattr__(self, "gradient", as_spec(gradient))
+        for name, spec in {"input": input, "weight": weight}.items():
             object.__setattr__(self, name, None if spec is None else as_spec(spec))
         object.__setattr__(self, "hadamard", hadamard)
         if not isinstance(hadamard, int) or hadamard < 0 or hadamard == 1 or hadamard & (hadamard - 1):

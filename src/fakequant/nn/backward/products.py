@@ -41,21 +41,20 @@ class Gradients(NamedTuple):
 
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         """dx = dy W in a shape, for dy [rows, out, ...] and a weight [out, ...]."""
-        own = self.config
-        if own.weight is not None:
-            if own.hadamard and self.product.rotates:
-                dy, weight = rotated(dy, 1, own.hadamard), rotated(weight, 0, own.hadamard)
-            weight = _quantized(weight, own.weight, _ROWS)
-        return self.product.of_input(_quantized(dy, own.gradient, _COLUMNS), weight.to(dy.dtype), shape)
+        return self.product.of_input(*self._operands(dy, weight, self.config.weight, _COLUMNS), shape)
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
-        own = self.config
-        if own.input is not None:
-            if own.hadamard and self.product.rotates:
-                dy, x = rotated(dy, 0, own.hadamard), rotated(x, 0, own.hadamard)
-            x = _quantized(x, own.input, _ROWS)
-        return self.product.of_weight(_quantized(dy, own.gradient, _ROWS), x.to(dy.dtype), shape)
+        return self.product.of_weight(*self._operands(dy, x, self.config.input, _ROWS), shape)
+
+    def _operands(self, dy: Tensor, other: Tensor, spec: QuantSpec | None, summed: int) -> tuple[Tensor, Tensor]:
+        """Both operands of a sum over an axis of dy and the first one of the other, quantized here by `spec`."""
+        block = self.config.hadamard if self.product.rotates else 0
+        if spec is not None:
+            if block:
+                dy, other = rotated(dy, summed, block), rotated(other, _ROWS, block)
+            other = _quantized(other, spec, _ROWS)
+        return _quantized(dy, self.config.gradient, summed), other.to(dy.dtype)
 
 
 def _quantized(x: Tensor, spec: QuantSpec, summed: int) -> Tensor:
@@ -244,7 +243,8 @@ class _MultipliedInTransforms(_Multiplied):
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
     """The output of a quantized layer with quantized backward products; None where there are none, or none are wanted.
 
-    An exporter or torch.jit.trace records the layer without them: its graph has no form for them.
+    A layer whose quantizers are off computes in float, gradients too. An exporter or torch.jit.trace records the layer
+    without them: its graph has no form for them.
 
     Args:
         layer: with an input transform, quantizers, a weight and a bias, all of which but the weight may be None.
@@ -254,7 +254,8 @@ def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | N
     Raises:
         ConfigError: `parallelize_module` shared the weight out.
     """
-    product = type(layer).weighted_sum(layer) if torch.is_grad_enabled() and not is_recorded() else None
+    is_on = torch.is_grad_enabled() and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))
+    product = type(layer).weighted_sum(layer) if is_on and not is_recorded() else None
     if product is None:
         return None
     weight = layer.weight  # once: a parametrization computes it, and one of spectral norm changes its state

@@ -21,11 +21,12 @@ from torch.func import functional_call
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.run.outputs import float_tensors
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.blocks.learned_weight import LearnedWeight, learnable_weights
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import Choice, write
-from fakequant.restore import attributes_of, restore_after, restore_on_error, state_of
+from fakequant.restore import attributes_of, in_order, restore_after, restore_on_error, state_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _CHECKS = 20
@@ -186,11 +187,14 @@ class _Learning:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context in which weights are computed here, and input scales are parameters."""
+        """A context in which weights are computed here, and input scales are parameters; gradients are in float."""
         own = [weight.quantizer for weight in self._weights.values()]
-        with restore_after(attributes_of(own, "mode")):
+        layers = [layer for layer in self._block.modules() if isinstance(layer, QuantizedLayer)]
+        with restore_after(in_order(attributes_of(own, "mode"), attributes_of(layers, "gradient"))):
             for quantizer in own:
                 quantizer.mode = Mode.OFF
+            for layer in layers:
+                layer.gradient = None
             for quantizer in self._steps:
                 quantizer.learn("lsq", gradient_factor=False)
             yield
