@@ -130,7 +130,7 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
 
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
-    # Solvers lower the error to expect of new rows, and that of these with it but for a share.
+    # What a solver lowers includes what new rows add. The error on these rows alone may rise in one layer, so: the sum.
     found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], judge=[], progress=False)
     for before, after in (("gptq", "descend"), ("descend", "adaround")):
         lost, left = (sum(row.steps[step] for row in found.layers) for step in (before, after))

@@ -110,9 +110,7 @@ class Blocks:
             early = {path for path in weights if layer_of(path) in self._calls.before}
             chosen = {path: own for path, own in weights.items() if path not in early}
             split = Split.of(quantized, judge=[])
-            found = improved(
-                model, chosen, split, steps, self._processes, floats=floats, has_effect=False, progress=False
-            )
+            found = improved(model, chosen, split, steps, self._processes, floats=floats, progress=False)
             raise_scales(model)
         note = "nearest: it runs before the blocks"
         rows = {weights[path].row_name(path): note for path in early}
@@ -159,9 +157,7 @@ class Blocks:
         if held:
             weights = calibrated_weights(block, _CALLER)
             split = Split.of(given, judge=[])
-            found = improved(
-                block, weights, split, steps, self._processes, floats=wanted, has_effect=False, progress=False
-            )
+            found = improved(block, weights, split, steps, self._processes, floats=wanted, progress=False)
             layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
         self._quantized = _outputs(path, block, given)
         raise_scales(block)

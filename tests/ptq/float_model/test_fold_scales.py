@@ -19,6 +19,7 @@ from fakequant.model.modes import disabled
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales
+from fakequant.ptq.float_model.fold_scales import FoldedScale
 from fakequant.ptq.weights import shared_parameters
 from tests.support.architectures import case_of, each_architecture
 from tests.support.bits import assert_same_bits
@@ -164,6 +165,20 @@ def test_what_cannot_be_folded_stays_and_says_why(name: str) -> None:
     assert list(model.state_dict()) == list(state)
     assert_same_bits(model(batches()[0]), y)
     assert f"stays: {why}" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["block_hadamard", "scaled_hadamard", "permutation"])
+def test_every_other_transform_stays_by_its_name(kind: str) -> None:
+    model: Any = fq.prepare(nn.Sequential(Block(nn.LayerNorm(16)), Block(nn.LayerNorm(16))), "int8")
+    options = {"block": 4} if "hadamard" in kind else {}
+    model[0].up.input_transform = transform = make_transform(kind, model[0].up, **options)
+    row = FoldedScale("0.up", note=f"a normalisation cannot hold a {type(transform).__name__}")
+    assert fold_scales(model, batches()[0]).layers == [row]
+    for layer in (model[1].up, model[1].gate):
+        scaled(layer, 0.5)
+    found = fold_scales(model, batches()[0]).layers
+    assert found == [FoldedScale("1.up", "1.norm"), FoldedScale("1.gate", "1.norm"), row]
+    assert model[0].up.input_transform is transform
 
 
 class Branches(nn.Module):

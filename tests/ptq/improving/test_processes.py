@@ -41,9 +41,8 @@ def net() -> Net:
     return Net().eval()
 
 
-def given() -> list[Tensor]:
-    """Every fourth batch of a process is held back, so that halves hold back those that one process does."""
-    return [torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+def given(count: int = 8) -> list[Tensor]:
+    return [torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
 
 
 def improved(preset: str, steps: Any, batches: list[Tensor], group: Any) -> tuple[nn.Module, Any]:
@@ -86,6 +85,26 @@ def chooses(rank: int, folder: Path) -> None:
         assert_same(model, alone)
         assert [row.after for row in found.layers] == pytest.approx([row.after for row in expected.layers])
         solved.clear()
+
+
+def judges(rank: int, folder: Path) -> None:
+    """The bits are those of one process where the same batches judge: in runs of eight, or where they are given."""
+    batches, found = given(16), list[nn.Module]()
+    runs, strided = batches[8 * rank :][:8], batches[rank::2]
+    for own, judge, group in (
+        (batches, None, False),
+        (runs, None, dist.group.WORLD),
+        ([x for n, x in enumerate(batches) if n % 8 != 1], batches[1::8], False),
+        ([x for n, x in enumerate(batches) if n % 8 != 1 and n % 2 == rank], [batches[1 + 8 * rank]], dist.group.WORLD),
+        (strided, None, dist.group.WORLD),
+    ):
+        found.append(fq.prepare(net(), fq.Config("test", (fq.Rule(weight="int3 per_channel(0)"),))))
+        result = fq.ptq.improve(found[-1], own, "best", judge=judge, group=group, progress=False)
+        print(rank, result)
+    for other in found[1:4]:
+        assert_same(found[0], other)
+    with pytest.raises(AssertionError):  # the second of each one's own batches judges
+        assert_same(found[0], found[4])
 
 
 def sees_other_inputs(rank: int, folder: Path) -> None:
@@ -156,4 +175,4 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    ranks.run((chooses, sees_other_inputs, fails), tmp_path)
+    ranks.run((chooses, judges, sees_other_inputs, fails), tmp_path)

@@ -29,7 +29,7 @@ from fakequant.text import table
 
 @dataclass(frozen=True)
 class FoldedScale:
-    """What happened to the scale of a layer's input.
+    """What happened to the transform of a layer's input.
 
     Attributes:
         layer: the path of the layer.
@@ -63,7 +63,7 @@ def fold_scales(
 
     One run finds which module makes the input of which layers, by the identity of tensors. All readers of its output
     must have the same scale. A run checks that the float function of the model stays; a scale whose fold changes it
-    stays where it is. Ranges and codes stay as they are.
+    stays where it is, as do transforms that are more than a scale. Ranges and codes stay as they are.
 
     Args:
         model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
@@ -91,13 +91,15 @@ def fold_scales(
     if not quantizers(model):
         raise ConfigError("fold_scales takes a prepared model, whose layers have scales of their inputs")
     refuse_sharded(model, "fold the scales of inputs in")
-    layers = {
-        module: name
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLayer) and isinstance(module.input_transform, ChannelScale)
-    }
+    layers, others = dict[nn.Module, str](), list[FoldedScale]()
+    for name, module in model.named_modules():
+        transform = module.input_transform if isinstance(module, QuantizedLayer) else None
+        if isinstance(transform, ChannelScale):
+            layers[module] = name
+        elif transform is not None:
+            others.append(FoldedScale(name, note=f"a normalisation cannot hold a {type(transform).__name__}"))
     if not layers:
-        return FoldedScales()
+        return FoldedScales(others)
     given = Batches([batch], "fold_scales", inputs=inputs, forward=forward)
 
     def in_float(model: nn.Module, batch: Any) -> Any:
@@ -116,7 +118,7 @@ def fold_scales(
         if layer not in into:
             why = "no normalisation makes its input" if found.calls[layer] else "this batch does not reach it"
             notes.setdefault(layer, why)
-    return FoldedScales([FoldedScale(name, into.get(m, ""), notes.get(m, "")) for m, name in layers.items()])
+    return FoldedScales([FoldedScale(name, into.get(m, ""), notes.get(m, "")) for m, name in layers.items()] + others)
 
 
 class _Group(NamedTuple):

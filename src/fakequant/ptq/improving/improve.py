@@ -124,9 +124,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
     undo = [structure_of([model])]
-    how: dict[str, Any] = {"finished": finished, "progress": progress, "undo": undo}
     with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
-        result = improved(model, weights, split, chosen_steps, processes, **how)
+        result = improved(
+            model, weights, split, chosen_steps, processes, finished=finished, progress=progress, undo=undo
+        )
         raise_scales(model)
     return result
 
@@ -140,7 +141,6 @@ def improved(  # noqa: PLR0913  all but the first five by name
     *,
     finished: Finished | None = None,
     floats: KeptBatches | None = None,
-    has_effect: bool = True,
     progress: bool | None = None,
     undo: list[Restore] | None = None,
 ) -> Improvement:
@@ -154,41 +154,40 @@ def improved(  # noqa: PLR0913  all but the first five by name
         processes: that choose together.
         finished: what an earlier run chose.
         floats: what the float model is called with where that is something else, by the same numbers.
-        has_effect: whether the error of the output is measured, and the model restored after an error.
         progress: see `improve`.
-        undo: gets what restores the weights, for errors after this function.
+        undo: gets what restores the weights after an error, as first; None: nothing does, and the error of the output
+            is not measured.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), torch.no_grad():
-        judging = split.judging(processes) if has_effect else None
+        judging = split.judging(processes) if undo is not None else None
         keep = () if judging is None else judging.batches.numbered
         layers, recorded, fixed, result = _looked_at(model, weights, split.all, keep)
         check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = {} if judging is None else _states(layers.values())
         if undo is not None:
             undo.insert(0, in_order(*before.values()))
-        with restore_on_error(in_order(*before.values())):
-            effect = None if judging is None else Effect(model, judging, recorded, processes)
-            with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
-            collector = Collector(layers, split.all, recorded, processes)
-            choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
-            stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
-            choices.make(stages, recorded.order, progress)
-            result.layers += choices.results.values()
-            split.all.mask.warn_unmasked()
-            now = _digests(weights, processes)
-            check_same(processes, now, "computed other weights; their processors round otherwise")
-            if effect is not None:
-                changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
-                undone = effect.keep_what_helps(changed, choices.state_of)
-                result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
-                effect.put_into(result, "improve")
-            result.notes += [
-                *_parted(stages.parted),
-                *remarks_of(result.layers),
-                *_chosen_by_part(stages.reached_later),
-            ]
-            result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
+        effect = None if judging is None else Effect(model, judging, recorded, processes)
+        with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
+        collector = Collector(layers, split.all, recorded, processes)
+        choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
+        stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
+        choices.make(stages, recorded.order, progress)
+        result.layers += choices.results.values()
+        split.all.mask.warn_unmasked()
+        now = _digests(weights, processes)
+        check_same(processes, now, "computed other weights; their processors round otherwise")
+        if effect is not None:
+            changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
+            undone = effect.keep_what_helps(changed, choices.state_of)
+            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
+            effect.put_into(result, "improve")
+        result.notes += [
+            *_parted(stages.parted),
+            *remarks_of(result.layers),
+            *_chosen_by_part(stages.reached_later),
+        ]
+        result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
     return result
 
 

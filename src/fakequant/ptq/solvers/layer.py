@@ -149,7 +149,7 @@ class _Part(NamedTuple):
     @property
     def moments(self) -> Tensor:
         """Damped, with a matrix of their own."""
-        return self.problem.moments(self.group, self.problem.damping)
+        return self.problem.moments(self.group)
 
     def start(self) -> Tensor:
         """The values to go on from."""
@@ -166,7 +166,7 @@ def _descend(p: _Part) -> Tensor:
 
 
 def _adaround(p: _Part) -> Tensor:
-    return adaround(p.problem.target(p.group, p.problem.damping), p.moments, p.grid, p.start())
+    return adaround(p.problem.target(p.group), p.moments, p.grid, p.start())
 
 
 SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {

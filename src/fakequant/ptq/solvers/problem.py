@@ -60,11 +60,11 @@ class Problem:
         squares = self._error(chosen).square_().sum((1, 2), dtype=torch.float64)
         return float((squares * self.prior * self._mean_squares()).sum())
 
-    def moments(self, group: int, damping: float) -> Tensor:
+    def moments(self, group: int) -> Tensor:
         """A copy of the moments of a group with a damped diagonal; columns that are always 0 stay so."""
         found = self.sums.moments[group].clone()
         diagonal = found.diagonal()
-        diagonal.add_(torch.where(diagonal > 0, damping * self._mean_squares()[group], 0.0))
+        diagonal.add_(torch.where(diagonal > 0, self.damping * self._mean_squares()[group], 0.0))
         return found
 
     def _mean_squares(self) -> Tensor:
@@ -92,20 +92,16 @@ class Problem:
         values = chosen.reshape(self._matrix_shape)
         return (self.weight.double() @ wanted - values.double() @ mean).reshape(-1)
 
-    def target(self, group: int, damping: float) -> Tensor:
+    def target(self, group: int) -> Tensor:
         """The matrix [outputs, columns] with the smallest error: W, moved to make good the drift.
 
         GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
-
-        Args:
-            group: of the convolution.
-            damping: added to the diagonal of the moments, as a share of its mean.
         """
         if self._pull is None:
             return self.weight[group]
         moments = self.sums.moments[group]
         unit = mean_of_diagonal(moments)
-        factor, _ = damped_factor(by_unit(moments, unit), damping)
+        factor, _ = damped_factor(by_unit(moments, unit), self.damping)
         found = by_unit(self._pull[group], unit)
         half = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
         torch.linalg.solve_triangular(factor, half, upper=False, left=False, out=found)
