@@ -14,8 +14,6 @@ from tests.support.vision import import_torchvision
 if find_spec("torchvision") is not None:
     import_torchvision()
 
-os.environ.pop("COLUMNS", None)  # which pytest-xdist sets to 80 in its processes: tables would be broken there
-
 # Scripts of users, scripts to run by hand, and the tests in triton's interpreter, which tests start as programs.
 collect_ignore = ["scripts", "hostile"]
 if os.environ.get("TRITON_INTERPRET") != "1":

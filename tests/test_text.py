@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.model.training.fuse import Fusions
 from fakequant.text import table
 
 NAME = "evil\x1b[31m\x1b[2J\n\x9b"
@@ -51,6 +53,8 @@ RESULTS = {
     ),
     "scores": lambda: fq.ptq.scores(named(nn.Linear(8, 8)), batches(), ["int8_weight_only"]),
     "site_plan": lambda: fq.site_plan(fq.prepare(named(Adds()), SUMS, example=torch.ones(2, 8))),
+    "fusions": lambda: Fusions({NAME: "0"}, {"1": "it follows no layer of a kind that is known"}),
+    "allocation": lambda: fq.ptq.Allocation({"0": "INT8"}, 0.1, 4500, 1000, why_float={NAME: "no batch reached it"}),
 }
 
 
@@ -81,15 +85,31 @@ def test_a_table_fits_the_terminal_and_loses_nothing(
         *([name, *["int8 per_channel(0)"] * (columns - 1)] for name in NAMES),
     ]
     below = ["The layers are " + ", ".join(NAMES)]
-    whole = table(rows, below, numbers=[1], line=line)
     monkeypatch.setenv("COLUMNS", f"{width}")
+    whole = table(rows, below, numbers=[1], line=line)  # no terminal: what is exported counts for nothing
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     shown = table(rows, below, numbers=[1], line=line)
     assert shown == table(rows, below, numbers=[1], line=line, width=width)
     assert max(map(len, shown.splitlines())) <= width
     letters = [Counter(re.sub(r"[\s-]", "", text)) for text in (shown, whole)]
     assert letters[0] == letters[1]
+    assert max(map(len, table(rows, below, numbers=[1], line=line, width=width - 20).splitlines())) <= width - 20
     monkeypatch.setenv("COLUMNS", "1000")
     assert table(rows, below, numbers=[1], line=line) == whole
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_fit_the_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = RESULTS[name]()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(map(len, f"{found!r}".splitlines())) <= 40
+
+
+@pytest.mark.parametrize("stdout", [None, object()])
+def test_tables_need_no_terminal(stdout: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert table([["a", "b"]]) == "a  b"
 
 
 def test_names_are_broken_at_dots() -> None:

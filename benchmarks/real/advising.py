@@ -51,7 +51,7 @@ def error(model: nn.Module, task: Task, exact: torch.Tensor) -> float:
 
 
 def made_by(call: str, task: Task) -> nn.Module:
-    """The model of the code that is to be pasted."""
+    """The model that the code of an answer makes."""
     scope: dict[str, Any] = {"model": task.model, "batches": task.batches}
     exec(call, scope)
     return scope["quantized"]

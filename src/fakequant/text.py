@@ -62,7 +62,7 @@ def table(
         below: lines of text.
         numbers: the columns that are aligned to the right.
         line: whether a line is drawn below the header, where it names a column.
-        width: in characters; by default that of the terminal, without end in a file or pipe.
+        width: the most characters of a line; on a terminal at most its width, in a file or pipe by default without end.
 
     >>> print(table([["layer", "dB"], ["0", "31.5"], ["head", "9"]], numbers=[1]))
     layer    dB
@@ -73,7 +73,8 @@ def table(
     encoder.layers.0.         31.5
     attention.query
     """
-    most = width or shutil.get_terminal_size((0, 0)).columns or sys.maxsize
+    is_terminal = getattr(sys.stdout, "isatty", bool)()  # None and writers of users have none
+    most = min(width or sys.maxsize, (is_terminal and shutil.get_terminal_size((0, 0)).columns) or sys.maxsize)
     shown = [[*map(visible, row)] for row in rows]
     full = [row for row in shown if len(row) == len(shown[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
@@ -101,7 +102,7 @@ def table(
 
 
 def _bands(widths: list[int], most: int) -> list[list[int]]:
-    """The columns that stand beside one another, in lines of at most so many characters; too wide ones get less."""
+    """The columns of each line, which has at most so many characters; columns wider than a line get its width."""
     bands, used = [list[int]()], 0
     for place, width in enumerate(widths):
         if bands[-1] and used + 2 + width > most:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,19 @@ from fakequant.errors import RecipeError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fakequant.cli.recipe import Recipe
     from fakequant.ptq import Advice
+
+
+@contextmanager
+def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool) -> Iterator[Recipe]:
+    """The recipe, in a context that tells counts and other lines on the error stream."""
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.data.progress import counting
+
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        yield load_recipe(recipe, text, trust)
 
 
 def advise(  # noqa: PLR0913  the command's options
@@ -40,17 +54,12 @@ def advise(  # noqa: PLR0913  the command's options
 
     Ctrl-C ends the search with what was found so far.
     """
-    from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
     from fakequant.ptq import advise as find_advice
 
-    errors, loaded = Console(stderr=True, soft_wrap=True, quiet=quiet), load_recipe(recipe, text, trust)
-    metric = loaded.evaluate if loaded.offers("evaluate") else None
-    given: dict[str, Any] = {"target": target, "floor": floor, "presets": preset, "work": work, "metric": metric}
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        model, batches = loaded.model(), [*loaded.calibration_batches()]
-        with failures_named(model, verbose):
-            found = find_advice(model, batches, progress=not quiet, **given)
+    given: dict[str, Any] = {"target": target, "floor": floor, "presets": preset, "work": work}
+    with _loaded(recipe, text, trust, quiet) as loaded, failures_named(model := loaded.model(), verbose):
+        batches = loaded.calibration_batches()
+        found = find_advice(model, batches, metric=loaded.metric, progress=not quiet, **given)
     Console(soft_wrap=True).print(Text(f"{found}\n\n{_code(found, model, recipe, text, trust)}"))
     if found.interrupted:
         raise typer.Exit(130)
@@ -108,8 +117,7 @@ def compare(  # noqa: PLR0913  the command's options
     verbose: Verbose = False,
 ) -> None:
     """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
-    from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
+    from fakequant.data.progress import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
     from fakequant.ptq.formats.compare import USUAL_WAYS
@@ -120,13 +128,9 @@ def compare(  # noqa: PLR0913  the command's options
         checked_picture(plot, over)
     steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
     ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
-    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        loaded = load_recipe(recipe, text, trust)
-        how: dict[str, Any] = {"path": out, "told": lambda row: errors.print(Text(f"{row}"))}
-        metric, model = loaded.evaluate if loaded.offers("evaluate") else None, loaded.model()
-        with failures_named(model, verbose):
-            found = compare_ways(model, loaded.calibration_batches(), ways, metric=metric, **how)
+    how: dict[str, Any] = {"path": out, "told": lambda row: say(f"{row}")}
+    with _loaded(recipe, text, trust, quiet) as loaded, failures_named(model := loaded.model(), verbose):
+        found = compare_ways(model, loaded.calibration_batches(), ways, metric=loaded.metric, **how)
     Console(soft_wrap=True).print(Text(str(found)))
     if plot is not None:
         found.plot(plot, over)
@@ -148,22 +152,18 @@ def search(  # noqa: PLR0913  the command's options
     verbose: Verbose = False,
 ) -> None:
     """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
-    from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
     from fakequant.ptq import search as search_mix
     from fakequant.text import table
 
     choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
-    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        loaded = load_recipe(recipe, text, trust)
+    with _loaded(recipe, text, trust, quiet) as loaded:
         if floor is not None and not loaded.offers("evaluate"):
             raise RecipeError(
                 f"{loaded.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
             )
-        metric, model = None if floor is None else loaded.evaluate, loaded.model()
+        metric = None if floor is None else loaded.metric
         budget: dict[str, Any] = {"bits": bits, "size": size, "floor": floor, "metric": metric}
-        with failures_named(model, verbose):
+        with failures_named(model := loaded.model(), verbose):
             mix = search_mix(model, loaded.calibration_batches(), choices, **budget)
     measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
     rules = ["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]

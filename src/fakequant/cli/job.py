@@ -216,8 +216,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             unquantized=_unquantized(config, progress, model, example),
             verifications=[] if check is None else [verification(ONNX, check)],
         )
-        metric = progress.recipe.evaluate if progress.recipe.offers("evaluate") else None
-        data = advised(model, data, measured, metric, command=job.command)
+        data = advised(model, data, measured, progress.recipe.metric, command=job.command)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fakequant.cli.failures import LOADED
 from fakequant.cli.huggingface.folder import folder_functions
 from fakequant.cli.huggingface.tasks import FolderTask, task_of
+from fakequant.data.arguments import Metric
 from fakequant.errors import OutputError, RecipeError
 from fakequant.files import writable_file, write_whole
 
@@ -62,6 +63,11 @@ class Recipe:
     def offers(self, name: str) -> bool:
         """Whether the file defines a function of this name."""
         return name in self.functions
+
+    @property
+    def metric(self) -> Metric | None:
+        """`evaluate` if the file defines it."""
+        return self.evaluate if self.offers("evaluate") else None
 
     def model(self) -> nn.Module:
         """Return a new float model with trained weights.

@@ -103,7 +103,8 @@ class Improvement:
     def __str__(self) -> str:
         rows = self._rows()
         parts = self.conclusions[bool(self._headline) :]
-        return f"{self._headline}\n{table(rows, parts, numbers=range(1, len(rows[0]) - 1))}".lstrip("\n")
+        shown = table(rows, parts, numbers=range(1, len(rows[0]) - 1))
+        return f"{table([[self._headline]])}\n{shown}".lstrip("\n")
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -61,5 +60,4 @@ def print_table(
 ) -> None:
     """Print a title and rows of text as a table; control characters in the text are escaped."""
     console.print(Text(visible(title), "bold"), soft_wrap=True)
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else None
-    console.print(Text(table([header, *rows], numbers=numbers, line=True, width=width)), soft_wrap=True)
+    console.print(Text(table([header, *rows], numbers=numbers, line=True)), soft_wrap=True)

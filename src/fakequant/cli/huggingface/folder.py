@@ -132,7 +132,7 @@ def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # files that are damaged, tokenizers and code of the folder raise any kind
         if "trust_remote_code" in str(error):
             cure = (
                 "call fakequant.improve_folder with batches of your own"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantizer import Kind
 from fakequant.nn.sites.sites import SITES, site_key
-from fakequant.text import visible
+from fakequant.text import table
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SitePlan:
         for site in self.sites:
             held = ", ".join(f"{name} {quantizer}" for name, quantizer in site.quantizers.items())
             lines.append(f"{site.path}: {held}")
-        return "\n".join(map(visible, lines)) or "no functions have quantizers"
+        return table([[line] for line in lines]) or "no functions have quantizers"
 
     __repr__ = __str__  # what notebooks and consoles show
 

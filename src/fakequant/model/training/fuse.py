@@ -28,7 +28,7 @@ from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
-from fakequant.text import listed, module_name, visible
+from fakequant.text import listed, module_name, table
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,7 +83,7 @@ class Fusions:
     def __str__(self) -> str:
         lines = [f"{norm or '(model)'} into {layer or '(model)'}" for norm, layer in self.fused.items()]
         lines += [f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items()]
-        return "\n".join(map(visible, lines))
+        return table([[line] for line in lines])
 
     def __repr__(self) -> str:
         return str(self) or "no batch normalisations"

@@ -12,7 +12,7 @@ from fakequant.data.token_mask import Mask
 from fakequant.ptq.formats.task import Preparation, Way, has_static_inputs
 
 EVERY = 2
-"""The second of so many batches judges: of the few that people give, fewer would choose by chance."""
+"""The second of every two batches judges. People give few batches: with fewer judges, chance would choose."""
 
 
 @dataclass(frozen=True)

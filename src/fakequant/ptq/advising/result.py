@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from fakequant.text import table
 
 _HEADER = ("", "preset", "method", "improve", "bits", "MB", "{}", "seconds")
 _NUMBERS = range(4, len(_HEADER))
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Advice:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        return table([self._header(), *self._cells()], ["", *_folded(self._below())], numbers=_NUMBERS)
+        return table([self._header(), *self._cells()], ["", *self._below()], numbers=_NUMBERS, width=80)
 
     __repr__ = __str__  # what notebooks and consoles show
 
@@ -161,8 +159,3 @@ def speed(target: str | None) -> str:
     engine = ENGINES[target]
     page = f"; docs/engines/{engine.page}.md says more" if engine.page else ""
     return f"Speed in {target}: not measured{page}. {engine.known}".rstrip()
-
-
-def _folded(lines: Sequence[str]) -> list[str]:
-    """Lines of at most 80 columns."""
-    return [part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)]

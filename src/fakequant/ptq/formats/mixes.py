@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import ConfigError, renamed
 from fakequant.model.config import Config, Rule
-from fakequant.text import listed, module_name, table, visible
+from fakequant.text import listed, module_name, table
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
 """Examples."""
@@ -88,7 +88,7 @@ class Allocation:
         figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
         figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
         figures += _stay_in_float(self.why_float)
-        return visible(f"Allocation({', '.join(figures)})")
+        return table([[f"Allocation({', '.join(figures)})"]])
 
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
