@@ -167,12 +167,10 @@ def search(  # noqa: PLR0913  the command's options
             mix = search_mix(model, loaded.calibration_batches(), choices, **budget)
     measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
     rules = ["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]
-    lines = [
-        *table(mix.choices.items()).splitlines(),
+    figures = (
         f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
         f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
-        f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",
-        f"fakequant quantize {_shown(recipe, text, trust)} {shlex.join(rules)}",
-    ]
-    for line in lines:
-        Console(soft_wrap=True).print(Text(line))
+        f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}"
+    )
+    command = f"fakequant quantize {_shown(recipe, text, trust)} {shlex.join(rules)}"
+    Console(soft_wrap=True).print(Text(f"{table(mix.choices.items(), [figures])}\n{command}"))

@@ -16,8 +16,9 @@ PAGES = Path(__file__).parents[3] / "docs" / "engines"
 @pytest.mark.parametrize("name", ENGINES)
 def test_its_presets_are_there_once_and_its_page_is_there(name: str) -> None:
     engine = ENGINES[name]
-    assert len(set(engine.presets)) == len(engine.presets)
-    assert [find_preset(preset).name for preset in engine.presets] == engine.presets
+    presets = [preset for kind in engine.kinds for preset in kind]
+    assert len(set(presets)) == len(presets)
+    assert [find_preset(preset).name for preset in presets] == presets
     assert not engine.page or (PAGES / f"{engine.page}.md").is_file()
 
 

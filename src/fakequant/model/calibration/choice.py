@@ -19,10 +19,10 @@ AUTO = "auto"
 METHODS = (DEFAULT_METHOD, "max", "percentile", "entropy")
 """What one pass over the batches serves."""
 
-_CLEARLY = 0.9
-"""The share of the default's error below which another method is taken. On few batches a smaller difference is chance:
-on the four trained models of `benchmarks.accuracy.methods` the mean error is 1.004 (INT8) and 1.017 (INT8_AFFINE) of
-the best; with 0.95 here it was 1.021 and 1.050."""
+CLEARLY = 0.9
+"""The share of an error below which a change clearly lowers it. On few batches a smaller difference is chance: on the
+four trained models of `benchmarks.accuracy.methods` the mean error is 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best;
+with 0.95 here it was 1.021 and 1.050."""
 
 _EVERY, _AT_MOST = 4, 8
 """The second of every four batches is held back by default, up to eight: they stay in memory."""
@@ -75,7 +75,7 @@ class MethodChoice(NamedTuple):
     def method(self) -> str:
         """The default, unless another leaves clearly less."""
         least = min(self.errors, key=self.errors.__getitem__)
-        return least if self.errors[least] < _CLEARLY * self.errors[DEFAULT_METHOD] else DEFAULT_METHOD
+        return least if self.errors[least] < CLEARLY * self.errors[DEFAULT_METHOD] else DEFAULT_METHOD
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items() if name != self.method)

@@ -30,9 +30,9 @@ from fakequant.ptq.advising.code import EVERY, Code
 from fakequant.ptq.advising.engines import find_engine, places
 from fakequant.ptq.advising.ladder import Ladder, sizes_of
 from fakequant.ptq.advising.result import Advice, TriedWay, judged_by, reason, shown_way, speed, told
-from fakequant.ptq.formats.comparison import Compared, keep_row, kept_rows
+from fakequant.ptq.formats.comparison import Compared, Way, keep_row, kept_rows
 from fakequant.ptq.formats.mixes import check_budget
-from fakequant.ptq.formats.task import Preparation, Task, Way, has_static_inputs, quantizes_inputs
+from fakequant.ptq.formats.task import Preparation, Task, has_static_inputs, quantizes_inputs
 from fakequant.ptq.improving.finished import run_of
 
 FLOOR = 20.0
@@ -173,7 +173,7 @@ class _WaySearch:
     def __init__(self, task: Task, kinds: Sequence[Sequence[str]], floor: float, progress: bool | None) -> None:
         self.task, self._progress = task, progress
         self._folder: Path | None = None
-        self._known: Mapping[tuple[str, str, str], Compared] = {}
+        self._known: Mapping[Way, Compared] = {}
         self.bytes: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         """By preset, why the model cannot have it."""
@@ -239,12 +239,12 @@ class _WaySearch:
         failed = [TriedWay(Compared(*Way(name), failed=why), 0, -math.inf) for name, why in self.refused.items()]
         return Advice(
             [*rows.values(), *failed],
-            rows[Way(*best.way)],
+            rows[best.way],
             ladder.meets(best),
             ladder.floor,
             unit,
             reason(ladder, unit, target),
-            code.of(Way(*best.way)),
+            code.of(best.way),
             target or "",
             speed(target),
             judged,

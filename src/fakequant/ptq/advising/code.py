@@ -9,7 +9,8 @@ from typing import Any
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.batches import Forward, Inputs
 from fakequant.data.token_mask import Mask
-from fakequant.ptq.formats.task import Preparation, Way, has_static_inputs
+from fakequant.ptq.formats.comparison import Way
+from fakequant.ptq.formats.task import Preparation, has_static_inputs
 
 EVERY = 2
 """The second of every two batches judges. People give few batches: with fewer judges, chance would choose."""

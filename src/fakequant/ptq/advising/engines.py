@@ -24,11 +24,6 @@ class EngineFormats(NamedTuple):
     page: str = ""
     known: str = ""
 
-    @property
-    def presets(self) -> list[str]:
-        """The names of all presets."""
-        return [name for kind in self.kinds for name in kind]
-
 
 _WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
 ANY = EngineFormats(((*_WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY"),))
@@ -64,8 +59,8 @@ def find_engine(name: str | None) -> EngineFormats:
     Raises:
         ConfigError: there is none; the nearest are offered.
 
-    >>> find_engine("vllm").presets
-    ['W8A8_DYNAMIC', 'FP8', 'INT4_GROUP128']
+    >>> find_engine("vllm").kinds
+    (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
     """
     if name is None:
         return ANY

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fakequant.calibration import DEFAULT_METHOD
-from fakequant.model.calibration.choice import METHODS
+from fakequant.model.calibration.choice import CLEARLY, METHODS
 from fakequant.model.run.outputs import decibels
-from fakequant.ptq.advising.trial import CLEARLY
-from fakequant.ptq.formats.comparison import Compared
-from fakequant.ptq.formats.task import Way
+from fakequant.ptq.formats.comparison import Compared, Way
 
 SAME_SIZE = 1.15
 """Up to this multiple of the bytes models count as of one size: weights of 4 bits take 4.0 to 4.5 with their scales."""
@@ -95,7 +93,7 @@ class Ladder:
                 tried = self._of(tier, size)
                 for place, way in enumerate(tried):
                     yield way, self._follows(tier, number, len(tried) - place - 1)
-                if self.meets(self.best_of(size)):
+                if self.meets(self.best_of(size.presets)):
                     self.met = number
                     break
 
@@ -109,11 +107,11 @@ class Ladder:
         """Whether a way meets the floor."""
         return row is not None and self.score(row) >= self.floor
 
-    def best_of(self, size: SizeClass) -> Compared | None:
-        """The best way of a size: what costs more must be clearly better than what costs less."""
+    def best_of(self, presets: Collection[str]) -> Compared | None:
+        """The best way of some presets: what costs more must be clearly better than what costs less."""
         best: Compared | None = None
-        for row in self._rows_of(size):
-            if best is None or self._is_better(row, best):
+        for row in self.rows.values():
+            if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):
                 best = row
         return best
 
@@ -121,8 +119,8 @@ class Ladder:
     def answer(self) -> Compared | None:
         """The best way of the smallest size that meets the floor; the best of all if none does, None before any."""
         if self.met < len(self.sizes):
-            return self.best_of(self.sizes[self.met])
-        best = [row for size in self.sizes if (row := self.best_of(size)) is not None]
+            return self.best_of(self.sizes[self.met].presets)
+        best = [row for size in self.sizes if (row := self.best_of(size.presets)) is not None]
         return max(best, key=self.score, default=None)
 
     def _is_better(self, row: Compared, best: Compared) -> bool:
@@ -133,40 +131,29 @@ class Ladder:
         costs_more = (row.steps, row.method != DEFAULT_METHOD) != (best.steps, best.method != DEFAULT_METHOD)
         return row.error < (CLEARLY if costs_more else 1.0) * best.error
 
-    def _rows_of(self, size: SizeClass) -> list[Compared]:
-        return [row for row in self.rows.values() if row.preset in size.presets and not row.failed]
-
     def _of(self, tier: int, size: SizeClass) -> list[Way]:
         """The ways of a tier for a size; those of later tiers start from what is best so far."""
         if tier == 0:
             return [Way(preset) for preset in size.presets]
-        best = self.best_of(size)
+        best = self.best_of(size.presets)
         if best is None:
             return []
         if not self.has_metric and self.score(best) < self.floor - _NO_HOPE and best is not self.answer:
             return []
         if tier == 1:
-            return [Way(preset, m) for preset in self._leading(size, self.static) for m in METHODS[1:]]
+            static = [preset for preset in size.presets if preset in self.static]
+            return [Way(row.preset, method) for row in self._leading(static) for method in METHODS[1:]]
         if tier == 2:
-            return [Way(*self._best_by(preset).way[:2], "fast") for preset in self._leading(size, size.presets)]
+            return [row.way._replace(steps="fast") for row in self._leading(size.presets)]
         if not self.has_metric and self.score(best) < self.floor - _LITTLE:
             return []
-        return [Way(best.preset, best.method, "best")]
+        return [best.way._replace(steps="best")]
 
-    def _leading(self, size: SizeClass, of: Sequence[str]) -> list[str]:
-        """The presets of a size that are best so far; of those that give the same model the first."""
-        best = {preset: self._best_by(preset) for preset in size.presets if preset in of and self._has(preset)}
-        unlike = {(row.error, row.bytes, row.metric): preset for preset, row in [*best.items()][::-1]}
-        return sorted(unlike.values(), key=lambda preset: (-self.score(best[preset]), best[preset].error))[:_TWO]
-
-    def _has(self, preset: str) -> bool:
-        return any(row.preset == preset and not row.failed for row in self.rows.values())
-
-    def _best_by(self, preset: str) -> Compared:
-        """The best way so far with a preset."""
-        best = self.best_of(SizeClass(0, (preset,)))
-        assert best is not None, f"{preset} was not measured"
-        return best
+    def _leading(self, presets: Sequence[str]) -> list[Compared]:
+        """The best way so far of each preset, the best presets first; of those that give the same model the first."""
+        best = [row for preset in presets if (row := self.best_of([preset])) is not None]
+        unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
+        return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
 
     def _follows(self, tier: int, number: int, left: int) -> str:
         """What may follow a way."""

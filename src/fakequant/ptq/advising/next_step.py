@@ -14,7 +14,7 @@ from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
-from fakequant.model.calibration.choice import METHODS
+from fakequant.model.calibration.choice import CLEARLY, METHODS
 from fakequant.model.config import Config, Rule
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import quantize_layer
@@ -29,7 +29,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
 from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_methods_of
-from fakequant.ptq.advising.trial import CLEARLY, Aim, Change, Halves, NextStep, Trial, Tried
+from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial, Tried
 from fakequant.ptq.improving.improve import improve
 from fakequant.restore import restore_after
 

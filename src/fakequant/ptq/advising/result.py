@@ -11,8 +11,8 @@ from fakequant.model.analysis.html import html_result
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.ptq.advising.engines import ENGINES
 from fakequant.ptq.advising.ladder import Ladder
-from fakequant.ptq.formats.comparison import Compared
-from fakequant.ptq.formats.task import Way, has_static_inputs, quantizes_inputs
+from fakequant.ptq.formats.comparison import Compared, Way
+from fakequant.ptq.formats.task import has_static_inputs, quantizes_inputs
 from fakequant.text import table
 
 _HEADER = ("", "preset", "method", "improve", "bits", "MB", "{}", "seconds")
@@ -122,7 +122,7 @@ def shown_way(way: Way) -> str:
 
 def told(row: Compared, score: float) -> str:
     """A way with its score."""
-    return f"{shown_way(Way(*row.way))}, {number(score)}"
+    return f"{shown_way(row.way)}, {number(score)}"
 
 
 def judged_by(held: HeldBack) -> str:
@@ -138,10 +138,10 @@ def reason(ladder: Ladder, unit: str, target: str | None) -> str:
     """Why the answer is the answer."""
     best = ladder.answer
     assert best is not None, "an answer is there after the first result"
-    name, score, floor = shown_way(Way(*best.way)), ladder.score(best), f"{number(ladder.floor)} {unit}"
+    name, score, floor = shown_way(best.way), ladder.score(best), f"{number(ladder.floor)} {unit}"
     if ladder.meets(best):
         found = f"{name} is the smallest that meets the floor of {floor}: it has {number(score)} {unit}."
-        smaller = next((row for size in ladder.sizes[: ladder.met][::-1] if (row := ladder.best_of(size))), None)
+        smaller = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
         if smaller is not None:
             found += f" What is smaller, or faster, gives less: {told(smaller, ladder.score(smaller))} {unit} at best."
     else:

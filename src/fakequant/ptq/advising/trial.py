@@ -17,6 +17,7 @@ from fakequant.data.batches import Batches, Forward
 from fakequant.errors import FakeQuantError
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.calibration.calibrate import ranges_of
+from fakequant.model.calibration.choice import CLEARLY
 from fakequant.model.modes import disabled, evaluating, score_of
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.nn.quantizer import quantizers
@@ -25,9 +26,6 @@ from fakequant.restore import Restore, in_order, restore_after, state_of
 
 KEPT = 4
 """The most batches that make a change; as many more judge it."""
-CLEARLY = 0.9
-"""The share of the error below which a change helps: on few batches a smaller difference is chance."""
-
 ALIKE = 1.01
 """The share of the error up to which it is about the same: more is not rounding."""
 

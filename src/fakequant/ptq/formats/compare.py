@@ -19,8 +19,8 @@ from fakequant.files import check_path, writable_file
 from fakequant.model.calibration.choice import AUTO
 from fakequant.model.presets import find_preset
 from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.formats.comparison import Compared, Comparison, best_first, keep_row, kept_rows
-from fakequant.ptq.formats.task import Task, Way, has_static_inputs
+from fakequant.ptq.formats.comparison import Compared, Comparison, Way, best_first, keep_row, kept_rows
+from fakequant.ptq.formats.task import Task, has_static_inputs
 from fakequant.ptq.improving.finished import run_of
 from fakequant.ptq.improving.improve import checked_steps
 

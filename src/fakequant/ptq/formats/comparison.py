@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import ConfigError
 from fakequant.files import output_errors, writable_file, write_whole
 from fakequant.model.analysis.html import html_result
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HEADER = ["preset", "method", "steps", "metric", "error", "bits", "MB", "ms", "seconds"]
+
+
+class Way(NamedTuple):
+    """One way to quantize a model: a preset, a method of calibration, and steps of `improve`, "" for none."""
+
+    preset: str
+    method: str = DEFAULT_METHOD
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,9 @@ class Compared:
         return "-" if math.isnan(self.error) else f"{self.error:.2e}" + (f" ({self.worst})" if self.worst else "")
 
     @property
-    def way(self) -> tuple[str, str, str]:
+    def way(self) -> Way:
         """The preset, the method and the steps."""
-        return self.preset, self.method, self.steps
+        return Way(self.preset, self.method, self.steps)
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
@@ -89,7 +98,7 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
     return rows
 
 
-def kept_rows(file: Path, fingerprint: str) -> dict[tuple[str, str, str], Compared]:
+def kept_rows(file: Path, fingerprint: str) -> dict[Way, Compared]:
     """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill.
 
     Raises:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Inputs, KeptBatches
 from fakequant.data.token_mask import Mask
@@ -26,16 +25,8 @@ from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.training.fuse import fuse_batch_norm
 from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
-from fakequant.ptq.formats.comparison import Compared
+from fakequant.ptq.formats.comparison import Compared, Way
 from fakequant.ptq.improving.improve import improve
-
-
-class Way(NamedTuple):
-    """One way to quantize a model: a preset, a method of calibration, and steps of `improve`, "" for none."""
-
-    preset: str
-    method: str = DEFAULT_METHOD
-    steps: str = ""
 
 
 class Preparation(NamedTuple):
