@@ -312,7 +312,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "sensitivity unprepared": (
         lambda _: fq.sensitivity(net(), [X]),
-        r"needs a prepared model; call fakequant\.prepare",
+        r"no quantizers; call fakequant\.prepare",
     ),
     "improve before calibrating": (
         lambda _: fq.ptq.improve(fq.prepare(net(), "int8"), [X]),

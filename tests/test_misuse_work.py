@@ -19,6 +19,7 @@ PAIRS = [(X, torch.randn(4, 2))]
 TEXT: Any = "model.pt"
 NONE: Any = None
 MSE = nn.functional.mse_loss
+UNPREPARED = r"^the model has no quantizers; call fakequant\.prepare"
 LEARNED = fq.qat.Scales.LEARNED
 
 
@@ -48,6 +49,10 @@ def wide() -> fq.Config:
     return fq.Config("mine", (fq.Rule("*", "int8", ops=("matmul",)),))
 
 
+def floats() -> fq.Config:
+    return fq.presets.INT8.with_rule(fq.Rule("*", ops="relu"))
+
+
 def stream(path: Path, *more: Any, **how: Any) -> Any:
     return fq.improve_folder(path / "absent", path / "out", "int4_group32", *more, **how)
 
@@ -68,12 +73,30 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sites of a number": (lambda _: fq.Rule("*", "int8", layers=3), r"layers must be class names or classes, got 3"),  # type: ignore[arg-type]
     "a function without an example": (lambda _: fq.prepare(net(), wide()), r"rules speak of functions \(matmul\)"),
     "execution of no layer": (lambda _: fq.set_execution(ready(), "integer", "head"), r"no quantized layer matches 'h"),
-    "execution of a float model": (lambda _: fq.set_execution(net(), "integer"), r"prepare the model first"),
+    "execution of a float model": (lambda _: fq.set_execution(net(), "integer"), UNPREPARED),
     "off for a path": (lambda _: fq.disabled(TEXT), r"disabled takes a model, got 'model\.pt'; write with disabled"),
     "state of a path": (lambda _: fq.float_state_dict(TEXT), r"float_state_dict takes a model, got 'model\.pt'"),
     "bake a path": (lambda _: fq.bake_weights(TEXT), r"bake_weights takes a model, got 'model\.pt'; write bake_wei"),
-    "codes of a float model": (lambda _: fq.store_codes(net()), r"no quantized weight matches '\*'; prepare the model"),
-    "deliver a float model": (lambda p: fq.deliver(net(), p / "o", "gptq"), r"has no quantizers; prepare it first"),
+    "codes of a float model": (lambda _: fq.store_codes(net()), UNPREPARED),
+    "floats of a float model": (lambda _: fq.store_floats(net()), UNPREPARED),
+    "bake a float model": (lambda _: fq.bake_weights(net()), UNPREPARED),
+    "scales of a float model": (
+        lambda _: fq.qat.set_scales(net(), LEARNED),
+        UNPREPARED,
+    ),
+    "merge in a float model": (lambda _: fq.qat.merge_batch_norm(net()), UNPREPARED),
+    "ratios of a float model": (lambda _: fq.layer_sqnr(net(), [X]), UNPREPARED),
+    "ranges of nothing": (lambda _: fq.recalibrate(ready(), {}), r"there is nothing to recalibrate"),
+    "ranges of weights alone": (lambda _: fq.recalibrate(four()), r"there is nothing to recalibrate"),
+    "train without a layer": (
+        lambda _: fq.qat.Training(skip=["0"]).prepare(ready()),
+        r"skip= and rules= change",
+    ),
+    "functions in float alone": (
+        lambda _: fq.prepare(net(), floats(), X),
+        r"^Rule\('\*', .* quantizes nothing",
+    ),
+    "deliver a float model": (lambda p: fq.deliver(net(), p / "o", "gptq"), UNPREPARED),
     "deliver mistyped": (
         lambda p: fq.deliver(four(), p / "o", "compressed-tensor"),
         r"did you mean compressed-tensors",
@@ -102,9 +125,9 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "verify turned round": (lambda p: fq.verify_delivery(ready(), net()), r"got a Sequential; write verify_delivery"),  # type: ignore[arg-type]
     "verify without a model": (lambda p: fq.verify_delivery(p, NONE), r"verify_delivery takes a model, got None; wri"),
     "a state turned round": (lambda _: fq.apply(fq.snapshot(ready()), NONE), r"apply takes a model, got a Quantized"),  # type: ignore[type-var]
-    "a state of a float model": (lambda _: fq.snapshot(net()), r"the model has no quantizers; prepare it first"),
+    "a state of a float model": (lambda _: fq.snapshot(net()), UNPREPARED),
     "train turned round": (lambda _: fq.qat.finetune(NONE, ready(), MSE, plan()), r"finetune takes a model, got None"),  # type: ignore[arg-type]
-    "train in float": (lambda _: tune(net()), r"finetune needs a prepared model; call fakequant\.prepare and fake"),
+    "train in float": (lambda _: tune(net()), UNPREPARED),
     "train uncalibrated": (lambda _: tune(fq.prepare(net(), "int8")), r"0\._input_quantizer has not been calibrated"),
     "train on nothing": (lambda _: tune(None, []), r"epoch 1: the batches were empty; give a list or a loader"),
     "train by a name": (

@@ -260,7 +260,7 @@ def test_a_report_of_a_model_is_one_call(tmp_path: Path) -> None:
 
 
 def test_a_report_needs_a_prepared_model_and_batches(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a report needs a prepared model"):
+    with pytest.raises(ConfigError, match="no quantizers; call fakequant"):
         fq.report(nn.Linear(2, 2), [torch.ones(1, 2)], tmp_path / "r.html")
     with pytest.raises(ConfigError, match="the batches held no examples"):
         fq.report(prepare(nn.Sequential(nn.Linear(2, 2)), presets.INT8_WEIGHT_ONLY), [], tmp_path / "r.html")

@@ -53,6 +53,12 @@ def refuse_prepared(model: nn.Module, function: str) -> None:
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
 
 
+def refuse_unprepared(model: nn.Module, error: type[FakeQuantError] = ConfigError, otherwise: str = "") -> None:
+    """Raise an error, which `otherwise` ends, if a model has no quantizers."""
+    if not quantizers(model):
+        raise error(f"the model has no quantizers; call fakequant.prepare(model, config) first{otherwise}")
+
+
 def refuse_stored(model: nn.Module, action: str) -> None:
     """Raise if a model has weights that are stored as codes, see `fakequant.store_codes`.
 

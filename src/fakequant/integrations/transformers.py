@@ -15,7 +15,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fakequant.data.arguments import refuse_stored
+from fakequant.data.arguments import refuse_stored, refuse_unprepared
 from fakequant.errors import CheckpointError
 from fakequant.model.state import QuantizedState, check_plan, restore_plan, settle, snapshot
 from fakequant.nn.quantizer import quantizers
@@ -180,8 +180,7 @@ def enable_saving(model: Model) -> Model:
     >>> torch.equal(again(ids).last_hidden_state, model(ids).last_hidden_state)
     True
     """
-    if not quantizers(model):
-        raise CheckpointError("the model has no quantizers; call fakequant.prepare(model, config) first")
+    refuse_unprepared(model, CheckpointError)
     quantizer: Any = FakeQuantHfQuantizer(FakeQuantConfig.of(model))
     model.config.quantization_config = quantizer.quantization_config
     model.hf_quantizer = quantizer

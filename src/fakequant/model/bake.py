@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, warn_renamed
 from fakequant.model.storing import store_floats
@@ -32,8 +32,9 @@ def bake_weights(model: Model) -> Model:
     is raised when all weights are replaced.
 
     Raises:
-        ConfigError: a weight whose quantizer is off, that another layer uses too and quantizes otherwise (names both),
-            that is computed from other tensors, or that is sharded over processes; nothing is changed.
+        ConfigError: the model has no quantizers, or a weight whose quantizer is off, that another layer uses too and
+            quantizes otherwise (names both), that is computed from other tensors, or that is sharded over processes;
+            nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> before = model(torch.ones(1, 4))
@@ -41,6 +42,7 @@ def bake_weights(model: Model) -> Model:
     True
     """
     check_model(model, "bake_weights", "bake_weights(model)")
+    refuse_unprepared(model)
     refuse_sharded(model, "bake the weights of")
     store_floats(model)
     weights = quantized_weights(model)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from fakequant.data.arguments import refuse_unprepared
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.paths import matches
@@ -39,13 +40,14 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
     execution = as_execution(execution)
+    refuse_unprepared(model)
     found = {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, QuantizedLayer) and matches(name, pattern)
     }
     if not found:
-        raise ConfigError(f"no quantized layer matches {pattern!r}; prepare the model first, or correct the pattern")
+        raise ConfigError(f"no quantized layer matches {pattern!r}; correct the pattern")
     if execution is Execution.INTEGER:
         reasons = {name: layer.why_simulated(execution) for name, layer in found.items()}
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items() if reason is not None)

@@ -225,6 +225,11 @@ def _planned(
     held = config.resolve(model, any_module=target is not None or bool(config.site_rules or own))
     if run is None or not (config.site_rules or target is not None or own):
         return _Planned(held, None, [])
+    if target is None and not own and all(rule.leaves_in_float and not rule.optional for rule in config.site_rules):
+        raise ConfigError(
+            f"{config.site_rules[0]} quantizes nothing: it leaves functions in float, and no other rule quantizes any; "
+            "give it a preset or input=, as Rule('*', 'int8', ops='matmul')"
+        )
     recording = record(model, run)
     config = with_own_products(config, own, model, recording)
     placement = Placement({}, held) if target is None else place(model, config, recording, target, held)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, warn_user
 from fakequant.model.state.snapshots import shared_names
@@ -41,7 +41,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
         pattern: of the layers' paths in the model; `*` matches any characters (fnmatch).
 
     Raises:
-        ConfigError: no quantized weight matches, or weights that are sharded or offloaded.
+        ConfigError: the model has no quantizers, no quantized weight matches, or weights that are sharded or offloaded.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "int4_weight_only", skip=[])
     >>> before = model(torch.ones(64))
@@ -49,13 +49,14 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
     (True, torch.Size([64, 32]))
     """
     check_model(model, "store_codes", "store_codes(model)")
+    refuse_unprepared(model)
     refuse_sharded(model, "store the codes of")
     shared = shared_names(model)
     weights, places = QuantizedWeights(model, shared), dict(_places(model, pattern))
     found = weights.in_float.items()
     left = {name: why for name, why in found if name in places or matches(layer_of(name), pattern)}
     if not (places or left):
-        raise ConfigError(f"no quantized weight matches {pattern!r}; prepare the model first, or correct the pattern")
+        raise ConfigError(f"no quantized weight matches {pattern!r}; correct the pattern")
     for name, readers in places.items():
         if name not in left and not all(isinstance(one.owner, QuantizedLayer) for one in readers):
             left[name] = "it is held by a function or by a part of its layer"
@@ -114,6 +115,7 @@ def store_floats(model: Model, pattern: str = "*") -> Model:
     (torch.float32, <class 'torch.nn.parameter.Parameter'>)
     """
     check_model(model, "store_floats", "store_floats(model)")
+    refuse_unprepared(model)
     for _, readers in _places(model, pattern):
         stored = readers[0].tensor
         if type(stored) is StoredWeight:

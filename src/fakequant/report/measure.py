@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.transformed import outside_of_transforms
+from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.batches import Batches, Forward, run_batch
-from fakequant.errors import ConfigError
 from fakequant.model.analysis.analysis import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
@@ -102,10 +102,9 @@ def measure(
     Raises:
         ConfigError: there is no batch, or the model has no quantizers.
     """
+    refuse_unprepared(model)
     data = Batches(batches, "report", forward=forward, progress=progress)
     watched = {name: _Watched(quantizer) for name, quantizer in quantizers(model).items()}
-    if not watched:
-        raise ConfigError("a report needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     described = {layer.name: layer for layer in summary(model).layers}
     order, first, parts = _run(model, data, watched)
     own: dict[str, dict[str, _Watched]] = {name: {} for name in (*order, *described)}

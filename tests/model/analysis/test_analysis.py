@@ -111,7 +111,7 @@ def test_modes_and_hooks_are_left_as_they_were() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ConfigError, match="needs a prepared model"):
+    with pytest.raises(ConfigError, match="no quantizers; call fakequant"):
         sensitivity(small_net(), [images()])
 
 

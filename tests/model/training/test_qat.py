@@ -10,7 +10,16 @@ from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
-from fakequant.model.training.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
+from fakequant.model.training.qat import (
+    Options,
+    Scales,
+    Schedule,
+    Training,
+    finetune,
+    freeze_batch_norm,
+    scheduler,
+    set_scales,
+)
 from fakequant.nn import quantizers
 from tests.support.models import SmallNet, images, small_net
 
@@ -176,8 +185,17 @@ def test_parts_for_an_own_loop() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+def test_a_training_leaves_layers_in_float_and_quantizes_others_otherwise() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    Training("int8_weight_only", skip=["0"], rules={"1": "int4_weight_only"}).prepare(model)
+    assert {name: one.spec.format.name for name, one in quantizers(model).items()} == {
+        "1._weight_quantizer": "int4",
+        "2._weight_quantizer": "int8",
+    }
+
+
 def test_errors() -> None:
-    with pytest.raises(ConfigError, match="needs a prepared model"):
+    with pytest.raises(ConfigError, match="no quantizers; call fakequant"):
         finetune(small_net(), BATCHES, nn.functional.cross_entropy, SCHEDULE)
     with pytest.raises(ConfigError, match="the batches were empty"):
         finetune(calibrated(), [], nn.functional.cross_entropy, SCHEDULE)

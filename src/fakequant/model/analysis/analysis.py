@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration.transformed import outside_of_transforms
-from fakequant.data.arguments import Metric, check_metric, check_model, measured
+from fakequant.data.arguments import Metric, check_metric, check_model, measured, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError, nearest
@@ -53,7 +53,7 @@ def layer_sqnr(
         batches, inputs, forward: as for `calibrate`.
 
     Raises:
-        ConfigError: there was no batch, or the batches are one tensor.
+        ConfigError: the model has no quantizers, there was no batch, or the batches are one tensor.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
@@ -62,6 +62,7 @@ def layer_sqnr(
     ['0._input_quantizer', '0._weight_quantizer']
     """
     data = Batches(batches, "layer_sqnr", inputs=inputs, forward=forward, progress=progress)
+    refuse_unprepared(model)
     warn_stale_scales(model)
     found = quantizers(model)
     distances, calls = {name: Distance() for name in found}, Counter[str]()
@@ -178,11 +179,12 @@ def sensitivity(
     """
     check_model(model, "sensitivity", "sensitivity(model, batches)")
     check_metric(metric, "sensitivity")
+    refuse_unprepared(model)
     data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
     held = _alone(model, each)
     if not held:
-        raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+        raise ConfigError("all quantizers of the model are off; call fakequant.calibrate first")
     if metric is None:
         distances = _output_distances(model, data, held)
         found = [_by_output(name, distance) for name, distance in distances.items()]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
@@ -34,8 +34,6 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
-
-_NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, config) first"
 
 
 @unwraps
@@ -179,8 +177,8 @@ def recalibrate(
         The calibrators of the input quantizers by name.
 
     Raises:
-        ConfigError: the calibrators collected less than the method needs, are not those of the model, or are missing;
-            nothing is changed.
+        ConfigError: the calibrators collected less than the method needs, are not those of the model, or are missing,
+            or none is of an input; nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.full((2, 4), 2.54)], "entropy")
@@ -189,8 +187,7 @@ def recalibrate(
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
     found = quantizers(model)
-    if not found:
-        raise CalibrationError(_NOT_PREPARED)
+    refuse_unprepared(model, CalibrationError)
     if isinstance(calibrators, str):
         raise ConfigError(f"calibrators cannot be {calibrators!r}; write recalibrate(model, method={calibrators!r})")
     calibrators = _collected(found) if calibrators is None else calibrators
@@ -206,6 +203,8 @@ def recalibrate(
                 raise ConfigError(
                     f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
                 ) from error
+    if not adopted:
+        raise ConfigError("there is nothing to recalibrate: no calibrator is of an input with fixed ranges")
     ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
     with restore_on_error(ranges_of(found.values())):
         for name, range in ranges.items():
@@ -252,8 +251,7 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
 
 def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
-    if not quantizers(model):
-        raise CalibrationError(_NOT_PREPARED)
+    refuse_unprepared(model, CalibrationError)
     found = {
         name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and is_chosen(name, pattern)
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError
 from fakequant.model.state.json_values import plain_of
@@ -145,8 +145,7 @@ def snapshot(model: nn.Module) -> QuantizedState:
     """
     check_model(model, "snapshot", "snapshot(model)", CheckpointError)
     warn_unregistered(model)
-    if not quantizers(model):
-        raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
+    refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
     shared = shared_names(model)
     return QuantizedState(
         shared=shared,

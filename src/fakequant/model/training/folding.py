@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_data_parallel, refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
@@ -17,7 +17,6 @@ from fakequant.model.run.recording import record
 from fakequant.model.training.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantized.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
-from fakequant.nn.quantizer import quantizers
 from fakequant.nn.sites.classes import set_class, unshielded_class
 from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.restore import restore_on_error, structure_of
@@ -52,8 +51,7 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     >>> torch.equal(merge_batch_norm(model)(x), before)
     True
     """
-    if not quantizers(model):
-        raise ConfigError("fold_batch_norm takes a prepared model; call fakequant.prepare first, or fuse_batch_norm")
+    refuse_unprepared(model, otherwise=", or fuse_batch_norm(model, example)")
     refuse_sharded(model, "fold the batch normalisations of")
     if is_data_parallel(model):
         raise ConfigError("call fold_batch_norm before the model is wrapped in DistributedDataParallel")
@@ -101,6 +99,7 @@ def merge_batch_norm(model: Model) -> Model:
     FusedBatchNorm(into 0, inputs of 2 axes)
     """
     check_model(model, "merge_batch_norm", "merge_batch_norm(model)")
+    refuse_unprepared(model)
     refuse_sharded(model, "merge the batch normalisations of")
     with restore_on_error(structure_of([model])):
         merged: dict[nn.Module, nn.Module] = {}

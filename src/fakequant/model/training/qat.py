@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.data.batches import AmbiguousBatchError, Inputs, run_batch
 from fakequant.data.progress import length, track
 from fakequant.data.token_mask import Mask
@@ -31,7 +31,6 @@ from fakequant.model.training.scales import Scales as Scales
 from fakequant.model.training.scales import freeze_batch_norm as freeze_batch_norm
 from fakequant.model.training.scales import set_scales as set_scales
 from fakequant.model.training.steps import Training as Training
-from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 
 _CALL = "finetune(model, batches, loss, Schedule(original_lr=0.1, original_epochs=90))"
@@ -175,8 +174,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     ):
         if not right:
             raise ConfigError(f"finetune takes {what}, got {shown(value)}; write {_CALL}")
-    if not quantizers(model):
-        raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    refuse_unprepared(model)
     refuse_offloaded(model, "fine-tune")
     distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
     if mask is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.arguments import check_model, refuse_stored
+from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepared
 from fakequant.distributed import is_data_parallel, parallel_group, refuse_sharded, whole
 from fakequant.errors import ConfigError, shown
 from fakequant.model.ties import share_learned
@@ -48,9 +48,9 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
         options: of the method.
 
     Raises:
-        ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
-            then nothing is changed. LEARNED for a model that is wrapped in DistributedDataParallel or sharded by
-            fully_shard already.
+        ConfigError: the model has no quantizers; or LEARNED for one that has no range yet, or by a method that cannot
+            serve its specification; then nothing is changed. LEARNED for a model that is wrapped in
+            DistributedDataParallel or sharded by fully_shard already.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> set_scales(model, Scales.LEARNED, "lsq")
@@ -60,6 +60,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     check_model(model, "set_scales", "set_scales(model, Scales.LEARNED)")
     if not isinstance(scales, Scales):
         raise ConfigError(f"set_scales takes a policy, such as Scales.LEARNED, got {shown(scales)}")
+    refuse_unprepared(model)
     with restore_on_error(state_of(quantizers(model).values())):
         _set_scales(model, scales, method, options)
         share_learned(model)

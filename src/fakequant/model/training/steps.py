@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.digest import digest
 from fakequant.distributed import Together, all_processes
 from fakequant.errors import CheckpointError, ConfigError
@@ -48,6 +49,7 @@ class Training:
         teacher: a float model, "float" for a frozen copy of the model from before `prepare`, "self" for the model with
             its quantizers off, or a `Distillation`.
         finish: called with the trained model in eval mode by `end`, in one process: to save, export or deliver it.
+        skip, rules: as for `fakequant.prepare`; they change the configuration.
 
     >>> training = Training("int8", [torch.ones(2, 4)], scales=Scales.LEARNED, teacher="float")
     >>> model = training.prepare(nn.Sequential(nn.Linear(4, 1)))
@@ -69,6 +71,8 @@ class Training:
     freeze_batch_norm_after: float = 0.5
     teacher: nn.Module | Literal["self", "float"] | Distillation | None = field(default=None, repr=False)
     finish: Callable[[Any], object] | None = None
+    skip: Sequence[str] = ()
+    rules: Mapping[str, Config | str] | None = None
 
     def __post_init__(self) -> None:
         given = self.teacher
@@ -103,9 +107,10 @@ class Training:
         group = self.calibration.get("group", all_processes())
         with restore_on_error(structure_of([model])), Together(group or None) as processes:
             if self.config is not None:
-                prepare(model, self.config, skip=adapter_layers(model))
-            if not quantizers(model):
-                raise ConfigError("without a configuration the model must be prepared; give one, such as 'int8'")
+                prepare(model, self.config, skip=[*adapter_layers(model), *self.skip], rules=self.rules)
+            elif self.skip or self.rules:
+                raise ConfigError("skip= and rules= change a configuration; give one, or prepare the model with them")
+            refuse_unprepared(model, otherwise=", or give a configuration, such as 'int8'")
             if self.config is not None or self.batches is not None:
                 calibrate(model, self.batches or (), **{**self.calibration, "group": group})
             set_scales(model, self.scales, self.method, **self.method_options)

@@ -102,7 +102,8 @@ def equalize(
 
     Raises:
         ConfigError: a prepared or sharded model, or one whose output is not the same in a second run, or is not finite.
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():

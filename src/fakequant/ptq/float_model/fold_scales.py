@@ -9,16 +9,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import ConfigError
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.run.neighbors import Neighbors, find_neighbors
 from fakequant.model.run.recording import record
 from fakequant.model.run.unreached import Unreached
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import quantizers
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.float_model.output_check import OutputCheck, tolerance_of
 from fakequant.ptq.inputs.call import LayerCall
@@ -72,7 +71,8 @@ def fold_scales(
 
     Raises:
         ConfigError: a float or sharded model, or one whose output is not the same in a second run, or is not finite.
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -88,8 +88,7 @@ def fold_scales(
     layer  its scale
     1      into 0
     """
-    if not quantizers(model):
-        raise ConfigError("fold_scales takes a prepared model, whose layers have scales of their inputs")
+    refuse_unprepared(model)
     refuse_sharded(model, "fold the scales of inputs in")
     layers, others = dict[nn.Module, str](), list[FoldedScale]()
     for name, module in model.named_modules():

@@ -90,7 +90,9 @@ def rotate(
 
     Raises:
         ConfigError: an unknown kind, a prepared or sharded model, or one whose output is not the same in a second run,
-        or is not finite. The model is unchanged after any error or interrupt.
+            or is not finite.
+
+    The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0

@@ -67,7 +67,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
         ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
         CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
         OutputError: the file cannot be written; raised before the work.
-        If one way fails, its row has the reason, and the others run.
+
+    If one way fails, its row has the reason, and the others run.
 
     >>> torch.manual_seed(0).initial_seed()
     0

@@ -103,7 +103,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
             on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
             Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0

@@ -64,7 +64,8 @@ def low_rank(
     Raises:
         ConfigError: a rank below 1, or a model without quantized weights.
         CalibrationError: no batches, or an input with NaN or inf (names the layer).
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0
