@@ -15,6 +15,7 @@ from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import attributes_of, restore_after, restore_on_error
+from fakequant.text import listed, module_name
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,10 +50,15 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     if not found:
         raise ConfigError(f"no quantized layer matches {pattern!r}; correct the pattern")
     if execution is Execution.INTEGER:
-        reasons = {name: layer.why_simulated(execution) for name, layer in found.items()}
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items() if reason is not None)
-        if listed:
-            raise ConfigError(f'these layers cannot run in integers; use "auto", which simulates them:\n{listed}')
+        reasons = dict[str, list[str]]()
+        for name, layer in found.items():
+            if (reason := layer.why_simulated(execution)) is not None:
+                reasons.setdefault(reason, []).append(module_name(name))
+        if reasons:
+            raise ConfigError(
+                'these layers cannot run in integers; use "auto", which simulates them: '
+                + "; ".join(f"{listed(names)} ({reason})" for reason, names in reasons.items())
+            )
     with restore_on_error(attributes_of(found.values(), "execution")):
         for layer in found.values():
             layer.execution = execution
