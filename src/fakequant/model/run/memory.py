@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
+_MOST = 1000  # dead tensors that are kept before they are dropped
 
 
 class Tensors:
@@ -27,32 +28,38 @@ class Tensors:
     def __init__(self) -> None:
         self._held: dict[int, tuple[ref[Tensor], int]] = {}
         self._by_memory: dict[int | None, dict[int, ref[Tensor]]] = {}
+        self._most = _MOST
 
     def add(self, tensor: Tensor, number: int) -> None:
         """Note a tensor, or another number of a known one."""
-        key, memory = id(tensor), _memory_of(tensor)
+        if len(self._held) >= self._most:
+            self._forget_dead()
+        one = ref(tensor)  # Python swallows an interrupt in a callback of a reference, so there is none
+        self._held[id(tensor)] = one, number
+        self._by_memory.setdefault(_memory_of(tensor), {})[id(tensor)] = one
 
-        def forget(_: object) -> None:  # another tensor may get the same identity
-            self._held.pop(key, None)
-            self._by_memory[memory].pop(key, None)
-
-        one = ref(tensor, forget)
-        self._held[key] = one, number
-        self._by_memory.setdefault(memory, {})[key] = one
+    def _forget_dead(self) -> None:
+        self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
+        alive = {
+            memory: {key: one for key, one in held.items() if one() is not None}
+            for memory, held in self._by_memory.items()
+        }
+        self._by_memory = {memory: held for memory, held in alive.items() if held}
+        self._most = max(_MOST, 2 * len(self._held))
 
     def number(self, tensor: Tensor) -> int | None:
         """The last number of a tensor; None for an unknown one."""
-        found = self._held.get(id(tensor))
-        return None if found is None else found[1]
+        one, number = self._held.get(id(tensor), (None, None))
+        return number if one is not None and one() is tensor else None
 
     def numbers(self) -> frozenset[int]:
         """The last numbers of all tensors that something still holds."""
-        return frozenset(number for _, number in [*self._held.values()])
+        return frozenset(number for one, number in self._held.values() if one() is not None)
 
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
         """The other tensors that share memory with one, and the share of their elements that is in its memory."""
         memory = _memory_of(written)
-        held = [] if memory is None else [one() for one in [*self._by_memory.get(memory, {}).values()]]
+        held = [] if memory is None else [one() for one in self._by_memory.get(memory, {}).values()]
         others = [x for x in held if x is not None and x is not written]
         if not others:
             return []
