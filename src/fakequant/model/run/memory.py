@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
-_MOST = 1000  # dead tensors that are kept before they are dropped
+_ADDED = 1000  # tensors after which dead ones are dropped; as many as living ones, where those are more
 
 
 class Tensors:
@@ -28,11 +28,12 @@ class Tensors:
     def __init__(self) -> None:
         self._held: dict[int, tuple[ref[Tensor], int]] = {}
         self._by_memory: dict[int | None, dict[int, ref[Tensor]]] = {}
-        self._most = _MOST
+        self._left = _ADDED
 
     def add(self, tensor: Tensor, number: int) -> None:
         """Note a tensor, or another number of a known one."""
-        if len(self._held) >= self._most:
+        self._left -= 1
+        if not self._left:
             self._forget_dead()
         one = ref(tensor)  # Python swallows an interrupt in a callback of a reference, so there is none
         self._held[id(tensor)] = one, number
@@ -45,7 +46,7 @@ class Tensors:
             for memory, held in self._by_memory.items()
         }
         self._by_memory = {memory: held for memory, held in alive.items() if held}
-        self._most = max(_MOST, 2 * len(self._held))
+        self._left = max(_ADDED, len(self._held))
 
     def number(self, tensor: Tensor) -> int | None:
         """The last number of a tensor; None for an unknown one."""
