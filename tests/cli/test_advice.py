@@ -175,6 +175,48 @@ def test_advise_prints_python_where_the_command_has_no_such_option(recipe: Path)
     assert scope["quantized"](scope["batches"][0]).shape == (32, 8)
 
 
+RESIDUAL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.same = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = torch.relu(self.up(x))
+        return self.same(x) + x
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def calibration_batches():
+    return [torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+"""
+
+
+def test_quantize_puts_quantizers_where_the_target_wants_them(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(RESIDUAL)
+    given = ("advise", recipe, "--target", "onnxruntime", "--preset", "int8_affine", "-q")
+    words = shlex.split(run(*given).splitlines()[-1])
+    assert words[-4:] == ["--preset", "int8_affine", "--target", "onnxruntime"]
+    run(*words[1:4], tmp_path / "out", *words[5:], "-q")
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "_sites.add_0" in [layer["name"] for layer in found["layers"]]
+
+
+def test_quantize_says_that_a_target_is_not_known_to_gain_by_a_preset(recipe: Path, tmp_path: Path) -> None:
+    given = ("quantize", recipe, "--out", tmp_path / "out", "--target", "vllm")
+    said = "It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128"
+    assert said in " ".join(run(*given, "--preset", "int4_group32").split())
+    assert said in json.loads((tmp_path / "out" / "results.json").read_text())["summary"][1]
+    assert "not known" not in run(*given, "--preset", "w8a8_dynamic")
+    result = CliRunner().invoke(app, [*map(str, given[:-1]), "vlm"])
+    assert result.stderr == "error: unknown target 'vlm'; did you mean vllm?\n"
+
+
 def test_advise_is_ended_by_an_interrupt_with_what_it_found(recipe: Path) -> None:
     calls = "\ncalls = iter([1.0, 0.5])\ndef evaluate(net):\n    value = next(calls, None)\n"
     recipe.write_text(RECIPE + calls + "    if value is None:\n        raise KeyboardInterrupt\n    return value\n")

@@ -160,6 +160,43 @@ def test_mistakes_are_one_line_before_the_work(tmp_path: Path, monkeypatch: pyte
     assert "\n" not in f"{caught.value}"
 
 
+def printed(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return " ".join((result.stdout if code == 0 else result.stderr).split())
+
+
+def test_what_chooses_presets_measures_a_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, CAUSAL)
+    given = (folder, "--text", tmp_path / "lines.txt", "-q")
+    presets = ("--preset", "int8_weight_only", "--preset", "int4_group32")
+    found = printed("advise", *given, *presets, "--floor", 1000)
+    assert "INT4_GROUP32 is the smallest that meets the floor of 1000.0 perplexity: it has 9" in found
+    assert "Measured: perplexity on 3 windows of 256 tokens of lines.txt" in found
+    assert "None meets the floor of 20.0 perplexity: " in printed("advise", *given, *presets[2:], "--floor", 20)
+    found = printed("compare", *given, *presets[:2], "--improve", "none")
+    assert found.split()[:4] == ["preset", "method", "steps", "perplexity"]
+    assert float(found.split()[found.split().index("mse") + 2]) > 0
+    assert "perplexity gives 9" in printed("search", *given, *presets, "--floor", 1000)
+    refused = printed("search", *given, *presets, "--floor", 20, code=1)
+    assert "no mix of these choices keeps 20: the largest, 9.00 bits per weight, gives 9" in refused
+
+
+def test_a_command_keeps_the_task(tmp_path: Path) -> None:
+    folder, rows = folder_of(tmp_path, LABELS), tmp_path / "rows.csv"
+    given = (folder, "--text", tmp_path / "lines.txt", "--task", f"accuracy={rows}", "-q")
+    found = printed("advise", *given, "--preset", "int8_weight_only")
+    assert "accuracy: it has " in found
+    assert f"--task accuracy={rows} --out quantized --preset int8_weight_only" in found
+    unmeasured = printed("advise", *given[:3], "--task", "none", "-q", "--preset", "int8_weight_only")
+    assert "dB" in unmeasured
+    assert "--task auto" not in unmeasured
+    refused = printed("search", *given, "--bits", 9, code=1)
+    assert "is what --floor speaks of, and it was not given" in refused
+    refused = printed("search", *given[:3], "--task", "none", "--floor", 9, code=1)
+    assert refused == "error: --floor needs a measure. --task none was given; --task auto measures the model."
+
+
 def test_a_task_is_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--task is for a folder of Hugging Face, and .*small\.py is none"):
         load_recipe(tmp_path / "small.py", task="accuracy=rows.csv")

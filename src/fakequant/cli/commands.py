@@ -14,7 +14,19 @@ from rich.text import Text
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.cli import advice
 from fakequant.cli.failures import Commands
-from fakequant.cli.options import METHODS, PRESETS, Floats, Format, RecipeFile, Rules, TextFile, Trust, one_of
+from fakequant.cli.options import (
+    METHODS,
+    PRESETS,
+    Floats,
+    Format,
+    RecipeFile,
+    Rules,
+    Target,
+    Task,
+    TextFile,
+    Trust,
+    one_of,
+)
 
 app = typer.Typer(
     cls=Commands,
@@ -74,14 +86,8 @@ def quantize(  # noqa: PLR0913  the command's options
     ] = False,
     text: TextFile = None,
     trust: Trust = False,
-    task: Annotated[
-        str,
-        one_of(
-            "what to measure of a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (to float32), or accuracy=FILE, "
-            "CSV or JSON lines with text and label; auto takes a part of --text; none",
-            *("auto", "none", "perplexity=", "accuracy=", "cosine="),
-        ),
-    ] = "auto",
+    task: Task = "auto",
+    target: Target = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the results of another recipe, and start anew")
     ] = False,
@@ -104,6 +110,7 @@ def quantize(  # noqa: PLR0913  the command's options
         "packed": packed,
         "trust": trust,
         "task": task,
+        "target": target,
     }
     job = Job(recipe, preset, method, out, train, compare, verbose=verbose, text=text, overwrite=overwrite, **kind)
     run(job, Console(quiet=quiet))

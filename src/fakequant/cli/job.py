@@ -95,7 +95,7 @@ class _Progress:
             summary=(
                 f"Recipe {self.recipe.path.name}, preset {config.name}{ranges}.",
                 *self.job.exceptions(),
-                *([f"Measured: {self.recipe.task.label} on {self.recipe.task.on}."] if self.recipe.task.on else []),
+                *filter(None, [self.job.unknown_gain(), self.recipe.task.said if self.recipe.task.on else ""]),
                 *self.remarks,
             ),
             metric=self.recipe.task.label or "evaluate(model)",
@@ -151,6 +151,7 @@ def run(job: Job, console: Console) -> ReportData:
     check_unseen(job.unseen)
     if job.improve not in (None, *_IMPROVE):
         raise ConfigError(f"unknown steps {job.improve!r} of --improve{nearest(str(job.improve), _IMPROVE)}")
+    gain = job.unknown_gain()
     state = f"nothing was written; the files in {job.out} are unchanged"
     kept: Unfinished | None = None
     try:
@@ -162,6 +163,8 @@ def run(job: Job, console: Console) -> ReportData:
             progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)), kept)
             if before := held_before(out, recipe.source, title_of(recipe.path, config)):
                 progress.steps.note(before)
+            if gain:
+                progress.steps.note(gain)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
@@ -332,7 +335,8 @@ def _train(job: Job, config: Config, progress: _Progress, model: nn.Module) -> N
 
 def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     """Calibrate a model with the chosen method; to compare methods, calibrate copies with the others, too."""
-    set_execution(prepare(model, config), job.execution)
+    example = job.example(config, model, progress.recipe)
+    set_execution(prepare(model, config, example, target=None if example is None else job.target), job.execution)
     methods = [method for method in calibrators() if job.compare and method != job.method]
     copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
     for method, own in copies.items():

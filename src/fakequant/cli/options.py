@@ -36,6 +36,13 @@ def _written(incomplete: str) -> list[str]:
     return [name for name, one in delivery_formats().items() if one.writes and name.startswith(incomplete)]
 
 
+def _engines(incomplete: str) -> list[str]:
+    """The engines that `advise` knows; imported when a shell asks, too."""
+    from fakequant.ptq.advising.engines import ENGINES
+
+    return [name for name in sorted(ENGINES) if name.startswith(incomplete)]
+
+
 Format = Annotated[
     str, typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written)
 ]
@@ -44,5 +51,17 @@ Floats = Annotated[
 ]
 Rules = Annotated[
     list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
+]
+Task = Annotated[
+    str,
+    one_of(
+        "what to measure of a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (to float32), or accuracy=FILE, "
+        "CSV or JSON lines with text and label; auto takes a part of --text; none",
+        *("auto", "none", "perplexity=", "accuracy=", "cosine="),
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(help="the engine that will run it, such as onnxruntime, vllm or llama.cpp", autocompletion=_engines),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fakequant.cli.failures import LOADED
 from fakequant.cli.huggingface.folder import folder_functions
 from fakequant.cli.huggingface.tasks import FolderTask, task_of
-from fakequant.data.arguments import Metric
+from fakequant.data.arguments import NamedMetric
 from fakequant.errors import OutputError, RecipeError
 from fakequant.files import writable_file, write_whole
 
@@ -65,9 +65,9 @@ class Recipe:
         return name in self.functions
 
     @property
-    def metric(self) -> Metric | None:
-        """`evaluate` if the file defines it."""
-        return self.evaluate if self.offers("evaluate") else None
+    def metric(self) -> NamedMetric | None:
+        """`evaluate` if the file defines it, as what its task names."""
+        return NamedMetric(self.evaluate, self.task.name, self.task.smaller) if self.offers("evaluate") else None
 
     def model(self) -> nn.Module:
         """Return a new float model with trained weights.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
+from fakequant.cli.examples import example_of
 from fakequant.cli.recipe import Recipe
 from fakequant.cli.results import CHECKPOINT
 from fakequant.data.batches import Batches
@@ -20,6 +21,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
+from fakequant.ptq.advising.engines import places, unknown_gain
 from fakequant.ptq.improving.finished import run_of
 
 
@@ -47,6 +49,8 @@ class Job:
         rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
         trust: whether Python files of a folder of Hugging Face may run.
         task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.tasks.task_of`.
+        target: the engine that will run the model; where it says so by a table, it places the quantizers of inputs with
+            fixed ranges, see `fakequant.prepare`.
         packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
     """
 
@@ -69,6 +73,7 @@ class Job:
     packed: bool = False
     trust: bool = False
     task: str = "auto"
+    target: str | None = None
 
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
         """All that decides the quantized model, as text; "" where batches cannot be compared.
@@ -79,7 +84,7 @@ class Job:
             batches: for calibration; each is read and let go.
         """
         names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
-        found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content]
+        found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content, self.target]
         with torch.random.fork_rng([]):
             torch.manual_seed(0)  # a data loader that shuffles gives the same batches at the next call
             try:
@@ -102,7 +107,7 @@ class Job:
         job = replace(self, floats=floats, rules=rules, **changed)
         words = ["fakequant", "quantize", str(job.recipe), "--out", str(job.out)]
         usual = {field.name: field.default for field in fields(Job)} | {"preset": "int8", "method": DEFAULT_METHOD}
-        for name in ("preset", "method", "style", "execution", "unseen", "improve", "text"):
+        for name in ("preset", "method", "style", "execution", "unseen", "improve", "text", "task", "target"):
             if (value := getattr(job, name)) != usual[name]:
                 words += [f"--{name}", str(value)]
         words += [] if job.train else ["--no-train"]
@@ -129,6 +134,20 @@ class Job:
         number = len(self.floats) + len(rules)
         ending = f" with {number} exception{'s' if number > 1 else ''}" if number else ""
         return replace(config, name=config.name + ending)
+
+    def example(self, config: Config, model: nn.Module, recipe: Recipe) -> Any:
+        """The example by which the target places quantizers; None where it does not."""
+        static = any(rule.input is not None and not rule.input.dynamic for rule in config.rules)
+        return example_of(model, recipe.first_batch()) if static and places(self.target) else None
+
+    def unknown_gain(self) -> str:
+        """A sentence where the target is not known to run a preset of the job.
+
+        Raises:
+            ConfigError: an unknown target.
+        """
+        presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
+        return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
 
     def exceptions(self) -> list[str]:
         """Lines for the report: which layers the preset does not hold for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,40 @@ from fakequant.nn.stored.weight import StoredWeight
 
 Metric = Callable[[nn.Module], float]
 """A function of a model; larger is better."""
+
+
+@dataclass(frozen=True)
+class NamedMetric:
+    """A metric with the name and the sign by which results show it.
+
+    Attributes:
+        function: called as function(model), larger is better.
+        name: one word.
+        negated: whether it is the negative of a figure of which smaller is better, as of a perplexity.
+    """
+
+    function: Metric
+    name: str
+    negated: bool = False
+
+    def __call__(self, model: nn.Module) -> float:
+        return self.function(model)
+
+    def shown(self, value: float) -> float:
+        """A value of the metric as the figure that is shown, and the reverse."""
+        return -value if self.negated else value
+
+
+def named(metric: Metric) -> NamedMetric:
+    """A metric with its name; that of a lambda is "metric".
+
+    >>> named(max).name, named(lambda model: 1.0).name
+    ('max', 'metric')
+    """
+    if isinstance(metric, NamedMetric):
+        return metric
+    name = getattr(metric, "__name__", "<none>")
+    return NamedMetric(metric, "metric" if name.startswith("<") else name)
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:

@@ -43,6 +43,16 @@ class FolderTask:
     content: str = ""
     why_not: str = ""
 
+    @property
+    def name(self) -> str:
+        """The label in one word."""
+        return self.label.partition("(")[0].partition(" ")[0].rstrip(",")
+
+    @property
+    def said(self) -> str:
+        """What is measured on what, or why nothing is, as a sentence; "" for the function of a recipe."""
+        return f"Measured: {self.label} on {self.on}." if self.on else self.why_not
+
 
 def task_of(task: str, folder: Path, text: Path, trust: bool, model: Callable[[], nn.Module]) -> FolderTask:
     """What is measured of the model in a folder; all faults are found here, before the work.

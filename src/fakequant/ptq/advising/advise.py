@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.arguments import Metric, check_float_model, check_metric
+from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, example_arguments, example_in
 from fakequant.data.digest import digest
 from fakequant.data.progress import tell
@@ -106,17 +106,18 @@ def advise(  # noqa: PLR0913  all but the first two by name
     held = HeldBack(given.numbered, EVERY)
     made = given.part([*held])
     preparation = _preparation(model, made, inputs, forward, target)
-    task = Task(model, made, given.part(held.held), metric, preparation, mask, times=False)
+    scorer = None if metric is None else named(metric)
+    task = Task(model, made, given.part(held.held), scorer, preparation, mask, times=False)
     exact = _float_score(task)
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - _MAY_LOSE * abs(exact)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
-        search = _WaySearch(task, kinds, enough, progress)
+        search = _WaySearch(task, kinds, enough, progress, scorer)
         if folder is not None:
             search.keep_in(folder, digest([run_of(model, given), exact, str(target), preparation.folds]))
         interrupted = search.run()
         code = Code(preparation, [*held.held] if len(given) > 1 else [], len(given), inputs, forward, mask)
-        return search.advice(code, target, "dB" if metric is None else _name(metric), judged_by(held), interrupted)
+        return search.advice(code, target, judged_by(held), interrupted)
 
 
 def _kinds_of(presets: Sequence[str]) -> list[list[str]]:
@@ -125,11 +126,6 @@ def _kinds_of(presets: Sequence[str]) -> list[list[str]]:
         raise ConfigError(f"presets takes a list of names, got {shown(presets)}; write presets=['int8', 'fp8']")
     names = list(dict.fromkeys(find_preset(name).name for name in presets))
     return [[name for name in names if quantizes_inputs(name) is has_inputs] for has_inputs in (True, False)]
-
-
-def _name(metric: Metric) -> str:
-    name = getattr(metric, "__name__", "<none>")
-    return "metric" if name.startswith("<") else name
 
 
 def _preparation(
@@ -168,10 +164,18 @@ class _WaySearch:
         kinds: the names of presets, see `EngineFormats`.
         floor: of the score.
         progress: whether to say before each trial what may follow.
+        metric: of the task, with its name.
     """
 
-    def __init__(self, task: Task, kinds: Sequence[Sequence[str]], floor: float, progress: bool | None) -> None:
-        self.task, self._progress = task, progress
+    def __init__(
+        self,
+        task: Task,
+        kinds: Sequence[Sequence[str]],
+        floor: float,
+        progress: bool | None,
+        metric: NamedMetric | None,
+    ) -> None:
+        self.task, self._progress, self._metric = task, progress, metric
         self._folder: Path | None = None
         self._known: Mapping[Way, Compared] = {}
         self.bytes: dict[str, int] = {}
@@ -205,7 +209,9 @@ class _WaySearch:
             for way, follows in self.ladder.ways():
                 if (row := self._known.get(way)) is None:
                     best = self.ladder.answer
-                    so_far = "" if best is None else f"; best so far: {told(best, self.ladder.score(best))}"
+                    so_far = (
+                        "" if best is None else f"; best so far: {told(best, self.ladder.score(best), self._metric)}"
+                    )
                     tell(f"trying {shown_way(way)}{so_far}; {follows}", self._progress)
                     row = self._measured(way)
                 rows[way] = row
@@ -230,7 +236,7 @@ class _WaySearch:
                 shutil.rmtree(own, ignore_errors=True)
         return row
 
-    def advice(self, code: Code, target: str | None, unit: str, judged: str, interrupted: bool) -> Advice:
+    def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:
         """The answer, with the code that makes it and its reason."""
         ladder, float_bytes = self.ladder, sum(p.numel() * p.element_size() for p in self.task.model.parameters())
         rows = {way: TriedWay(row, self.bytes[way.preset], ladder.score(row)) for way, row in ladder.rows.items()}
@@ -242,8 +248,8 @@ class _WaySearch:
             rows[best.way],
             ladder.meets(best),
             ladder.floor,
-            unit,
-            reason(ladder, unit, target),
+            "dB" if self._metric is None else self._metric.name,
+            reason(ladder, self._metric, target),
             code.of(best.way),
             target or "",
             speed(target),
@@ -252,4 +258,5 @@ class _WaySearch:
             self.task.preparation.folds,
             float_bytes,
             interrupted,
+            self._metric is not None and self._metric.negated,
         )

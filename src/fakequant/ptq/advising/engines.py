@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.sites.targets import targets
+from fakequant.text import listed
 
 _GROUPS = "INT4_GROUP128", "INT4_GROUP64", "INT4_GROUP32"
 
@@ -18,11 +20,13 @@ class EngineFormats(NamedTuple):
             only presets of one kind are compared with each other.
         page: of the documentation, "" for none.
         known: what was seen of the speed, as a sentence; "" for nothing.
+        others: what the names of other presets begin with that it also runs.
     """
 
     kinds: tuple[tuple[str, ...], ...]
     page: str = ""
     known: str = ""
+    others: str | None = None
 
 
 _WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
@@ -47,7 +51,7 @@ ENGINES = {
     "xnnpack": _STATIC,
     "vllm": _SERVERS,
     "sglang": _SERVERS,
-    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp"),
+    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_"),
     "transformers": EngineFormats((("W8A8_DYNAMIC", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers"),
     "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao"),
 }
@@ -69,6 +73,23 @@ def find_engine(name: str | None) -> EngineFormats:
     if name not in ENGINES:
         raise ConfigError(f"unknown target {name!r}{nearest(name, sorted(ENGINES))}")
     return ENGINES[name]
+
+
+def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
+    """A sentence where some presets are none that an engine is known to run; "" for all others, and for no engine.
+
+    >>> unknown_gain("sglang", ["FP8"])
+    ''
+    >>> unknown_gain("vllm", ["INT4_GROUP32"])
+    'It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128: docs/engines/vllm.md.'
+    """
+    if name is None:
+        return ""
+    engine = find_engine(name)
+    known = [preset for kind in engine.kinds for preset in kind]
+    unknown = [one for one in presets if one not in known and not (engine.others and one.startswith(engine.others))]
+    page = f": docs/engines/{engine.page}.md" if engine.page else ""
+    return f"It is not known that {name} gains by {listed(unknown)}. It takes {listed(known)}{page}." if unknown else ""
 
 
 def places(name: str | None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fakequant.calibration import DEFAULT_METHOD
+from fakequant.data.arguments import NamedMetric
 from fakequant.model.analysis.html import html_result
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.ptq.advising.engines import ENGINES
@@ -53,6 +54,7 @@ class Advice:
         folds: whether batch normalisations were folded first.
         float_bytes: of the model in float.
         interrupted: whether an interrupt ended the search.
+        negated: whether scores are shown with the other sign, as the figures of which smaller is better.
     """
 
     rows: Sequence[TriedWay]
@@ -69,6 +71,7 @@ class Advice:
     folds: bool
     float_bytes: int
     interrupted: bool = False
+    negated: bool = False
 
     def __str__(self) -> str:
         return table([self._header(), *self._cells()], ["", *self._below()], numbers=_NUMBERS, width=80)
@@ -89,7 +92,12 @@ class Advice:
             own = row.measured
             method = own.method if has_static_inputs(own.preset) else "-"
             way = ["*" if row is self.best else "", own.preset, method, own.steps or "-"]
-            figures = [f"{own.bits:.2f}", f"{row.bytes / 1e6:.3g}", number(row.score), f"{own.seconds:.1f}"]
+            figures = [
+                f"{own.bits:.2f}",
+                f"{row.bytes / 1e6:.3g}",
+                number(-row.score if self.negated else row.score),
+                f"{own.seconds:.1f}",
+            ]
             cells.append([*way, *(["failed"] if own.failed else figures)])
         return cells
 
@@ -120,9 +128,9 @@ def shown_way(way: Way) -> str:
     return way.preset + method + (f' with improve "{way.steps}"' if way.steps else "")
 
 
-def told(row: Compared, score: float) -> str:
+def told(row: Compared, score: float, metric: NamedMetric | None) -> str:
     """A way with its score."""
-    return f"{shown_way(row.way)}, {number(score)}"
+    return f"{shown_way(row.way)}, {number(score if metric is None else metric.shown(score))}"
 
 
 def judged_by(held: HeldBack) -> str:
@@ -134,18 +142,23 @@ def judged_by(held: HeldBack) -> str:
     return f"on {count} {batches} held back; {made} {'batch' if made == 1 else 'batches'} made the models"
 
 
-def reason(ladder: Ladder, unit: str, target: str | None) -> str:
+def reason(ladder: Ladder, metric: NamedMetric | None, target: str | None) -> str:
     """Why the answer is the answer."""
     best = ladder.answer
     assert best is not None, "an answer is there after the first result"
-    name, score, floor = shown_way(best.way), ladder.score(best), f"{number(ladder.floor)} {unit}"
+
+    def shown(score: float) -> str:
+        return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
+
+    name, score, floor = shown_way(best.way), ladder.score(best), shown(ladder.floor)
     if ladder.meets(best):
-        found = f"{name} is the smallest that meets the floor of {floor}: it has {number(score)} {unit}."
+        found = f"{name} is the smallest that meets the floor of {floor}: it has {shown(score)}."
         smaller = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
         if smaller is not None:
-            found += f" What is smaller, or faster, gives less: {told(smaller, ladder.score(smaller))} {unit} at best."
+            other = f"{shown_way(smaller.way)}, {shown(ladder.score(smaller))}"
+            found += f" What is smaller, or faster, is worse: {other} at best."
     else:
-        found = f"None meets the floor of {floor}: {name} is nearest with {number(score)} {unit}, and misses it by "
+        found = f"None meets the floor of {floor}: {name} is nearest with {shown(score)}, and misses it by "
         found += f"{number(ladder.floor - score)}."
     if target is None and not quantizes_inputs(best.preset):
         found += " Inputs stay in float: without target=, an engine that gains by quantizing them is not known."

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
-from fakequant.data.arguments import Metric, check_float_model, check_metric
+from fakequant.data.arguments import Metric, check_float_model, check_metric, named
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
@@ -86,9 +86,11 @@ def compare(  # noqa: PLR0913  all but the first three by name
     given = Batches(batches, "compare", inputs=inputs, forward=forward).kept()
     task = Task(model, given, given, metric)
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
+    if metric is not None:
+        result.metric, result.negated = named(metric).name, named(metric).negated
     known = {}
     if path is not None:
-        measure = getattr(metric, "__qualname__", ""), result.float_metric
+        measure = getattr(metric, "__qualname__", getattr(metric, "name", "")), result.float_metric
         known = kept_rows(path, digest([run_of(model, given), measure]))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)

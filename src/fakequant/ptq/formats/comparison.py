@@ -134,11 +134,15 @@ class Comparison:
         rows: the largest metric first, without one the smallest error; then those that failed.
         float_metric: the metric of the model in float; None without one.
         float_milliseconds: of one forward pass of the first batch by the model in float.
+        metric: what it is called.
+        negated: whether it is shown with the other sign, as a figure of which smaller is better.
     """
 
     rows: list[Compared] = field(default_factory=list)
     float_metric: float | None = None
     float_milliseconds: float = 0.0
+    metric: str = "metric"
+    negated: bool = False
 
     @property
     def best(self) -> Compared:
@@ -167,20 +171,33 @@ class Comparison:
     def _cells(self) -> list[list[str]]:
         cells = []
         for row in self.rows:
-            metric = "-" if row.metric is None else f"{row.metric:.4g} ({row.metric - (self.float_metric or 0.0):+.3g})"
+            metric = "-"
+            if row.metric is not None:
+                moved = row.metric - (self.float_metric or 0.0)
+                metric = f"{self._shown(row.metric):.4g} ({self._shown(moved):+.3g})"
             size = [f"{row.bits:.2f}", f"{row.bytes / 1e6:.2f}", f"{row.milliseconds:.3g}"]
             figures = [metric, row.shown_error, *size, f"{row.seconds:.1f}"]
             cells.append([row.preset, row.method, row.steps or "-", *([row.failed] if row.failed else figures)])
         return cells
 
+    def _shown(self, value: float) -> float:
+        return -value if self.negated else value
+
+    def _height(self, row: Compared) -> float:
+        return row.error if row.metric is None else self._shown(row.metric)
+
+    @property
+    def _header(self) -> list[str]:
+        return [self.metric if name == "metric" else name for name in _HEADER]
+
     def __str__(self) -> str:
-        return table([_HEADER, *self._cells()])
+        return table([self._header, *self._cells()])
 
     __repr__ = __str__  # what notebooks and consoles show
 
     def _repr_html_(self) -> str:
         rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
-        return html_result(_HEADER, rows, numbers=range(3, len(_HEADER)))
+        return html_result(self._header, rows, numbers=range(3, len(_HEADER)))
 
     def plot(self, path: str | os.PathLike[str], over: str = "bits") -> Path:
         """Draw the metric, without one the error, over bits per weight or over time, into an image file.
@@ -212,20 +229,20 @@ class Comparison:
         """
         check_axis(over)
         shown = [row for row in self.rows if not row.failed]
-        axes.scatter([getattr(row, over) for row in shown], [_height(row) for row in shown])
+        axes.scatter([getattr(row, over) for row in shown], [self._height(row) for row in shown])
         for row in shown:
-            text, place = " ".join(filter(None, row.way)), (getattr(row, over), _height(row))
+            text, place = " ".join(filter(None, row.way)), (getattr(row, over), self._height(row))
             axes.annotate(text, place, (5, 0), textcoords="offset points", va="center", fontsize=7)
         axes.margins(x=0.2)  # for the texts on the right
         curve = self.curve(over)
-        axes.plot([getattr(row, over) for row in curve], [_height(row) for row in curve])
+        axes.plot([getattr(row, over) for row in curve], [self._height(row) for row in curve])
         if self.float_metric is None:
             axes.set_yscale("log")
         else:
-            axes.axhline(self.float_metric, linestyle="--", label="float")
+            axes.axhline(self._shown(self.float_metric), linestyle="--", label="float")
             axes.legend()
         axes.set_xlabel(_AXES[over])
-        axes.set_ylabel("metric" if self.float_metric is not None else "error of the output")
+        axes.set_ylabel(self.metric if self.float_metric is not None else "error of the output")
 
 
 _AXES = {"bits": "bits per weight, with scales", "milliseconds": "milliseconds of a forward pass"}
@@ -256,10 +273,6 @@ def check_axis(over: str) -> None:
     """Raise if `over` is none of "bits" and "milliseconds"."""
     if over not in _AXES:
         raise ConfigError(f"over must be one of {', '.join(map(repr, _AXES))}, got {over!r}")
-
-
-def _height(row: Compared) -> float:
-    return row.error if row.metric is None else row.metric
 
 
 def _cost(row: Compared) -> float:

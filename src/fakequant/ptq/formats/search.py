@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.arguments import Metric, check_float_model, check_metric
+from fakequant.data.arguments import Metric, check_float_model, check_metric, named
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.errors import ConfigError
 from fakequant.model.modes import score_of
@@ -86,9 +86,10 @@ def _smallest(
 
     best = replace(curve[-1], metric=score(curve[-1]))
     if best.metric is None or not best.metric >= floor:
+        asked, found = (named(metric).shown(value) for value in (floor, best.metric or 0.0))
         raise ConfigError(
-            f"no mix of these choices keeps {floor:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
-            f"gives {best.metric:.6g}; give other choices or a lower floor"
+            f"no mix of these choices keeps {asked:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
+            f"gives {found:.6g}; give other choices or another floor"
         )
     low, high = 0, len(curve) - 1
     while low < high:
