@@ -160,7 +160,7 @@ def compare(  # noqa: PLR0913  the command's options
         def show(row: Compared) -> None:
             say(f"{row if metric is None or row.metric is None else replace(row, metric=metric.shown(row.metric))}")
 
-        how: dict[str, Any] = {"path": out, "told": show, "metric": metric}
+        how: dict[str, Any] = {"path": out, "on_row": show, "metric": metric}
         found = compare_ways(model, loaded.calibration_batches(), ways, **how)
     Console(soft_wrap=True).print(Text("\n".join([str(found), *_said(loaded, task)])))
     if plot is not None:

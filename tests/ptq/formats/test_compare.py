@@ -107,7 +107,7 @@ def of_value(value: float) -> Any:
 def test_rows_of_another_run_are_refused(other: dict[str, Any], tmp_path: Path) -> None:
     def run(told: list[Any], **given: Any) -> None:
         values = {"batches": batches(), "metric": of_value(1.0), **given}
-        compare(net(), **values, ways=["INT8"], path=tmp_path / "rows.jsonl", told=told.append)
+        compare(net(), **values, ways=["INT8"], path=tmp_path / "rows.jsonl", on_row=told.append)
 
     run(first := [])
     run(again := [])
@@ -120,7 +120,7 @@ def test_rows_of_another_run_are_refused(other: dict[str, Any], tmp_path: Path) 
 def test_rows_of_a_model_that_differs_in_no_tensor_of_its_state_are_refused(change: str, tmp_path: Path) -> None:
     path, ways, told = tmp_path / "rows.jsonl", Ways(["INT8"], steps=[None]), []
     for _ in range(2):
-        compare(Scaled(net()), batches(), ways, path=path, told=told.append)
+        compare(Scaled(net()), batches(), ways, path=path, on_row=told.append)
     assert len(told) == 1
     CHANGES[change](model := Scaled(net()))
     with pytest.raises(ConfigError, match="no comparison of this model and these batches"):
@@ -221,7 +221,7 @@ def test_the_curve_holds_what_none_surpasses() -> None:
 
 def test_rows_are_told_as_they_come_and_have_a_speed() -> None:
     told: list[Compared] = []
-    found = fq.compare(net(), batches(), Ways(["INT8", "INT8"], ["KL", "auto"], [None]), told=told.append)
+    found = fq.compare(net(), batches(), Ways(["INT8", "INT8"], ["KL", "auto"], [None]), on_row=told.append)
     assert [row.way for row in told] == [("INT8", "entropy", ""), ("INT8", "auto", "")]
     assert all(row.milliseconds > 0 for row in told)
     assert found.float_milliseconds > 0
@@ -263,3 +263,10 @@ def test_what_search_refuses() -> None:
         fq.search(net(), [], bits=5)
     with pytest.raises(ConfigError, match=r"search takes batches, and a tensor .* give a list: \[tensor\]"):
         fq.search(net(), torch.ones(1, 64), bits=5)
+
+
+def test_the_old_name_of_on_row_works_for_one_release() -> None:
+    rows: list[fq.ptq.Compared] = []
+    with pytest.warns(DeprecationWarning, match="told= of compare is now called on_row=, and the old name goes"):
+        found = fq.compare(net(), batches(), Ways(["INT8"], steps=[None]), told=rows.append)
+    assert rows == found.rows

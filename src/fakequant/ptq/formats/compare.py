@@ -14,7 +14,7 @@ from fakequant.data.arguments import Metric, check_float_model, check_metric, na
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
-from fakequant.errors import ConfigError, shown
+from fakequant.errors import ConfigError, shown, warn_renamed
 from fakequant.files import check_path, writable_file
 from fakequant.model.calibration.choice import AUTO
 from fakequant.model.presets import find_preset
@@ -47,6 +47,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     path: str | os.PathLike[str] | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    on_row: Callable[[Compared], object] | None = None,
     told: Callable[[Compared], object] | None = None,
 ) -> Comparison:
     """Quantize copies of a model in many ways, and measure the error and the cost of each.
@@ -61,7 +62,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
             batches, `metric`, `inputs` and `forward` are not measured again. Functions, and attributes of the model,
             count as the same if the float model gives the same output for the first batch and the same metric.
         inputs, forward: as for `calibrate`.
-        told: called with each new row when it is measured.
+        on_row: called with each new row when it is measured.
+        told: the old name of `on_row`, which goes with the next release.
 
     Raises:
         ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
@@ -79,6 +81,9 @@ def compare(  # noqa: PLR0913  all but the first three by name
     """
     check_float_model(model, "compare", "compare(model, batches)", "compare presets on")
     check_metric(metric, "compare")
+    if told is not None:
+        warn_renamed("told= of compare", "on_row=")
+        on_row = told
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
@@ -98,8 +103,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
             row = task.measured(way)
             if path is not None:
                 keep_row(path, row)
-            if told is not None:
-                told(row)
+            if on_row is not None:
+                on_row(row)
         result.rows.append(row)
     result.rows.sort(key=best_first)
     return result

@@ -1,0 +1,58 @@
+"""Whether the next step of a report, when taken, ever makes a model worse: `python -m benchmarks.real.next_steps`.
+
+Forty reports, of eight trained models by five presets. The code of each is executed as it is printed, and the error of
+the output is measured on inputs that neither the report nor the step has seen. Ends with 1 if one is worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from benchmarks.real.__main__ import advised, outputs, quantized
+from benchmarks.real.advising import trained
+
+PRESETS = ("int8", "int8_affine", "int4_group32", "int4", "mxfp4")
+MODELS = (
+    *("digits CNN", "separable CNN", "gated CNN", "vision transformer"),
+    *("byte transformer", "perceptron", "LSTM", "CREPE tiny"),
+)
+ALIKE = 0.04
+"""The loss in dB, a hundredth of the error, that a step which makes the model smaller may cost."""
+
+
+def main() -> int:
+    """Run and print; 1 if a step makes a model worse."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of models; by default those of the 40 reports")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fakequant-models")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    names, reports, steps, worse = given.names or MODELS, 0, 0, 0
+    for name, load in trained(given.folder, [*names]):
+        if name not in names:
+            continue
+        task = load()
+        task.model.eval()
+        with torch.no_grad():
+            exact = outputs(task.model, task.held)
+        for preset in PRESETS:
+            row: dict[str, object] = {}
+            model = quantized(task, preset, row)
+            with tempfile.TemporaryDirectory() as folder:
+                advised(model, task, exact, Path(folder), row)
+            before, after = float(str(row["before"])), float(str(row["after"]))
+            reports, steps, worse = reports + 1, steps + bool(row["code"]), worse + (after < before - ALIKE)
+            print(json.dumps({"model": name, "preset": preset, **row}), flush=True)
+    print(f"{worse} of {reports} reports made the model worse, and {steps} had code")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
