@@ -48,9 +48,9 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 advised(model, task, exact, Path(folder), row)
             before, after = float(str(row["before"])), float(str(row["after"]))
-            reports, steps, worse = reports + 1, steps + bool(row["code"]), worse + (after < before - ALIKE)
+            reports, steps, worse = reports + 1, steps + (after != before), worse + (after < before - ALIKE)
             print(json.dumps({"model": name, "preset": preset, **row}), flush=True)
-    print(f"{worse} of {reports} reports made the model worse, and {steps} had code")
+    print(f"{worse} of {reports} next steps made the model worse; {steps} changed its error")
     return 1 if worse else 0
 
 
