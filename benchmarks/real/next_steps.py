@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.real.__main__ import advised, outputs, quantized
+from benchmarks.real.__main__ import Row, advised, outputs, quantized
 from benchmarks.real.advising import trained
 
 PRESETS = ("int8", "int8_affine", "int4_group32", "int4", "mxfp4")
@@ -24,6 +24,11 @@ MODELS = (
 )
 ALIKE = 0.04
 """The loss in dB, a hundredth of the error, that a step which makes the model smaller may cost."""
+
+
+def is_worse(row: Row) -> bool:
+    """Whether a step made the model worse, by the dB before and after it."""
+    return row["after"] < row["before"] - ALIKE
 
 
 def main() -> int:
@@ -43,12 +48,11 @@ def main() -> int:
         with torch.no_grad():
             exact = outputs(task.model, task.held)
         for preset in PRESETS:
-            row: dict[str, object] = {}
+            row = Row()
             model = quantized(task, preset, row)
             with tempfile.TemporaryDirectory() as folder:
                 advised(model, task, exact, Path(folder), row)
-            before, after = float(str(row["before"])), float(str(row["after"]))
-            reports, steps, worse = reports + 1, steps + (after != before), worse + (after < before - ALIKE)
+            reports, steps, worse = reports + 1, steps + (row["after"] != row["before"]), worse + is_worse(row)
             print(json.dumps({"model": name, "preset": preset, **row}), flush=True)
     print(f"{worse} of {reports} next steps made the model worse; {steps} changed its error")
     return 1 if worse else 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import __main__ as real
+from benchmarks.real import next_steps
 
 COST = {"seconds": 1.0, "bytes": 10_000_000}
 
@@ -55,3 +56,8 @@ def test_the_table_has_a_line_for_each_step() -> None:
     text = real.table({"CREPE tiny": row()}, {"processor": "CPU", "torch": "2", "commit": "abc"})
     assert "| CREPE tiny | int8 | 8.2 | 0.9900 | 30.0 | 1.0 | 10 |" in text
     assert "| CREPE tiny | int4_group32, report |  |  | 12.0 -> 14.0 | 1.0 | 10 |" in text
+
+
+def test_a_step_may_cost_a_hundredth_of_the_error() -> None:
+    assert not next_steps.is_worse({"before": 30.0, "after": 29.97})
+    assert next_steps.is_worse({"before": 30.0, "after": 29.95})
