@@ -25,9 +25,8 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ops.tracing import is_recorded
 
-_ROWS, _COLUMNS = 0, 1
-_AXES = {_ROWS: {-1: 0, 0: 1}, _COLUMNS: {-1: 1}}
-"""Where the axes of a specification are in a tensor [rows, columns, ...] by the axis that a product sums over."""
+_AXES = {-1: 0, 0: 1}
+"""Where the axes of a specification are in an operand, whose first axis is the one that the product sums over."""
 _SIGNS = 0x9E3779B97F4A7C15
 """Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
 as NVIDIA's recipe has it."""
@@ -41,52 +40,54 @@ class Gradients(NamedTuple):
 
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         """dx = dy W in a shape, for dy [rows, out, ...] and a weight [out, ...]."""
-        return self.product.of_input(*self._operands(dy, weight, self.config.weight, _COLUMNS), shape)
+        dy, weight = self._operands(dy.transpose(0, 1), weight, self.config.weight)
+        return self.product.of_input(dy.transpose(0, 1), weight, shape)
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
-        return self.product.of_weight(*self._operands(dy, x, self.config.input, _ROWS), shape)
+        return self.product.of_weight(*self._operands(dy, x, self.config.input), shape)
 
-    def _operands(self, dy: Tensor, other: Tensor, spec: QuantSpec | None, summed: int) -> tuple[Tensor, Tensor]:
-        """Both operands of a sum over an axis of dy and the first one of the other, quantized here by `spec`."""
+    def _operands(self, dy: Tensor, other: Tensor, spec: QuantSpec | None) -> tuple[Tensor, Tensor]:
+        """Both operands of a sum over their first axes, of which the other is quantized here by `spec`."""
         block = self.config.hadamard if self.product.rotates else 0
         if spec is not None:
             if block:
-                dy, other = rotated(dy, summed, block), rotated(other, _ROWS, block)
-            other = _quantized(other, spec, _ROWS)
-        return _quantized(dy, self.config.gradient, summed), other.to(dy.dtype)
+                dy, other = rotated(dy, block), rotated(other, block)
+            other = _quantized(other, spec)
+        return _quantized(dy, self.config.gradient), other.to(dy.dtype)
 
 
-def _quantized(x: Tensor, spec: QuantSpec, summed: int) -> Tensor:
+def _quantized(x: Tensor, spec: QuantSpec) -> Tensor:
     along = _along if library.needs_tracing(x) else _along_once
-    return library.fake_quantize_dynamic(x, along(spec, summed))
+    return library.fake_quantize_dynamic(x, along(spec))
 
 
-def _along(spec: QuantSpec, summed: int) -> QuantSpec:
-    return spec.regrouped(lambda one: one.remap_axes(_AXES[summed]))
+def _along(spec: QuantSpec) -> QuantSpec:
+    return spec.regrouped(lambda one: one.remap_axes(_AXES))
 
 
 _along_once = lru_cache(maxsize=1024)(_along)  # torch.compile warns of a cache
 
 
-def rotated(x: Tensor, axis: int, block: int) -> Tensor:
-    """x with blocks of an axis multiplied by a Hadamard matrix with random signs, zeros added to fill the last block.
+def rotated(x: Tensor, block: int) -> Tensor:
+    """x with blocks of its first axis multiplied by a Hadamard matrix with random signs, the last filled with zeros.
 
     The matrix is orthogonal: rounding aside, a sum of products along the axis stays what it is.
 
     >>> x = torch.tensor([[8.0], [0.0], [0.0]])
-    >>> rotated(x, 0, 4).flatten()
+    >>> rotated(x, 4).flatten()
     tensor([-4., -4., -4., -4.])
     """
-    x = x.movedim(axis, 0)
     rows, device = x.shape[0], x.device
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, math.prod(x.shape[1:]))
-    blocks = F.pad(wide, (0, 0, 0, -rows % block)).unflatten(0, (-1, block))
+    if missing := -rows % block:  # a copy
+        wide = F.pad(wide, (0, 0, 0, missing))
+    blocks = wide.unflatten(0, (-1, block))
     made = _signed_hadamard if library.needs_tracing(x) else _made_once
     # A backward pass that begins within autocast would multiply in half precision.
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         y = (made(block, wide.dtype, device) @ blocks).flatten(0, 1).to(x.dtype)
-    return y.unflatten(1, x.shape[1:]).movedim(0, axis)
+    return y.unflatten(1, x.shape[1:])
 
 
 def _signed_hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
