@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fakequant as fq
 from examples.demo import text
@@ -38,6 +42,16 @@ def variants() -> dict[str, Any]:
     return found
 
 
+class Timed(text.Windows):
+    """Windows that note when a step begins: a hook of the model would be compiled with it, anew at each step."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.begun = list[float]()
+        for batch in super().__iter__():
+            self.begun.append(time.process_time())
+            yield batch
+
+
 def trained(corpus: text.Corpus, rule: fq.Rule | None, given: argparse.Namespace, seed: int) -> dict[str, float]:
     """The loss of a model that was trained in a rule's formats, and the CPU seconds of a step after the first five."""
     torch.manual_seed(seed)
@@ -49,10 +63,9 @@ def trained(corpus: text.Corpus, rule: fq.Rule | None, given: argparse.Namespace
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False)
     if given.compiled:
         model.compile()
-    started = list[float]()
-    model.register_forward_pre_hook(lambda *_: started.append(time.process_time()))
-    text.fit(model, text.Windows(corpus.training, steps, seed), optimizer, rates)
-    seconds = (started[steps - 1] - started[5]) / (steps - 6)
+    windows = Timed(corpus.training, steps, seed)
+    text.fit(model, windows, optimizer, rates)
+    seconds = statistics.median(end - begin for begin, end in pairwise(windows.begun[5:]))
     return {"nats": text.nats_per_byte(model, corpus.held_out), "seconds": seconds}
 
 
