@@ -1,5 +1,6 @@
 """Where the tables of engines place quantizers, on other people's architectures."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fakequant.model.sites.sites import plan_sites
 from fakequant.model.sites.targets import find_target, targets
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat
+from fakequant.nn.backward.products import Factor, matmul
 from fakequant.nn.sites.attention_parts import attend_in_parts
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from tests.support.functional_models import example, float_network
@@ -247,7 +249,9 @@ def test_attention_in_parts_is_torchs_within_rounding(options: dict[str, Any]) -
         for key, value in options.items()
     }
     exact = F.scaled_dot_product_attention(q, k, v, **options)
-    torch.testing.assert_close(attend_in_parts(lambda p: p, q, k, v, **options), exact, rtol=1e-12, atol=1e-14)
+    factors = [Factor(x, x) for x in (q, k, v)]
+    found = attend_in_parts(partial(matmul, None), lambda p: p, *factors, **options)
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
 
 
 def test_attention_is_torchs_own_while_the_probabilities_are_not_quantized() -> None:

@@ -167,3 +167,19 @@ def test_a_compiler_has_nothing_to_warn_of() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo detected a call to a `functools.lru_cache`")
         torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(32, 16)).sum().backward()
+
+
+def test_compiled_products_are_the_same_bits() -> None:
+    rule = fq.Rule("*", input="int8 per_token dynamic", gradient=OPERANDS)
+    model, x, other = fq.prepare(fq.nn.MatMul(), fq.Config(rule)), torch.randn(2, 16, 24), torch.randn(2, 24, 8)
+    x.requires_grad_()
+    other.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    dy = torch.randn(2, 16, 8)
+    for one, right in zip(
+        torch.autograd.grad(compiled(x, other), (x, other), dy),
+        torch.autograd.grad(model(x, other), (x, other), dy),
+        strict=True,
+    ):
+        assert_same_bits(one, right)

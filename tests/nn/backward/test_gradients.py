@@ -6,7 +6,6 @@ import copy
 import io
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,14 +17,12 @@ from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import rotated
 from fakequant.numerics.philox import draw_seed
-from tests.support import oracle
+from tests.nn.backward.oracles import GROUPS, PLAIN, by_oracle
 from tests.support.bits import assert_same_bits
-from tests.support.cases import FORMATS, FormatCase
 
 NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
 MXFP4 = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
 TRAINING = [getattr(fq.presets, f"{name}_TRAINING").rules[0].gradient for name in ("FP8", "MXFP8", "MXFP4", "NVFP4")]
-PLAIN = {name: case for name, case in FORMATS.items() if case.symmetric and not isinstance(case.format, fq.Format)}
 
 
 GRADIENTS_OF_16_BITS = fq.Config(fq.Rule("*", weight="int16", gradient="int16; input=int16; weight=int16"))
@@ -40,28 +37,6 @@ def gradients(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Those of the input and of the parameters."""
     x = x.clone().requires_grad_()
     return list(torch.autograd.grad(model(x), [x, *model.parameters()], dy))
-
-
-def by_oracle(x: Tensor, case: FormatCase, groups: str) -> Tensor:
-    """A matrix quantized in float32 along its last axis, in numpy."""
-    values = np.ascontiguousarray(x.numpy())
-    blocks = values.reshape(*values.shape[:-1], -1, 8) if groups == "blocks" else values[..., None, :]
-    top = np.abs(blocks).max(axis=None if groups == "tensor" else -1, keepdims=True).astype(np.float32)
-    fmt = case.oracle
-    bound = (fmt.high or -fmt.low) if isinstance(fmt, oracle.Integers) else float(np.nanmax(np.abs(_finite(fmt))))
-    scale = np.broadcast_to(np.where(top == 0, np.float32(1), top / np.float32(bound)), blocks.shape)
-    found = oracle.fake_quantize(blocks, np.ascontiguousarray(scale), None, fmt, "divide").value
-    return torch.from_numpy(found.reshape(values.shape))
-
-
-def _finite(fmt: oracle.OracleFormat) -> np.ndarray:
-    if isinstance(fmt, oracle.Values):
-        return np.array(fmt.numbers)
-    values = oracle._every_value(fmt)
-    return values[np.isfinite(values)]
-
-
-GROUPS = {"tensor": fq.PerTensor(), "rows": fq.PerToken(), "blocks": fq.PerBlock({-1: 8})}
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -314,8 +289,8 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 
 def test_products_whose_gradients_stay_in_float_are_said() -> None:
-    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.LSTM(8, 8))
-    with pytest.warns(CoverageWarning, match=r"gradients of these products stay in float: 2 \(LSTM\)\."):
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.LSTM(8, 8), nn.ConvTranspose1d(8, 8, 3))
+    with pytest.warns(CoverageWarning, match=r"gradients of these products stay in float: 3 \(ConvTranspose1d\)\."):
         fq.prepare(model, fq.Config(fq.Rule("*", "int8", gradient="int8")))
 
 
@@ -330,10 +305,15 @@ class Doubled(nn.Linear):
         return 2 * F.linear(x, self.weight)
 
 
-def test_products_in_a_forward_of_its_own_are_said() -> None:
-    config = fq.Config(fq.Rule("*", "int8", gradient="int8"))
-    with pytest.warns(CoverageWarning, match=r"stay in float: _sites.linear_0 \(linear\)"):
-        fq.prepare(Doubled(8, 8), config, torch.ones(1, 8))
+def test_products_in_a_forward_of_its_own_have_the_gradients_of_their_layer() -> None:
+    x, dy, rule = torch.randn(32, 8), torch.randn(32, 8), fq.Rule("*", "int8_per_token", gradient="int8")
+    own = Doubled(8, 8, bias=False)
+    plain = prepared(nn.Linear(8, 8, bias=False), "int8")
+    plain[0].load_state_dict(own.state_dict(), strict=False)
+    model = fq.prepare(own, fq.Config(rule), x)
+    assert model._sites.linear_0.gradient == rule.gradient
+    for one, other in zip(gradients(model, x, dy), gradients(plain, x, 2 * dy), strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("config", [GradientConfig("float8_e5m2"), GradientConfig(NVFP4, NVFP4, hadamard=16)])

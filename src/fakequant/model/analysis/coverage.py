@@ -16,6 +16,7 @@ from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.quantized.forms import own_class, quantized_class, why_changed
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites.trained import TRAINED
 from fakequant.nn.sites.traits import Trait
 from fakequant.text import listed, module_name
 
@@ -154,8 +155,8 @@ def gradients_in_float(model: nn.Module) -> str | None:
     if not found:
         return None
     return (
-        f"gradients of these products stay in float: {listed(found, 6)}. Those of linear layers and convolutions are "
-        "quantized where their rule has gradient="
+        f"gradients of these products stay in float: {listed(found, 6)}. Those of linear layers, convolutions, "
+        "attention, recurrent layers and experts are quantized where their rule has gradient="
     )
 
 
@@ -167,7 +168,9 @@ def _multiplies(module: QuantizedLayer | Site) -> bool:
 
 
 def _keeps_gradient(module: QuantizedLayer | Site) -> bool:
-    return isinstance(module, Site) or module.gradient is None or type(module).weighted_sum(module) is None
+    if module.gradient is None:
+        return True
+    return module.function not in TRAINED if isinstance(module, Site) else type(module).weighted_sum(module) is None
 
 
 def _is_decided(module: nn.Module) -> bool:

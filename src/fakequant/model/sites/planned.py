@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.quantizer import Kind
 from fakequant.nn.sites.sites import SITES, site_key
 from fakequant.text import table
@@ -44,6 +45,7 @@ class PlannedSite:
         operands: the arguments that are float tensors.
         quantizers: by operand.
         weights: the operands that are parameters which this call alone reads, with their paths in the owner.
+        gradient: how the products of its backward pass are quantized; None leaves them in float.
     """
 
     owner: str
@@ -52,6 +54,7 @@ class PlannedSite:
     operands: tuple[str, ...]
     quantizers: dict[str, SiteQuantizer]
     weights: dict[str, str] = field(default_factory=dict)
+    gradient: GradientConfig | None = None
 
     @property
     def key(self) -> str:

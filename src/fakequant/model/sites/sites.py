@@ -46,7 +46,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
     found = candidates(model, recording)
     rules = rules_of_sites(model, config, found)
     planned = [(one, _quantizers(one, rules[one]) if one in rules else (placed or {}).get(one, {})) for one in found]
-    return complete_plan(model, recording, [(one, held) for one, held in planned if held])
+    return complete_plan(model, recording, [(one, held) for one, held in planned if held], rules)
 
 
 def rules_of_sites(model: nn.Module, config: Config, found: Iterable[Candidate]) -> dict[Candidate, Rule]:
@@ -73,7 +73,10 @@ def rules_of_sites(model: nn.Module, config: Config, found: Iterable[Candidate])
 
 
 def complete_plan(
-    model: nn.Module, recording: Recording, planned: Iterable[tuple[Candidate, dict[str, SiteQuantizer]]]
+    model: nn.Module,
+    recording: Recording,
+    planned: Iterable[tuple[Candidate, dict[str, SiteQuantizer]]],
+    rules: Mapping[Candidate, Rule],
 ) -> SitePlan:
     """The plan for chosen calls: with the sequences of their owners, and the modules that owners call.
 
@@ -81,7 +84,7 @@ def complete_plan(
         ConfigError: an owner is called with different sequences, or cannot be one.
     """
     parameters = list(model.parameters())  # a recording numbers them first
-    sites = tuple(_planned_site(model, recording, one, held, parameters) for one, held in planned)
+    sites = tuple(_planned_site(model, recording, one, held, parameters, rules.get(one)) for one, held in planned)
     counted: dict[str, set[str]] = {}
     for site in sites:
         counted.setdefault(site.owner, set()).add(site.function)
@@ -102,11 +105,13 @@ def _planned_site(
     one: Candidate,
     held: dict[str, SiteQuantizer],
     parameters: list[nn.Parameter],
+    rule: Rule | None,
 ) -> PlannedSite:
     weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
     owner = module_at(model, one.owner)
     found = _parameters_of(owner, parameters, recording, (one.owner, one.function, one.index), weights)
-    return PlannedSite(one.owner, one.function, one.index, one.operands, held, found)
+    gradient = None if rule is None else rule.gradient
+    return PlannedSite(one.owner, one.function, one.index, one.operands, held, found, gradient)
 
 
 def _parameters_of(
@@ -257,11 +262,12 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         sites: dict[str, Site] = {}
         for site in planned.get(owner, []):
             held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
-            sites[site.key] = Site(site.function, site.operands, held, site.weights)
+            sites[site.key] = made = Site(site.function, site.operands, held, site.weights)
+            made.gradient = site.gradient
         if unknown := sorted(set(sites) - set(site_keys(steps))):
             raise ConfigError(f"{module_name(owner)} has no calls {', '.join(unknown)}")
-        made = Sites(owner, steps, sites, plan.training_keys.get(owner))
-        add_sites(modules[owner], made.train(modules[owner].training))
+        own = Sites(owner, steps, sites, plan.training_keys.get(owner))
+        add_sites(modules[owner], own.train(modules[owner].training))
     for path in plan.shielded:
         shield(modules[path])
 
@@ -305,7 +311,8 @@ def site_plan(model: nn.Module) -> SitePlan:
                     group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
                     tensor = TensorConfig(quantizer.spec, quantizer.dynamic)
                     held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
-                planned.append(PlannedSite(owner, site.function, index, site.operands, held, site.weights))
+                one = PlannedSite(owner, site.function, index, site.operands, held, site.weights, site.gradient)
+                planned.append(one)
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
     trained = {owner: own.training_keys for owner, own in owners.items() if own.training_keys is not None}
     return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)

@@ -81,11 +81,13 @@ class SiteQuantizerEntry(QuantizerEntry):
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """One call of a function: its operands, those that are parameters of the owner, and the quantizers by operand."""
+    """One call of a function: its operands, those that are parameters of the owner, the quantizers by operand, and how
+    its gradients are quantized, if they are."""
 
     operands: list[str]
     weights: dict[str, str] = field(default_factory=dict, metadata=ALWAYS, kw_only=True)
     quantizers: dict[str, SiteQuantizerEntry]
+    gradient: GradientConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ def sites_entry(model: nn.Module) -> SitesEntry:
             held[name] = SiteQuantizerEntry(
                 **quantizer_values(quantizer), kind=planned.kind, group=planned.group, pinned=quantizer.pinned
             )
-        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
+        owners[site.owner].sites[site.key] = SiteEntry(
+            list(site.operands), held, site.gradient, weights=dict(site.weights)
+        )
     return SitesEntry(owners, list(plan.shielded))
 
 
@@ -68,6 +70,7 @@ def restore_sites(model: nn.Module, plan: Plan) -> None:
             tuple(site.operands),
             {name: SiteQuantizer(held.tensor, held.kind, held.group) for name, held in site.quantizers.items()},
             site.weights,
+            site.gradient,
         )
         for path, owner in owners.items()
         for key, site in owner.sites.items()

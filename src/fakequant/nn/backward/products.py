@@ -1,4 +1,4 @@
-"""Products of an input with a weight whose backward products are quantized.
+"""Products of an input with a weight, or with another input, whose backward products are quantized.
 
 Sources: NVIDIA, arXiv 2509.25149 (NVFP4: stochastic rounding of gradients, a random Hadamard matrix along the tokens);
 Quartet, arXiv 2505.14669 (MXFP4: both products).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -32,15 +33,32 @@ _SIGNS = 0x9E3779B97F4A7C15
 as NVIDIA's recipe has it."""
 
 
+class Factor(NamedTuple):
+    """A factor of a product, as the product has it, and as it was before it was quantized; one tensor in float."""
+
+    value: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, layer: Any, attribute: str, x: Tensor) -> Factor:
+        """A tensor that has its quantizer at an attribute of a quantized layer."""
+        return cls(layer.quantized(attribute, x), x)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Factor:
+        """The same factor in another form."""
+        value = change(self.value)
+        return Factor(value, value if self.before is self.value else change(self.before))
+
+
 class Gradients(NamedTuple):
-    """The backward products of one call of a layer, and what quantizes their operands."""
+    """The backward products of one product, and what quantizes their operands."""
 
     config: GradientConfig
     product: WeightedSum
 
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """dx = dy W in a shape, for dy [rows, out, ...] and a weight [out, ...]."""
-        dy, weight = self._operands(dy.transpose(0, 1), weight, self.config.weight)
+        """dx = dy W in a shape, for dy [rows, out, ...] and a weight of the product."""
+        dy, weight = self._operands(dy.transpose(0, 1), self.product.by_output(weight), self.config.weight)
         return self.product.of_input(dy.transpose(0, 1), weight, shape)
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
@@ -116,13 +134,17 @@ class WeightedSum(ABC):
     def rows(self, x: Tensor) -> Tensor:
         """An input or output as [rows, channels, ...]; the sum of a weight's gradient is over rows."""
 
+    def by_output(self, weight: Tensor) -> Tensor:
+        """A weight as [out, in, ...]; the sum of an input's gradient is over outputs."""
+        return weight
+
     @abstractmethod
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the input."""
+        """The gradient of the input, for dy and a weight as `rows` and `by_output` give them."""
 
     @abstractmethod
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weight."""
+        """The gradient of the weight, for dy and x as `rows` gives them."""
 
 
 class LinearSum(WeightedSum):
@@ -141,6 +163,44 @@ class LinearSum(WeightedSum):
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         return dy.T @ x
+
+
+class TurnedSum(LinearSum):
+    """That of `matmul` with a matrix: x [..., in] and a weight [in, out]."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ weight if bias is None else x @ weight + bias
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+    def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.T @ dy
+
+
+class BatchedSum(WeightedSum):
+    """That of `matmul` with several matrices: x [..., rows, in] and another factor [..., in, out], broadcast."""
+
+    rotates = True
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ weight
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.movedim((-2, -1), (0, 1))
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        return weight.movedim((-1, -2), (0, 1))
+
+    def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return (_last(dy) @ _last(weight)).sum_to_size(shape)
+
+    def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        return (_last(x).mT @ _last(dy)).sum_to_size(shape)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.movedim((0, 1), (-2, -1))
 
 
 class WindowSum(WeightedSum):
@@ -241,6 +301,56 @@ class _MultipliedInTransforms(_Multiplied):
         return moved if of_weight is None else moved + output(x, of_weight, None)
 
 
+def is_trained(config: GradientConfig | None) -> bool:
+    """Whether gradients are wanted, and quantized; not where an exporter or torch.jit.trace records a product."""
+    return config is not None and torch.is_grad_enabled() and not is_recorded()
+
+
+def multiplied(
+    product: WeightedSum, config: GradientConfig | None, x: Factor, weight: Factor, bias: Tensor | None = None
+) -> Tensor:
+    """The product of two factors; its backward products are quantized where they are wanted, and one of both is.
+
+    Args:
+        product: how the factors are multiplied.
+        config: how its backward products are quantized; None leaves them in float.
+        x: the input.
+        weight: the weight, or the other input.
+        bias: added to the product.
+
+    Raises:
+        ConfigError: `parallelize_module` shared the weight out.
+    """
+    in_float = x.value is x.before and weight.value is weight.before
+    if config is None or in_float or not is_trained(config):
+        return product.output(x.value, weight.value, bias)
+    if is_sharded(weight.before):
+        raise ConfigError(
+            "gradients are quantized by the ranges of whole tensors, and parallelize_module shared this layer's out; "
+            "leave gradient= out of its rule, or share the model out by fully_shard"
+        )
+    in_transforms = library.needs_tracing(x.before) and not torch.compiler.is_compiling()
+    return (_MultipliedInTransforms if in_transforms else _Multiplied).apply(  # type: ignore[no-any-return]
+        _by_autocast(x.value),
+        _by_autocast(weight.value),
+        bias,
+        None if config.input is None else x.before,
+        None if config.weight is None else weight.before,
+        Gradients(config, product),
+    )
+
+
+def matmul(config: GradientConfig | None, x: Factor, other: Factor) -> Tensor:
+    """`x @ other`, as `multiplied`; a sum over rows is one over all but the last axis where the other is a matrix."""
+    if other.value.dim() == 1:
+        return matmul(config, x, other.map(lambda own: own[:, None])).squeeze(-1)
+    if other.value.dim() == 2:
+        return multiplied(TurnedSum(), config, x, other)
+    if x.value.dim() == 1:
+        return matmul(config, x.map(lambda own: own[None]), other).squeeze(-2)
+    return multiplied(BatchedSum(), config, x, other)
+
+
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
     """The output of a quantized layer with quantized backward products; None where there are none, or none are wanted.
 
@@ -251,32 +361,16 @@ def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | N
         layer: with an input transform, quantizers, a weight and a bias, all of which but the weight may be None.
         x: the input.
         config: how its backward products are quantized.
-
-    Raises:
-        ConfigError: `parallelize_module` shared the weight out.
     """
-    is_on = torch.is_grad_enabled() and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))
-    product = type(layer).weighted_sum(layer) if is_on and not is_recorded() else None
+    is_on = is_trained(config) and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))
+    product = type(layer).weighted_sum(layer) if is_on else None
     if product is None:
         return None
     weight = layer.weight  # once: a parametrization computes it, and one of spectral norm changes its state
-    if is_sharded(weight):
-        raise ConfigError(
-            "gradients are quantized by the ranges of whole tensors, and parallelize_module shared this layer's out; "
-            "leave gradient= out of its rule, or share the model out by fully_shard"
-        )
     if (transform := layer.input_transform) is not None:
         x = transform(x)
-    padded = product.padded
-    in_transforms = library.needs_tracing(x) and not torch.compiler.is_compiling()
-    return (_MultipliedInTransforms if in_transforms else _Multiplied).apply(  # type: ignore[no-any-return]
-        _by_autocast(padded(layer.quantized("_input_quantizer", x))),
-        _by_autocast(layer.quantized("_weight_quantizer", weight)),
-        layer.bias,
-        None if config.input is None else padded(x),
-        None if config.weight is None else weight,
-        Gradients(config, product),
-    )
+    factor = Factor.of(layer, "_input_quantizer", x).map(product.padded)
+    return multiplied(product, config, factor, Factor.of(layer, "_weight_quantizer", weight), layer.bias)
 
 
 def _by_autocast(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class InProjection(_Projection):
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         query, key, value = inputs
-        return self.layer._quantized_inputs(query, key, value)
+        return [one.value for one in self.layer._quantized_inputs(query, key, value)]
 
 
 class OutProjection(_Projection):

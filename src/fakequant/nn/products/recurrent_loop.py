@@ -155,7 +155,7 @@ def _recurrent(  # noqa: PLR0913
             hidden = library.fake_quantize(hidden, QParams(scale, zero_point), QuantSpec.parse(spec))
         elif spec:
             hidden = library.fake_quantize_dynamic(hidden, QuantSpec.parse(spec))
-        hidden, cell = _after(mode, x, F.linear(hidden, weight, bias), hidden, cell)
+        hidden, cell = after_step(mode, x, F.linear(hidden, weight, bias), hidden, cell)
         outputs.append(hidden)
     return torch.stack(outputs[::-1] if reverse else outputs), hidden.clone(), cell
 
@@ -166,7 +166,7 @@ def _(gates: Tensor, hidden: Tensor, cell: Tensor, *_: Any) -> tuple[Tensor, Ten
     return y, hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
 
 
-def _after(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden state and state of the cell after a step, by the products [n, gates * hidden] of input and state."""
     if mode == "LSTM":
         into, forget, new, out = (x + own).chunk(4, -1)

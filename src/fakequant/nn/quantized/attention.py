@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ShapeError
+from fakequant.nn.backward.products import Factor, LinearSum, WeightedSum, is_trained, matmul, multiplied
 from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
@@ -61,7 +62,8 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     projections are quantized like it, too.
 
     With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
-    the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
+    the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @ value in three
+    operations.
 
     Functions that watch it see each input [queries, n, embed_dim] of the last projection, before its quantizer.
     """
@@ -83,6 +85,10 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             "_out_proj_input_quantizer": Operand(Role.INPUT),
             "_out_proj_weight_quantizer": Operand(Role.WEIGHT, weight="out_proj.weight"),
         }
+
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return LinearSum()
 
     @classmethod
     def products_of(cls, layer: nn.Module) -> list[Product]:
@@ -125,32 +131,32 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return y.transpose(1, 0) if self.batch_first else y, weights
 
-    def _length_first(self, *inputs: Tensor, is_batched: bool) -> list[Tensor]:
+    def _length_first(self, *inputs: Factor, is_batched: bool) -> list[Factor]:
         """Inputs [length, n, features]."""
         if not is_batched:
-            return [x.unsqueeze(1) for x in inputs]
-        # Tensors that are one stay one, as torch has it.
-        changed = {id(x): x.transpose(1, 0) if self.batch_first else x for x in inputs}
+            return [x.map(lambda own: own.unsqueeze(1)) for x in inputs]
+        # Inputs that are one stay one, as torch has it.
+        changed = {id(x): x.map(lambda own: own.transpose(1, 0)) if self.batch_first else x for x in inputs}
         return [changed[id(x)] for x in inputs]
 
-    def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs quantized; one tensor given twice stays one tensor, which torch projects in one product."""
-        q = self.quantized("_input_quantizer", query)
+    def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, Factor, Factor]:
+        """The inputs quantized; one tensor given twice stays one factor, which torch projects in one product."""
+        q = Factor.of(self, "_input_quantizer", query)
         k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
         if value is key or value is query:
             return q, k, k if value is key else q
         return q, k, self._other_input("_value_input_quantizer", value, "value")
 
-    def _other_input(self, attribute: str, x: Tensor, name: str) -> Tensor:
+    def _other_input(self, attribute: str, x: Tensor, name: str) -> Factor:
         if getattr(self, attribute) is None and self._input_quantizer is not None:
             raise CalibrationError(
                 f"the attention gets a {name} of its own, but in calibration it was always the query or the key, and "
                 f"{attribute} was taken away; prepare the model anew, and calibrate it with such calls too"
             )
-        return self.quantized(attribute, x)
+        return Factor.of(self, attribute, x)
 
     def _attend(
-        self, inputs: list[Tensor], masks: _Masks, *, need_weights: bool, is_causal: bool
+        self, inputs: list[Factor], masks: _Masks, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The output [queries, n, embed_dim] and the weights [n, heads, queries, keys].
 
@@ -160,8 +166,8 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             need_weights: whether to return the weights.
             is_causal: whether to mask later keys; then there are no masks.
         """
-        queries, n, width = inputs[0].shape
-        self._check_inputs(inputs, masks)
+        queries, n, width = inputs[0].value.shape
+        self._check_inputs([x.value for x in inputs], masks)
         q, k, v = self._projected(*inputs)
         if self.bias_k is not None and self.bias_v is not None:
             k, v = torch.cat([k, self.bias_k.repeat(1, n, 1)]), torch.cat([v, self.bias_v.repeat(1, n, 1)])
@@ -172,7 +178,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             masks = masks.padded()
         mask = masks.merged(n, self.num_heads, k.shape[1])
         weights = None
-        if need_weights or self.is_on("_probability_quantizer"):
+        if need_weights or self.is_on("_probability_quantizer") or is_trained(self.gradient):
             if is_causal and mask is None:
                 mask = torch.full((queries, k.shape[1]), -math.inf, dtype=q.dtype, device=q.device).triu(1).unsqueeze(0)
             y, weights = self._explicitly(q, k, v, mask, hides_rows=not need_weights)
@@ -181,8 +187,8 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
             y = y.permute(2, 0, 1, 3)
         self.show(y.reshape(queries, n, width))
-        y = self.quantized("_out_proj_input_quantizer", y.reshape(queries * n, width))
-        y = F.linear(y, self.quantized("_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)
+        last = Factor.of(self, "_out_proj_input_quantizer", y.reshape(queries * n, width))
+        y = self._product(last, Factor.of(self, "_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)
         weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None
         return y.view(queries, n, y.shape[1]), weights
 
@@ -202,29 +208,32 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
                     f"{list(masks.attention.shape)}"
                 )
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _product(self, x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+        return multiplied(LinearSum(), self.gradient, x, weight, bias)
+
+    def _projected(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Query, key and value [length, n, embed_dim] after their projections."""
         if self._qkv_same_embed_dim:
             return self._projected_by_one(query, key, value)
-        weights = [self.quantized(f"_{name}_weight_quantizer", getattr(self, f"{name}_weight")) for name in _SEPARATE]
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = _torch._in_projection(query, key, value, *weights, *biases)
-        name = "_in_proj_output_quantizer"
-        return self.quantized(name, q), self.quantized(name, k), self.quantized(name, v)
+        projected = []
+        for x, name, bias in zip((query, key, value), _SEPARATE, biases, strict=True):
+            weight = Factor.of(self, f"_{name}_weight_quantizer", getattr(self, f"{name}_weight"))
+            projected.append(self.quantized("_in_proj_output_quantizer", self._product(x, weight, bias)))
+        return projected
 
-    def _projected_by_one(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected_by_one(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Project by the one weight of all three: inputs that are one tensor share a product and its quantizer."""
-        weight, width = self.quantized("_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
+        weight, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
         if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
-            q, k, v = self._in_parts(F.linear(query, weight, self.in_proj_bias), 3)
-            return q, k, v
+            return self._in_parts(self._product(query, weight, self.in_proj_bias), 3)
         sizes = [width, 2 * width] if key is value else [width] * 3
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        parts = [weight.map(lambda own, place=place: own.split(sizes)[place]) for place in range(len(sizes))]
         projected: list[Tensor] = []
-        for x, part, bias, size in zip((query, key, value), weight.split(sizes), biases, sizes, strict=False):
-            projected += self._in_parts(F.linear(x, part, bias), size // width)
-        q, k, v = projected
-        return q, k, v
+        for x, part, bias, size in zip((query, key, value), parts, biases, sizes, strict=False):
+            projected += self._in_parts(self._product(x, part, bias), size // width)
+        return projected
 
     def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
         """The quantized result of a projection in `count` parts, with the strides that torch gives them."""
@@ -242,36 +251,41 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         Args:
             hides_rows: whether a query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
         """
-        q = self._quantized_heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
-        k = self._quantized_heads("_key_quantizer", k).transpose(-2, -1)
-        scores = torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)
+        query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
+        key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
+        if mask is None or is_trained(self.gradient):
+            scores = matmul(self.gradient, query, key)
+            scores = scores if mask is None else scores + mask
+        else:
+            scores = torch.baddbmm(mask, query.value, key.value)
         if mask is not None and hides_rows:
             hidden = (scores == -math.inf).all(-1, keepdim=True)
             weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
         else:
             weights = F.softmax(scores, dim=-1)
-        weights = self._quantized_heads("_probability_quantizer", weights)
+        factor = self._heads("_probability_quantizer", weights)
         if self.training and self.dropout > 0.0:
-            weights = F.dropout(weights, p=self.dropout)
-        return torch.bmm(weights, self._quantized_heads("_value_quantizer", v)), weights
+            kept = F.dropout(torch.ones_like(weights), p=self.dropout)
+            factor = factor.map(lambda own: own * kept)
+        return matmul(self.gradient, factor, self._heads("_value_quantizer", v)), factor.value
 
     def _in_one_operation(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """Output [n, heads, queries, head_dim] by `scaled_dot_product_attention`."""
         n, options = q.shape[0] // self.num_heads, {}
         if self.is_on("_query_quantizer"):
-            q = self._quantized_heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
+            q = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2]))).value
             options["scale"] = 1.0
-        k, v = self._quantized_heads("_key_quantizer", k), self._quantized_heads("_value_quantizer", v)
+        k, v = self._heads("_key_quantizer", k).value, self._heads("_value_quantizer", v).value
         if mask is not None:
             mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(n, self.num_heads, -1, k.shape[1])
         q, k, v = (x.view(n, self.num_heads, *x.shape[1:]) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, **options)
 
-    def _quantized_heads(self, attribute: str, x: Tensor) -> Tensor:
+    def _heads(self, attribute: str, x: Tensor) -> Factor:
         """x [n * heads, ...] quantized as [n, heads, ...]."""
-        quantizer = getattr(self, attribute)
-        return x if quantizer is None else quantizer(x.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
+        is_on = self.is_on(attribute)
+        return Factor(self.quantized(attribute, x.unflatten(0, (-1, self.num_heads))).flatten(0, 1) if is_on else x, x)
 
 
 def _float_masks(attention: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> _Masks:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant.nn.backward.products import BatchedSum, Factor, WeightedSum, is_trained, matmul
 from fakequant.nn.integer_products import MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.quantized.elementwise import Add, MatMul
@@ -28,9 +29,16 @@ class QuantMatMul(_QuantPair, MatMul):
     input_reductions = (-1, -2)
     product = MatMulProduct()
 
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return BatchedSum()
+
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input, other)
+        if is_trained(self.gradient):
+            factors = Factor.of(self, "_input_quantizer", input), Factor.of(self, "_other_quantizer", other)
+            return matmul(self.gradient, *factors)
         if (y := self.integer_product(input, other)) is not None:
             return y
         return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CallError, ConfigError
+from fakequant.nn.backward.products import Factor, LinearSum, TurnedSum, WeightedSum, is_trained, multiplied
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
 from fakequant.nn.products.stacks import ExpertProduct
@@ -69,6 +70,10 @@ class QuantExperts(QuantizedLayer):
         return found
 
     @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return LinearSum()
+
+    @classmethod
     def check(cls, layer: nn.Module) -> None:
         for name in (_first(layer), "down_proj"):
             weight = getattr(layer, name, None)
@@ -85,10 +90,12 @@ class QuantExperts(QuantizedLayer):
         hit = _tokens_of_experts(top_k_index, experts.num_experts)
         tokens = {expert: hidden_states[token] for expert, _, token in hit}
         if attribute != f"_{first}_weight_quantizer":
-            seen = _Seen(self, first)
-            gate = experts._apply_gate if experts.has_gate else experts.act_fn
+            weight, gate = _weights(self)[first], experts._apply_gate if experts.has_gate else experts.act_fn
             of_input = self.quantized_input(hidden_states)
-            tokens = {expert: gate(_product(seen, first, expert, of_input[token])) for expert, _, token in hit}
+            tokens = {
+                expert: gate(_product(self, first, weight, expert, Factor(of_input[token], of_input[token])))
+                for expert, _, token in hit
+            }
         width = hidden_states.shape[-1] if not tokens else next(iter(tokens.values())).shape[-1]
         return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
 
@@ -101,16 +108,14 @@ class QuantExperts(QuantizedLayer):
         if not any(self.is_on(attribute) for attribute in self.factors(self)):
             return original(self, hidden_states, top_k_index, top_k_weights)
         implementation = experts.config._experts_implementation
-        seen: Any = _Seen(experts, _first(self))
-        x = self.quantized_input(hidden_states)
-        if implementation in _ONE_BY_ONE:
-            return _one_by_one(seen, x, top_k_index, top_k_weights)
+        if implementation in _ONE_BY_ONE or is_trained(self.gradient):
+            return _one_by_one(self, hidden_states, top_k_index, top_k_weights)
         if implementation not in _VISIBLE:
             raise CallError(
                 f"the experts implementation {implementation!r} computes both products at once, so that what is "
                 "between them cannot be quantized; call model.set_experts_implementation('grouped_mm')"
             )
-        return original(seen, x, top_k_index, top_k_weights)
+        return original(_Seen(experts, _first(self)), self.quantized_input(hidden_states), top_k_index, top_k_weights)
 
 
 def _first(layer: Any) -> str:
@@ -118,16 +123,18 @@ def _first(layer: Any) -> str:
     return "gate_up_proj" if layer.has_gate else "up_proj"
 
 
-def _one_by_one(seen: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _one_by_one(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What the classes compute as they are written: the tokens of one expert after those of another."""
-    first = _first(seen)
-    result = torch.zeros_like(x)
-    for expert, place, token in _tokens_of_experts(top_k_index, seen.num_experts):
-        y = _product(seen, first, expert, x[token])
-        y = seen._apply_gate(y) if seen.has_gate else seen.act_fn(y)
-        y = _product(seen, "down_proj", expert, y)
-        if seen.has_post_expert_norm:
-            y = seen.post_expert_norm(y)
+    first, gate = _first(experts), experts._apply_gate if experts.has_gate else experts.act_fn
+    weights = _weights(experts)
+    x = Factor(experts.quantized_input(hidden_states), hidden_states)
+    result = torch.zeros_like(hidden_states)
+    for expert, place, token in _tokens_of_experts(top_k_index, experts.num_experts):
+        y = gate(_product(experts, first, weights[first], expert, x.map(lambda own, token=token: own[token])))
+        y = Factor.of(experts, "_down_input_quantizer", y)
+        y = _product(experts, "down_proj", weights["down_proj"], expert, y)
+        if experts.has_post_expert_norm:
+            y = experts.post_expert_norm(y)
         y = y * top_k_weights[token, place, None]
         result.index_add_(0, token, y.to(result.dtype))
     return result
@@ -143,7 +150,13 @@ def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Ten
     return [(expert, place, token) for expert, (place, token) in zip(hit, places, strict=True)]
 
 
-def _product(seen: Any, name: str, expert: int, x: Tensor) -> Tensor:
-    weight = getattr(seen, name)[expert]
-    y = x @ weight if seen.is_transposed else F.linear(x, weight)
-    return y + getattr(seen, f"{name}_bias")[expert] if seen.has_bias else y
+def _weights(experts: Any) -> dict[str, Factor]:
+    """Both weights by name."""
+    names = _first(experts), "down_proj"
+    return {name: Factor.of(experts, f"_{name}_weight_quantizer", getattr(experts, name)) for name in names}
+
+
+def _product(experts: Any, name: str, weight: Factor, expert: int, x: Factor) -> Tensor:
+    product = TurnedSum() if experts.is_transposed else LinearSum()
+    y = multiplied(product, experts.gradient, x, weight.map(lambda own: own[expert]))
+    return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y

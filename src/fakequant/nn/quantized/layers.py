@@ -181,7 +181,7 @@ class QuantizedLayer(StoringLayer):
 
     @classmethod
     def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
-        """The product of a float or quantized layer whose gradients can be quantized; None for classes without one."""
+        """How a float or quantized layer multiplies, the first of its products; None if its gradients stay in float."""
         return None
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import Factor, LinearSum, is_trained, multiplied
+from fakequant.nn.products.recurrent_loop import after_step
+
 State = tuple[Tensor, ...]
 """The hidden state [n, hidden], and for an LSTM the state of the cell [n, hidden]."""
 
@@ -39,6 +43,11 @@ class GateWeights(NamedTuple):
 class StepQuantizers(Protocol):
     """How one layer in one direction, or a cell, is quantized."""
 
+    @property
+    def gradient(self) -> GradientConfig | None:
+        """How the products of the backward pass are quantized; None leaves them in float."""
+        ...
+
     def weights(self, weights: GateWeights) -> GateWeights:
         """The weights as the products of all steps see them."""
         ...
@@ -55,6 +64,7 @@ class GateQuantizers(NamedTuple):
     """Applied to the input and the hidden state of a step, joined [n, in + hidden]."""
     weight: Callable[[Tensor], Tensor]
     """Applied to their weights, joined [gates * hidden, in + hidden]."""
+    gradient: None = None
 
     def weights(self, weights: GateWeights) -> GateWeights:
         joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
@@ -67,14 +77,23 @@ class GateQuantizers(NamedTuple):
         return x, hidden
 
 
-def step(mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers) -> State:
+def step(
+    mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers, before: GateWeights
+) -> State:
     """The state after one step; the weights are quantized already.
 
     Args:
         mode: "LSTM", "GRU", "RNN_TANH" or "RNN_RELU".
         x: [n, in]
+        before: the weights before they were quantized.
     """
-    x, hidden = quantizers.factors(x, state[0])
+    plain_x, (x, hidden) = x, quantizers.factors(x, state[0])
+    if is_trained(quantizers.gradient):
+        multiply = partial(multiplied, LinearSum(), quantizers.gradient)
+        own = multiply(Factor(x, plain_x), Factor(weights.input, before.input), weights.input_bias)
+        kept = multiply(Factor(hidden, state[0]), Factor(weights.hidden, before.hidden), weights.hidden_bias)
+        after = after_step(mode, own, kept, hidden, state[-1])
+        return after[: len(state)]
     given = (hidden, *state[1:]) if len(state) > 1 else hidden
     after = _CELLS[mode](x, given, *weights)
     return after if isinstance(after, tuple) else (after,)
@@ -138,13 +157,13 @@ class _Direction(NamedTuple):
 def _one_direction(
     mode: str, steps: list[Tensor], state: State, weights: GateWeights, quantizers: StepQuantizers, *, reverse: bool
 ) -> _Direction:
-    weights = quantizers.weights(weights)
+    own, weights = weights, quantizers.weights(weights)
     outputs: list[Tensor] = []
     hidden: list[Tensor] = []
     for x in reversed(steps) if reverse else steps:
         n = x.shape[0]
         before = tuple(s[:n] for s in state)
-        after = step(mode, x, before, weights, quantizers)
+        after = step(mode, x, before, weights, quantizers, own)
         outputs.append(after[0])
         hidden.append(before[0])
         # Sequences that have ended keep their state, those that have not begun (in reverse) their first one.

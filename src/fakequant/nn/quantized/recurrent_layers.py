@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import CoverageWarning, ExportError, warn_user
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import LinearSum, WeightedSum
 from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
@@ -30,6 +32,7 @@ class _Separate(NamedTuple):
     hidden: Callable[[Tensor], Tensor]
     input_weight: Callable[[Tensor], Tensor]
     hidden_weight: Callable[[Tensor], Tensor]
+    gradient: GradientConfig | None
 
     def weights(self, weights: GateWeights) -> GateWeights:
         return weights._replace(input=self.input_weight(weights.input), hidden=self.hidden_weight(weights.hidden))
@@ -75,6 +78,10 @@ class Recurrent(Watched, QuantizedLayer):
             found[hidden_weight] = Operand(Role.WEIGHT, weight=f"weight_hh{suffix}")
         return found
 
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return LinearSum()
+
     def places(self, attribute: str, steps: int) -> Sequence[int] | None:
         """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
         return None
@@ -84,7 +91,8 @@ class Recurrent(Watched, QuantizedLayer):
         suffixes = self.suffixes(self)
         if not self.is_watched and not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
             return None
-        return [_Separate(*(getattr(self, name) or _as_it_is for name in _names(suffix))) for suffix in suffixes]
+        held = [tuple(getattr(self, name) or _as_it_is for name in _names(suffix)) for suffix in suffixes]
+        return [_Separate(*own, gradient=self.gradient) for own in held]
 
     def _show(self, own: _Separate, place: int, steps: Sequence[Tensor], hidden: _Hidden) -> None:
         *_, input_weight, hidden_weight = _names(self.suffixes(self)[place])
@@ -200,8 +208,8 @@ class _RecurrentCell(Recurrent):
         state = tuple(torch.atleast_2d(s) for s in (given if is_lstm else (given,)))
         if self.is_watched:
             self._show(quantizers[0], 0, (x,), lambda _: (state[0],))
-        weights = quantizers[0].weights(GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh))
-        after = step(self._mode(), x, state, weights, quantizers[0])
+        own = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+        after = step(self._mode(), x, state, quantizers[0].weights(own), quantizers[0], own)
         if input.dim() == 1:
             after = tuple(s.squeeze(0) for s in after)
         return after if is_lstm else after[0]

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fakequant.nn.backward.products import Factor
+
 
 def attend_in_parts(  # noqa: PLR0913  as torch's
+    multiply: Callable[[Factor, Factor], Tensor],
     probabilities: Callable[[Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Factor,
+    key: Factor,
+    value: Factor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -24,6 +27,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     """What `F.scaled_dot_product_attention` computes, in three operations, within rounding.
 
     Args:
+        multiply: `matmul` of two factors.
         probabilities: quantizes the result of the softmax [..., queries, keys], before dropout.
         query: [..., heads, queries, features].
         key: [..., heads, keys, features].
@@ -34,15 +38,19 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         scale: of the scores; by default 1 / sqrt(features).
         enable_gqa: whether several heads of the query share one of key and value.
 
+    >>> from functools import partial
+    >>> from fakequant.nn.backward.products import matmul
     >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
     >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.allclose(attend_in_parts(lambda p: p, q, k, v, is_causal=True), exact, atol=1e-6)
+    >>> factors = [Factor(x, x) for x in (q, k, v)]
+    >>> found = attend_in_parts(partial(matmul, None), lambda p: p, *factors, is_causal=True)
+    >>> torch.allclose(found, exact, atol=1e-6)
     True
     """
+    *_, heads, _, features = query.value.shape
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        key, value = (one.map(lambda own: own.repeat_interleave(heads // own.shape[-3], -3)) for one in (key, value))
+    scores = multiply(query, key.map(lambda own: own.mT)) * (1 / math.sqrt(features) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
@@ -52,4 +60,8 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         weights = torch.softmax(masked, dim=-1).masked_fill(sees_none, 0.0)
     else:
         weights = torch.softmax(scores, dim=-1)
-    return F.dropout(probabilities(weights), dropout_p) @ value
+    factor = Factor(probabilities(weights), weights)
+    if dropout_p:
+        kept = F.dropout(torch.ones_like(weights), dropout_p)
+        factor = factor.map(lambda own: own * kept)
+    return multiply(factor, value)

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import SiteError
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import Factor, is_trained
 from fakequant.nn.hooks import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.nn.sites.attention_parts import attend_in_parts
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
+from fakequant.nn.sites.trained import TRAINED, attend
 from fakequant.restore import stack_without
 from fakequant.text import module_name
 
@@ -39,10 +41,13 @@ class Site(Watched, nn.Module):
     Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
+        gradient: how the products of the backward pass are quantized; None leaves them in float.
         function: the canonical name.
         operands: the arguments that are float tensors in the planned call.
         weights: the operands that are parameters which this call alone reads, with their paths in the owner.
     """
+
+    gradient: GradientConfig | None = None
 
     def __init__(
         self,
@@ -69,23 +74,21 @@ class Site(Watched, nn.Module):
         self._refuse_other_weights(mode, places)
         self._show_operands(places, args, kwargs)
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
+        factors: dict[str, Factor] = {}
         for name, holder, key in places:
-            quantizer = self._modules.get(name)
+            quantizer, before = self._modules.get(name), holder[key]
             if isinstance(quantizer, Quantizer):
                 x = holder[key]
                 if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
                     x = x.clone()  # the backward of a learned range needs the values that are overwritten here
                 holder[key] = quantizer(x)
+            factors[name] = Factor(holder[key], before)
         output = self._modules.get("output")
         # A result in the place of the operand would be overwritten below, and its backward needs it.
         replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
         if written is not None and (replaced or _first(args, kwargs) is not written):
             func = called.without_writing(func, args, kwargs)
-        probabilities = self._modules.get("probabilities")
-        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
-            result = attend_in_parts(probabilities, *args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = self._computed(func, factors, args, kwargs)
         if isinstance(output, Quantizer):
             result = output(result)
         if out is not None:
@@ -93,6 +96,13 @@ class Site(Watched, nn.Module):
         if written is not None and result is not written:
             result = written.copy_(result)
         return result
+
+    def _computed(self, func: Callable[..., Any], factors: dict[str, Factor], args: Any, kwargs: Any) -> Any:
+        probabilities = self._modules.get("probabilities")
+        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
+            return attend(self.gradient, probabilities, factors, args, kwargs)
+        trained = TRAINED.get(self.function) if is_trained(self.gradient) else None
+        return func(*args, **kwargs) if trained is None else trained(self.gradient, factors, args, kwargs)
 
     def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
         if self._watching:

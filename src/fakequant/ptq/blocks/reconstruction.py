@@ -23,6 +23,7 @@ from fakequant.model.modes import in_eval_mode
 from fakequant.model.run.outputs import float_tensors
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.sites.sites import Site
 from fakequant.ptq.blocks.learned_weight import LearnedWeight, learnable_weights
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import Choice, write
@@ -189,7 +190,7 @@ class _Learning:
     def learning(self) -> Iterator[None]:
         """A context in which weights are computed here, and input scales are parameters; gradients are in float."""
         own = [weight.quantizer for weight in self._weights.values()]
-        layers = [layer for layer in self._block.modules() if isinstance(layer, QuantizedLayer)]
+        layers = [layer for layer in self._block.modules() if isinstance(layer, (QuantizedLayer, Site))]
         with restore_after(in_order(attributes_of(own, "mode"), attributes_of(layers, "gradient"))):
             for quantizer in own:
                 quantizer.mode = Mode.OFF

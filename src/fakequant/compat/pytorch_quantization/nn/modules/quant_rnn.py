@@ -94,7 +94,7 @@ class QuantRNNCellBase(WeightedModule):
             state = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
         else:
             state = tuple(torch.atleast_2d(s) for s in (hx if self.mode == "LSTM" else (hx,)))
-        after = step(self.mode, x, state, quantizers.weights(weights), quantizers)
+        after = step(self.mode, x, state, quantizers.weights(weights), quantizers, weights)
         if input.dim() == 1:
             after = tuple(s.squeeze(0) for s in after)
         return after if self.mode == "LSTM" else after[0]

@@ -1,0 +1,43 @@
+"""Functions as products of factors, whose backward products can be quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import Factor, LinearSum, matmul, multiplied
+from fakequant.nn.sites.attention_parts import attend_in_parts
+
+Factors = Mapping[str, Factor]
+_FACTORS = "query", "key", "value"
+
+
+def attend(
+    config: GradientConfig | None,
+    probabilities: Callable[[Tensor], Tensor],
+    factors: Factors,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """`scaled_dot_product_attention` in two products and a softmax between them, for the arguments of a call."""
+    others = {name: value for name, value in kwargs.items() if name not in _FACTORS}
+    query, key, value = (factors[name] for name in _FACTORS)
+    given: Any = args[len(_FACTORS) :]
+    return attend_in_parts(partial(matmul, config), probabilities, query, key, value, *given, **others)
+
+
+def _linear(config: GradientConfig, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    return multiplied(LinearSum(), config, factors["input"], factors["weight"], bias)
+
+
+TRAINED: dict[str, Callable[..., Tensor]] = {
+    "linear": _linear,
+    "matmul": lambda config, factors, *_: matmul(config, factors["input"], factors["other"]),
+    "scaled_dot_product_attention": lambda config, *given: attend(config, lambda x: x, *given),
+}
+"""What computes a function of a configuration, the factors by name, and all arguments; attention in visible parts."""

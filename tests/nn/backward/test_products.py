@@ -1,0 +1,218 @@
+"""Quantized gradients of products beside those of linear layers: their bits are those of an independent reference."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fakequant as fq
+from tests.nn.backward.oracles import GROUPS, PLAIN, Reference, by_oracle, exact_sums
+from tests.support.bits import assert_same_bits
+
+__all__ = ["exact_sums"]
+pytestmark = pytest.mark.usefixtures("exact_sums")
+INT8 = Reference(PLAIN["int8"])
+
+
+def assert_same_gradients(found: Tensor, right: Tensor, model: nn.Module, plain: nn.Module, *inputs: Tensor) -> None:
+    """Of both outputs, whose bits are the same, for the parameters of both models, and the inputs."""
+    assert_same_bits(found, right)
+    dy = torch.randn(right.shape)
+    mine = torch.autograd.grad(found, [*model.parameters(), *inputs], dy)
+    assert mine
+    for one, other in zip(mine, torch.autograd.grad(right, [*plain.parameters(), *inputs], dy), strict=True):
+        assert_same_bits(one, other)
+
+
+def wanted(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+SHAPES = {
+    "heads": ((2, 3, 16, 24), (2, 3, 24, 8)),
+    "one matrix": ((2, 16, 24), (24, 8)),
+    "broadcast": ((16, 24), (3, 24, 8)),
+    "both broadcast": ((4, 1, 16, 24), (3, 24, 8)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_products_of_two_inputs(name: str, groups: str, shape: str) -> None:
+    reference, x, other = Reference(PLAIN[name], groups), *(wanted(*own) for own in SHAPES[shape])
+    model = fq.prepare(fq.nn.MatMul(), fq.Config(reference.rule()))
+    assert_same_gradients(model(x, other), reference.matmul(x, other), model, nn.Module(), x, other)
+
+
+def test_vectors() -> None:
+    model = fq.prepare(fq.nn.MatMul(), fq.Config(INT8.rule()))
+    for x, other in ((wanted(8), wanted(8, 3)), (wanted(5, 8), wanted(8)), (wanted(8), wanted(2, 8, 3))):
+        one, two = (x[None] if x.dim() == 1 else x), (other[:, None] if other.dim() == 1 else other)
+        found = model(x, other)
+        assert_same_gradients(found, INT8.matmul(one, two).reshape(found.shape), model, nn.Module(), x, other)
+
+
+class Own(nn.Module):
+    """A linear function of its own parameters, and an attention by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(24, 8)), nn.Parameter(torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.weight, self.bias).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return torch.matmul((q @ k.mT).softmax(-1), v)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_functions(name: str) -> None:
+    reference, plain, x = Reference(PLAIN[name]), Own(), wanted(2, 8, 8)
+    model = fq.prepare(copy.deepcopy(plain), fq.Config(reference.rule(ops=("linear", "matmul"))), x.detach())
+    q, k, v = reference.linear(x, plain.weight, plain.bias).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    right = reference.matmul(reference.matmul(q, k.mT).softmax(-1), v)
+    assert_same_gradients(model(x), right, model, plain, x)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str)
+def test_attention(options: dict[str, Any]) -> None:
+    """Its operands are q, k, v, and the probabilities of the visible parts, which stay in float in the forward pass."""
+    heads = 2 if options.get("enable_gqa") else 4
+    q, k, v = wanted(2, 4, 8, 16), wanted(2, heads, 8, 16), wanted(2, heads, 8, 16)
+    rule = fq.Rule("*", input="int8 per_token dynamic", ops=("sdpa",), gradient=INT8.gradient)
+    model = fq.prepare(Attention(**options), fq.Config(rule), (q.detach(), k.detach(), v.detach()))
+    plain = fq.prepare(
+        Attention(**options), fq.Config(fq.Rule("*", input="int8 per_token dynamic", ops=("sdpa",))), (q, k, v)
+    )
+    torch.testing.assert_close(model(q, k, v), plain(q, k, v))
+    with torch.no_grad():
+        assert_same_bits(model(q, k, v), plain(q, k, v))
+    for one, other in zip(
+        torch.autograd.grad(model(q, k, v).square().sum(), (q, k, v)),
+        torch.autograd.grad(plain(q, k, v).square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert not torch.equal(one, other)
+        assert (one - other).norm() < 0.05 * other.norm()
+
+
+def attended(reference: Reference, layer: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What a MultiheadAttention [n, length, features] computes, as the text books have it."""
+    heads, width = layer.num_heads, layer.embed_dim // layer.num_heads
+    biases = layer.in_proj_bias.chunk(3)
+    inputs = [x.transpose(0, 1) for x in (q, k, v)]
+    if q is k is v:
+        projected = reference.linear(inputs[0], layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+    else:
+        weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+        projected = [reference.linear(*given) for given in zip(inputs, weights, biases, strict=True)]
+    q, k, v = (x.unflatten(-1, (heads, width)).permute(1, 2, 0, 3) for x in projected)
+    scores = reference.matmul(q * math.sqrt(1 / width), k.mT)
+    y = reference.matmul(scores.softmax(-1), v).permute(2, 0, 1, 3).flatten(2)
+    y = reference.linear(y.flatten(0, 1), layer.out_proj.weight, layer.out_proj.bias).view_as(y)
+    return y.transpose(0, 1)
+
+
+@pytest.mark.parametrize("others", [{}, {"kdim": 12, "vdim": 20}], ids=["one weight", "three weights"])
+@pytest.mark.parametrize("name", ["int8", "float8_e5m2", "float4_e2m1fn"])
+def test_multihead_attention(name: str, others: dict[str, int]) -> None:
+    reference, plain = Reference(PLAIN[name]), nn.MultiheadAttention(16, 2, batch_first=True, **others)
+    nn.init.normal_(plain.in_proj_bias)
+    model = fq.prepare(copy.deepcopy(plain), fq.Config(reference.rule()))
+    x = wanted(3, 8, 16)
+    inputs = [x, *(wanted(3, 8, width) for width in others.values())] if others else [x]
+    given = inputs if others else [x] * 3
+    right = attended(reference, plain, *given)
+    names = [path for path, _ in model.named_parameters()]
+    assert names == [path for path, _ in plain.named_parameters()]
+    assert_same_gradients(model(*given)[0], right, model, plain, *inputs)
+    assert_same_bits(model(*given, need_weights=False)[0], right)
+
+
+def after(mode: str, x: Tensor, h: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden state and cell after a step: formulas of the documentation of torch.nn."""
+    if mode == "LSTM":
+        i, f, g, o = (x + h).chunk(4, 1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        return o.sigmoid() * cell.tanh(), cell
+    if mode == "GRU":
+        (xr, xz, xn), (hr, hz, hn) = x.chunk(3, 1), h.chunk(3, 1)
+        n = (xn + (xr + hr).sigmoid() * hn).tanh()
+        return n + (xz + hz).sigmoid() * (hidden - n), cell
+    return (x + h).tanh() if mode == "RNN_TANH" else (x + h).relu(), cell
+
+
+class Held(torch.autograd.Function):
+    """The hidden state as the step sees it, quantized in numpy; its gradient goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return by_oracle(x, PLAIN["int8"], "tensor")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def unrolled(reference: Reference, layer: Any, x: Tensor, ending: str, mode: str) -> list[Tensor]:
+    hidden = cell = x.new_zeros(x.shape[1], layer.hidden_size)
+    outputs = []
+    w, u, b, c = (getattr(layer, f"{name}{ending}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    for step in reversed(x) if "reverse" in ending else x:
+        held = Held.apply(hidden)
+        own, kept = reference.linear(step, w, b), reference.linear(hidden, u, c, held)
+        hidden, cell = after(mode, own, kept, held, cell)
+        outputs.append(hidden)
+    return outputs[::-1] if "reverse" in ending else outputs
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "LSTM": lambda: nn.LSTM(8, 16, bidirectional=True),
+    "GRU": lambda: nn.GRU(8, 16),
+    "RNN_TANH": lambda: nn.RNN(8, 16),
+    "RNN_RELU": lambda: nn.RNN(8, 16, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize("mode", LAYERS)
+def test_recurrent_layers(mode: str, name: str) -> None:
+    reference, plain, x = Reference(PLAIN[name]), LAYERS[mode](), wanted(4, 3, 8)
+    model = fq.prepare(copy.deepcopy(plain), fq.Config(reference.rule()))
+    endings = ["_l0", "_l0_reverse"] if plain.bidirectional else ["_l0"]
+    outputs = [unrolled(reference, plain, x, ending, mode) for ending in endings]
+    right = torch.stack([torch.cat(both, 1) for both in zip(*outputs, strict=True)])
+    assert_same_gradients(model(x)[0], right, model, plain, x)
+
+
+@pytest.mark.parametrize("mode", ["LSTM", "GRU", "RNN_TANH"])
+def test_cells(mode: str) -> None:
+    plain, x = getattr(nn, f"{mode.removesuffix('_TANH')}Cell")(8, 16), wanted(3, 8)
+    model = fq.prepare(copy.deepcopy(plain), fq.Config(INT8.rule()))
+    found = model(x)
+    found = found[0] if mode == "LSTM" else found
+    assert_same_gradients(found, unrolled(INT8, plain, x[None], "", mode)[0], model, plain, x)
+
+
+def test_a_checkpoint_and_a_copy_keep_the_gradients_of_functions(tmp_path: Any) -> None:
+    x, plain = torch.randn(2, 8, 8), Own()
+    config = fq.Config(INT8.rule(ops=("linear", "matmul")))
+    model = fq.prepare(copy.deepcopy(plain), config, x)
+    for other in (copy.deepcopy(model), fq.load(copy.deepcopy(plain), fq.save(model, tmp_path / "model"))):
+        assert {site.gradient for site in other._sites.by_key().values()} == {INT8.gradient}
