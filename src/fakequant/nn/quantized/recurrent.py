@@ -64,7 +64,10 @@ class GateQuantizers(NamedTuple):
     """Applied to the input and the hidden state of a step, joined [n, in + hidden]."""
     weight: Callable[[Tensor], Tensor]
     """Applied to their weights, joined [gates * hidden, in + hidden]."""
-    gradient: None = None
+
+    @property
+    def gradient(self) -> None:
+        """None: gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
         joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
