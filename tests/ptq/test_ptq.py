@@ -92,7 +92,7 @@ OF_INPUTS = ["smooth", "rotate", "input"]
 
 @pytest.mark.parametrize("step", [step for step in fq.ptq.STEPS if step not in OF_INPUTS])
 def test_every_step_for_weights_loses_less(step: str) -> None:
-    steps = ["gptq", step] if step == "drift" else [step]
+    steps = ["gptq", step] if step in ("damping", "drift") else [step]
     model = prepared("int3 per_channel(0)")
     nearest = error(model)
     found = fq.ptq.improve(model, batches(), steps, judge=[], progress=False)

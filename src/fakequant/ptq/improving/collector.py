@@ -30,6 +30,8 @@ StepsOf = Callable[[str], Sequence[str]]
 """Gives the steps for a layer by its name."""
 TRANSFORMS = "smooth", "rotate"
 """The steps that put a transform before inputs."""
+_WIDEST_HALVED = 2048
+"""Columns of the widest matrix whose sums are kept for two halves of the rows: two more matrices of 32 MB."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
 _FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
 
@@ -42,13 +44,20 @@ class Collector:
         batches: of this process, with their masks.
         recorded: of the same model and batches.
         processes: they choose together; the first one chooses transforms and ranges of inputs.
+        halves: whether the sums of layers of up to 2,048 columns are kept for two halves of the rows.
     """
 
     def __init__(
-        self, layers: Mapping[str, MatrixProduct], batches: KeptBatches, recorded: CallOrder, processes: Together
+        self,
+        layers: Mapping[str, MatrixProduct],
+        batches: KeptBatches,
+        recorded: CallOrder,
+        processes: Together,
+        *,
+        halves: bool = False,
     ) -> None:
         self._layers, self._batches, self._siblings = layers, batches, recorded.siblings
-        self._processes = processes
+        self._processes, self._halves = processes, halves
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
         self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
@@ -211,36 +220,44 @@ class Collector:
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
-        found, parts = {index: InputSums() for index in dict.fromkeys(firsts)}, Parts.of(product)
+        parts, count = Parts.of(product), 2 if self._halves and product.columns <= _WIDEST_HALVED else 1
+        found = {index: [InputSums() for _ in range(count)] for index in dict.fromkeys(firsts)}
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):
-                for index, sums in found.items():
-                    for x in product.pieces(call.rounded[reads[index]]):
-                        sums.add(parts.rows(product.rows(x)))
+                for index, halves in found.items():
+                    for half, rows in _rows(product, parts, call.rounded[reads[index]], count):
+                        halves[half].add(rows)
         group = self._processes.group
         self._processes.all(None)  # none of them failed
-        for sums in found.values():
+        for half in (half for halves in found.values() for half in halves):
             if group is not None:
-                sums.merge_processes(group, product.tensor.device)
-        return _ReadSums(reads, [found[index] for index in firsts])
+                half.merge_processes(group, product.tensor.device)
+        joined = {index: InputSums.joined(halves) for index, halves in found.items()}
+        return _ReadSums(reads, [joined[index] for index in firsts])
 
     def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> InputSums:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
-        found = [sums.with_drift(Drift.of(own)) for sums, own in zip(seen.sums, weights, strict=True)]
+        halved = [
+            [half.with_drift(Drift.of(own)) for half in sums.halves or [sums]]
+            for sums, own in zip(seen.sums, weights, strict=True)
+        ]
         for call in calls:
             assert call.floats is not None
             with input_named(product.row_name(stage.name), call.number):
-                for sums, read, weight in zip(found, seen.reads, weights, strict=True):
-                    floats = product.pieces(_transformed(product, call.floats[read]))
-                    for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
-                        assert sums.drift is not None
-                        sums.drift.add(parts.rows(product.rows(x)), parts.rows(product.rows(wanted)), weight)
+                for halves, read, weight in zip(halved, seen.reads, weights, strict=True):
+                    inputs = call.rounded[read], _transformed(product, call.floats[read])
+                    both = (_rows(product, parts, x, len(halves)) for x in inputs)
+                    for (half, rows), (_, wanted) in zip(*both, strict=True):
+                        drift = halves[half].drift
+                        assert drift is not None
+                        drift.add(rows, wanted, weight)
         self._processes.all(None)
-        for sums in found:
-            if self._processes.group is not None and sums.drift is not None:
-                sums.drift.merge_processes(self._processes.group)
+        for half in (half for halves in halved for half in halves):
+            if self._processes.group is not None and half.drift is not None:
+                half.drift.merge_processes(self._processes.group)
+        found = [InputSums.joined(halves) for halves in halved]
         return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
 
     def _float_inputs(
@@ -294,6 +311,17 @@ class _ReadSums(NamedTuple):
 
     reads: tuple[int, ...]
     sums: list[InputSums]
+
+
+def _rows(product: MatrixProduct, parts: Parts, x: Tensor, halves: int) -> Iterator[tuple[int, Tensor]]:
+    """The rows of an input, each time with the number of their half: the first examples are one half, or all."""
+    pieces = product.pieces(x)
+    for place, piece in enumerate(pieces):
+        rows = parts.rows(product.rows(piece))
+        if halves == 1 or len(pieces) > 1:
+            yield place * halves // len(pieces), rows
+        else:
+            yield from enumerate(rows.tensor_split(2, dim=1))
 
 
 def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:

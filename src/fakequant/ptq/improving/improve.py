@@ -35,10 +35,10 @@ from fakequant.ptq.weights import COMPUTED, calibrated_weights, computed_weights
 from fakequant.restore import Restore, in_order, restore_on_error, state_of_parts, structure_of
 from fakequant.text import listed, module_name
 
-STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
+STEPS = ("input", "smooth", "rotate", "ranges", "damping", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
-    "best": ("input", "smooth", "rotate", "ranges", "gptq", "descend", "drift", "bias"),
+    "best": ("input", "smooth", "rotate", "ranges", "damping", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
 _NO_STEPS = "nearest: improve has no steps for a"
@@ -81,7 +81,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
-        steps: "best", "fast" (without "rotate" and "descend"), or names of `fakequant.ptq.STEPS`.
+        steps: "best", "fast" (without "rotate", "damping" and "descend"), or names of `fakequant.ptq.STEPS`.
         inputs, forward, mask: as for `calibrate`.
         checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
             so that only the other layers are chosen; the result is the same to the bit.
@@ -170,7 +170,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
             undo.insert(0, in_order(*before.values()))
         effect = None if judging is None else Effect(model, judging, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
-        collector = Collector(layers, split.all, recorded, processes)
+        collector = Collector(layers, split.all, recorded, processes, halves="damping" in steps)
         choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
         stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
         choices.make(stages, recorded.order, progress)
@@ -309,8 +309,9 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f'steps are "best", "fast" or a list of {", ".join(STEPS)}; got {shown(steps)}')
     if unknown := [step for step in steps if step not in STEPS]:
         raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
-    if "drift" in steps and not set(SOLVERS) & set(steps):
-        raise ConfigError(f'the step "drift" moves what a solver comes close to; add one of {", ".join(SOLVERS)}')
+    for step, what in (("drift", "moves what a solver comes close to"), ("damping", "is that of a solver")):
+        if step in steps and not set(SOLVERS) & set(steps):
+            raise ConfigError(f'the step "{step}" {what}; add one of {", ".join(SOLVERS)}')
     return tuple(step for step in STEPS if step in steps)
 
 

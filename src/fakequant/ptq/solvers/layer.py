@@ -26,6 +26,10 @@ from fakequant.ptq.solvers.sums import InputSums
 from fakequant.text import module_name
 
 
+_DAMPINGS = 0.01, 0.05, 0.2
+"""What "damping" tries: models differ by up to 1.4 in the error of their output by these, see docs/notes/improve.md."""
+
+
 class Choice(NamedTuple):
     """Values of a weight, the parameters that give them, and what they make of the layer.
 
@@ -101,6 +105,8 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
         judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)
+        if "damping" in steps and sums.halves:
+            solved = Problem(plain.weight, solved.sums, _best_damping(plain, grid, solving[:1], bias is not None))
         for step, (values, loss) in _solved(solved, grid, solving).items():
             own = values.reshape(float_weight.shape).to(float_weight.dtype)
             judge(step, params, lambda own=own: own, loss)
@@ -198,6 +204,18 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[st
         )
         for step, own in found.items()
     }
+
+
+def _best_damping(problem: Problem, grid: WeightGrid, steps: Sequence[str], about_mean: bool) -> float:
+    """The damping by which values that are chosen for half of the rows lose least on the other half."""
+    halves = [half.about_mean() if about_mean else half for half in problem.sums.halves]
+    judges = [Problem(problem.weight, half) for half in reversed(halves)]
+
+    def lost(damping: float) -> float:
+        found = [_solved(Problem(problem.weight, half, damping), grid, steps) for half in halves]
+        return sum(judge.loss(own[steps[0]][0]) for judge, own in zip(judges, found, strict=True))
+
+    return min(_DAMPINGS, key=lost)
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from fakequant.errors import CalibrationError
 from fakequant.ptq.solvers.sums import InputSums
 
-_DAMPING = 0.05
-"""What is added to the diagonal of the moments for however many rows, as a share of its mean."""
+DAMPING = 0.05
+"""The damping that serves most models: see docs/notes/improve.md."""
 _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
 _PANEL = 1024  # columns that are multiplied at once
@@ -27,9 +27,10 @@ class Problem:
     Args:
         weight: float [out, ...], the groups of a convolution one after the other.
         sums: over the inputs of the layer.
+        damping: what solvers add to the diagonal of the moments for however many rows, as a share of its mean.
     """
 
-    def __init__(self, weight: Tensor, sums: InputSums) -> None:
+    def __init__(self, weight: Tensor, sums: InputSums, damping: float = DAMPING) -> None:
         self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
         self.sums = sums
         self.weight = weight.float().reshape(self._matrix_shape)
@@ -40,7 +41,7 @@ class Problem:
         self.prior = _PRIOR * min(columns_per_row, columns_per_row**4)
         """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
         columns cancel less for new rows than for those that were seen."""
-        self.damping = _DAMPING + self.prior
+        self.damping = damping + self.prior
         """What solvers add in all: one share for codes and for drift."""
 
     def loss(self, chosen: Tensor) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,7 @@ class InputSums:
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
+        halves: the sums over the first half of the rows of each batch, and over the second; none where they were not kept.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -118,6 +120,21 @@ class InputSums:
         self.moments = self.total = torch.zeros(0)
         self.drift: Drift | None = None
         self.count = 0
+        self.halves: tuple[InputSums, ...] = ()
+
+    @classmethod
+    def joined(cls, halves: Sequence[InputSums]) -> InputSums:
+        """The sums over the rows of all, which become its halves; a single one with rows is itself the sums."""
+        seen = [half for half in halves if half.count] or [*halves[:1]]
+        if len(seen) == 1:
+            return seen[0]
+        found = cls()
+        found.count, found.halves = sum(half.count for half in seen), tuple(seen)
+        found.moments, found.total = (_sum(getattr(half, name) for half in seen) for name in ("moments", "total"))
+        drifts = [half.drift.tensors() for half in seen if half.drift is not None]
+        if len(drifts) == len(seen):
+            found.drift = Drift(*map(_sum, zip(*drifts, strict=True)))
+        return found
 
     def add(self, rows: Tensor) -> None:
         """Add rows [groups, rows, columns], the inputs of the layer.
@@ -184,6 +201,11 @@ class InputSums:
     def wanted_mean(self) -> Tensor:
         """The mean of x in the float model [groups, columns]."""
         return self.mean() if self.drift is None else self.mean() + self.drift.total / max(self.count, 1)
+
+
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors, in their order."""
+    return reduce(torch.add, tensors)
 
 
 def _check_finite(rows: Tensor) -> None:
