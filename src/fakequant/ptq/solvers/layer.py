@@ -25,7 +25,6 @@ from fakequant.ptq.solvers.rounding import descend, gptq_and_loss
 from fakequant.ptq.solvers.sums import InputSums
 from fakequant.text import module_name
 
-
 _DAMPINGS = 0.01, 0.05, 0.2
 """What "damping" tries: models differ by up to 1.4 in the error of their output by these, see docs/notes/improve.md."""
 

@@ -107,7 +107,7 @@ class InputSums:
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
-        halves: the sums over the first half of the rows of each batch, and over the second; none where they were not kept.
+        halves: the sums over the first and the second half of the rows of each batch; none where they were not kept.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
