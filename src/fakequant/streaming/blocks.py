@@ -33,7 +33,12 @@ class BlockCall:
         args: all positional arguments.
         kwargs: all named arguments.
         mask: the unmasked tokens, bool [batch, tokens]; None if all count.
+
+    Attributes:
+        output: what the block gave when it ran last.
     """
+
+    output: Any = None
 
     def __init__(
         self, hidden: Tensor, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None

@@ -154,12 +154,14 @@ class Blocks:
             calibrate(block, [*wanted], forward=_run, mask=_mask_of(calls), group=self._processes.group or False)
         with disabled(block):
             self._floats = _outputs(path, block, wanted)
-        if held:
+        if not held:
+            self._quantized = _outputs(path, block, given)
+        else:
             weights = calibrated_weights(block, _CALLER)
             split = Split.of(given, judge=[])
             found = improved(block, weights, split, steps, self._processes, floats=wanted, progress=False)
             layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
-        self._quantized = _outputs(path, block, given)
+            self._quantized = _given(path, given)  # its last runs had all layers chosen
         raise_scales(block)
         return layers
 
@@ -195,7 +197,8 @@ def _needs_ranges(held: Iterable[Quantizer]) -> bool:
 
 
 def _run(block: nn.Module, call: BlockCall) -> Any:
-    return call.run(block)
+    call.output = call.run(block)
+    return call.output
 
 
 def _batches(calls: Mapping[int, BlockCall], hidden: Mapping[int, Tensor]) -> KeptBatches:
@@ -210,9 +213,16 @@ def _mask_of(calls: Mapping[int, Any]) -> Callable[[Any], Tensor] | None:
 
 def _outputs(path: str, block: nn.Module, batches: KeptBatches) -> dict[int, Tensor]:
     """The hidden states that a block gives for its calls."""
+    for call in batches.numbered.values():
+        batches.run(block, call)
+    return _given(path, batches)
+
+
+def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
+    """The hidden states that the last runs of calls gave."""
     found: dict[int, Tensor] = {}
     for number, call in batches.numbered.items():
-        tensors = float_tensors(batches.run(block, call))
+        tensors = float_tensors(call.output)
         if not tensors or tensors[0].shape != call.hidden.shape:
             raise ConfigError(f"{path} gives no hidden states of the shape that it gets; improve the model in memory")
         found[number] = tensors[0]

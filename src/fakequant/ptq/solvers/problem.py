@@ -13,6 +13,7 @@ DAMPING = 0.05
 _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
 _PANEL = 1024  # columns that are multiplied at once
+_ROWS = 128  # rows of moments that are put in order at once
 _VALUES = 2**18  # that are added at once: they stay in a cache
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
 
@@ -113,7 +114,7 @@ def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """The lower Cholesky factor of moments [columns, columns] with a damped diagonal, and what was added to it.
 
     Args:
-        moments: float64 or float32.
+        moments: float64 or float32; their upper half is read.
         damping: added to the diagonal, as a share of its mean, more where it fails; a diagonal value of 0 is replaced
             by the mean.
 
@@ -165,13 +166,20 @@ def mean_of_diagonal(moments: Tensor) -> Tensor:
     return moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def by_unit(values: Tensor, unit: Tensor, order: Tensor | None = None) -> Tensor:
-    """Float64 values by a unit, in float32; some rows at a time. `order`: of the rows and columns of moments."""
+def by_unit(values: Tensor, unit: Tensor) -> Tensor:
+    """Float64 values by a unit, in float32; some rows at a time."""
     found = torch.empty_like(values, dtype=torch.float32)
     for start in range(0, values.shape[-2], _PANEL):
-        end = start + _PANEL
-        own = values[..., start:end, :] if order is None else values[order[start:end]][:, order]
-        found[..., start:end, :] = own / unit
+        found[..., start : start + _PANEL, :] = values[..., start : start + _PANEL, :] / unit
+    return found
+
+
+def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
+    """The upper half of moments [columns, columns] by a unit, in float32; `order`: of its rows and columns."""
+    found = torch.zeros_like(moments, dtype=torch.float32)
+    for start in range(0, len(order), _ROWS):
+        rows = (moments[order[start : start + _ROWS]] / unit).float()
+        found[start : start + _ROWS, start:] = rows[:, order[start:]]
     return found
 
 

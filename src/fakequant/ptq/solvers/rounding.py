@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fakequant.ptq.solvers.grid import WeightGrid
-from fakequant.ptq.solvers.problem import by_unit, damped_factor, mean_of_diagonal, sum_of_squares
+from fakequant.ptq.solvers.problem import by_unit, damped_factor, mean_of_diagonal, ordered, sum_of_squares
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
 _INNER = 16  # likewise within a block, whose sums stay in a cache
@@ -50,7 +50,7 @@ def gptq_and_loss(
     operator rounds: the damping bounds the condition.
     """
     order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
-    factor, added = damped_factor(by_unit(moments, unit, order), damping)
+    factor, added = damped_factor(ordered(moments, unit, order), damping)
     diagonal = factor.diagonal()
     pulled = None
     if pull is not None:

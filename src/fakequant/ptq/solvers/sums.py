@@ -17,6 +17,8 @@ _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
 _PANEL = 2**21
 """Values of a matrix that are added at a time: 16 MB in float64."""
+_SQUARE = 128
+"""Rows and columns that are mirrored at a time."""
 _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
@@ -75,7 +77,7 @@ class Drift:
             y = d @ matrix
             self.total += d.sum(1, dtype=torch.float64)
             self.squares += d.double().square().sum((1, 2))
-            self.products += y.mT @ x
+            _add_products(self.products, y, x)
             self.output_total += y.sum(1, dtype=torch.float64)
             self.output_squares += y.double().square().sum((1, 2))
 
@@ -103,7 +105,6 @@ class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
 
     Attributes:
-        moments: the sum of x x^T over the rows x, float64 [groups, columns, columns].
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
@@ -136,6 +137,18 @@ class InputSums:
             found.drift = Drift(*map(_sum, zip(*drifts, strict=True)))
         return found
 
+    @property
+    def moments(self) -> Tensor:
+        """The sum of x x^T over the rows x, float64 [groups, columns, columns]; its lower half is made when asked."""
+        if not self._is_whole:
+            _mirror(self._moments)
+            self._is_whole = True
+        return self._moments
+
+    @moments.setter
+    def moments(self, values: Tensor) -> None:
+        self._moments, self._is_whole = values, True
+
     def add(self, rows: Tensor) -> None:
         """Add rows [groups, rows, columns], the inputs of the layer.
 
@@ -147,8 +160,9 @@ class InputSums:
             self._begin(rows.shape[0], rows.shape[2], rows.device)
         for start in range(0, rows.shape[1], _ROWS):
             x = rows[:, start : start + _ROWS].float()
-            _add_moments(self.moments, x)
+            _add_products(self._moments, x, x, upper=True)
             self.total += x.sum(1, dtype=torch.float64)
+        self._is_whole = False
         self.count += rows.shape[1]
 
     def with_drift(self, drift: Drift | None) -> InputSums:
@@ -213,15 +227,22 @@ def _check_finite(rows: Tensor) -> None:
         raise CalibrationError("an input holds NaN or inf; leave the batch out")
 
 
-def _add_moments(moments: Tensor, x: Tensor) -> None:
-    """Add x^T x to moments [groups, columns, columns], some of its columns at a time; the other half is mirrored."""
-    columns = x.shape[2]
-    width = max(_PANEL // max(len(x) * columns, 1), 64)
-    for start in range(0, columns, width):
-        end = min(start + width, columns)
-        panel = x[:, :, start:end].mT @ x[:, :, start:]
-        moments[:, start:end, start:] += panel
-        moments[:, end:, start:end] += panel[:, :, end - start :].mT
+def _add_products(sums: Tensor, one: Tensor, other: Tensor, *, upper: bool = False) -> None:
+    """Add one^T other to sums [groups, a, b], some rows at a time; `upper`: of a square the upper half alone."""
+    width = max(_PANEL // max(len(one) * other.shape[2], 1), 64)
+    for start in range(0, one.shape[2], width):
+        rows, first = slice(start, start + width), start if upper else 0
+        sums[:, rows, first:] += one[:, :, rows].mT @ other[:, :, first:]
+
+
+def _mirror(moments: Tensor) -> None:
+    """Copy the upper half of matrices to the lower one, in squares that stay in a cache."""
+    columns = moments.shape[1]
+    for one in range(0, columns, _SQUARE):
+        rows = slice(one, one + _SQUARE)
+        moments[:, rows, rows].copy_(moments[:, rows, rows].triu() + moments[:, rows, rows].triu(1).mT)
+        for other in range(one + _SQUARE, columns, _SQUARE):
+            moments[:, other : other + _SQUARE, rows] = moments[:, rows, other : other + _SQUARE].mT
 
 
 def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tensor:
