@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -118,10 +118,10 @@ def loss(logits: Tensor, digits: Tensor) -> Tensor:
     return F.cross_entropy(logits, digits, label_smoothing=0.1)
 
 
-def train(split: Split, epochs: int) -> nn.Module:
+def train(split: Split, epochs: int, network: Callable[[], nn.Module] = Net, seed: int = SEED) -> nn.Module:
     """A float network, trained with one cycle of SGD."""
-    torch.manual_seed(SEED)
-    model, batches = Net(), AugmentedBatches(split)
+    torch.manual_seed(seed)
+    model, batches = network(), AugmentedBatches(split, seed)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs * len(batches))
     for _ in range(epochs):

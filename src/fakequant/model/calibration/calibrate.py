@@ -70,8 +70,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
             every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
             these (the default, unless another leaves 10 % less), and says which. All batches make the ranges.
-        weight_method: the same, for weights; by default "max". For scales in formats of their own, as those of GGUF,
-            the default is "mse", which searches scales and offsets by the squared error of the weight.
+        weight_method: the same, for weights; by default "max". For codes of fewer than 4 bits, and for scales in
+            formats of their own, as those of GGUF, the default is "mse", which searches scales and offsets by the
+            squared error of the weight.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
             "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.

@@ -121,6 +121,24 @@ class Options:
     progress: bool | None = None
 
 
+def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Options]:
+    """The schedule and options that won below 4 bits: Adam, learned scales, six times the epochs of the float model.
+
+    Adam makes its steps from the size of each parameter's gradients. That size differs more between scales and weights
+    the fewer bits there are, so that one learning rate of SGD serves one of them.
+
+    Args:
+        original_epochs: the epochs of the float training.
+        lr: the first learning rate of Adam.
+
+    >>> schedule, options = few_bits(original_epochs=20)
+    >>> schedule.epochs, schedule.lr(0.0), options.scales.name
+    (120, 0.003, 'LEARNED')
+    """
+    schedule = Schedule(lr, original_epochs, fraction=6.0, start=1.0)
+    return schedule, Options(scales=Scales.LEARNED, optimizer=partial(torch.optim.Adam, lr=1.0))
+
+
 def finetune(  # noqa: PLR0913  all but the first five by name
     model: nn.Module,
     batches: Iterable[Any],

@@ -37,6 +37,8 @@ NF4 = TableFormat(
 # The table of llama.cpp's IQ4_NL and IQ4_XS, without 0.
 IQ4_NL = TableFormat("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 BINARY = TableFormat("binary", (-1.0, 1.0))
+# A mid-rise quantizer: as many values below 0 as above.
+INT2_MIDRISE = TableFormat("int2_midrise", (-1.5, -0.5, 0.5, 1.5))
 
 _registry: dict[str, Format] = {
     fmt.name: fmt
