@@ -36,16 +36,6 @@ def whole(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def part_like(own: Tensor | None, value: Tensor) -> Tensor:
-    """The part of a whole tensor that this process keeps where its own is a DTensor, which needs no other process."""
-    if own is None or not is_sharded(own) or value.shape != own.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = cast("Any", own).device_mesh, cast("Any", own).placements
-    return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
-
-
 def is_moved(model: nn.Module) -> bool:
     """Whether some weights of a model come for the time of a call alone: sharded, or offloaded by hooks."""
     return bool(first_sharded(model) or offloaded(model))
@@ -64,14 +54,24 @@ def parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
 
     What `fully_shard` shares out is whole in every call, and does not count.
     """
+    for name, axes in parallel_parameters(model).items():
+        return cast("Any", model.get_parameter(name)).device_mesh.get_group(axes[-1])
+    return None
+
+
+def parallel_parameters(model: nn.Module) -> dict[str, list[int]]:
+    """The parameters of which `parallelize_module` gives each process a part in calls, with the axes of the mesh."""
     gathered = {id(p) for module in model.modules() if _is_fully_sharded(module) for p in module.parameters()}
-    for parameter in model.parameters():
+    found: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_sharded(parameter):
             mesh, placements = cast("Any", parameter).device_mesh, cast("Any", parameter).placements
-            # Over two axes `fully_shard` alone makes copies along the first.
-            if id(parameter) not in gathered or (mesh.ndim > 1 and not placements[0].is_replicate()):
-                return mesh.get_group(mesh.ndim - 1)
-    return None
+            if id(parameter) not in gathered:
+                found[name] = [*range(mesh.ndim)]
+            elif mesh.ndim > 1 and not placements[0].is_replicate():
+                # Over two axes `fully_shard` alone makes copies along the first.
+                found[name] = [mesh.ndim - 1]
+    return found
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
@@ -215,6 +215,18 @@ class Together:
                 )
         self._is_told = False
         return [cast("Result", answer) for _, answer in answers]
+
+    def same(self, value: str, what: str) -> None:
+        """Compare a value of all processes.
+
+        Raises:
+            ConfigError: it differs.
+        """
+        values = self.all(value)
+        if other := [rank for rank, one in enumerate(values) if one != values[0]]:
+            raise ConfigError(
+                f"the processes {what}: that of rank {other[0]} has another than rank 0; give the same to all of them"
+            )
 
     def in_step(self, items: Iterable[Result]) -> Iterator[Result]:
         """Items while all processes have one, as a model needs whose calls exchange parts of weights.

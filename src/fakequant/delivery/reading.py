@@ -18,7 +18,7 @@ from fakequant.delivery.format import DeliveryFormat, format_of
 from fakequant.delivery.places import float_names, places_of
 from fakequant.errors import CheckpointError
 from fakequant.files import check_path
-from fakequant.model.state.applying import apply
+from fakequant.model.state.applying import apply_from
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.transforms import make_transform
@@ -54,13 +54,17 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
     source = Path(path)
     format = format_of(source)
     built = format.build(source) if model is None else model
-    state = decoded(format, source, built)
-    return _with_values(built, state) if dequantize else apply(built, state)
+
+    def state(_: bool) -> QuantizedState:
+        found = decoded(format, source, built)
+        return _dequantized(built, found) if dequantize else found
+
+    return apply_from(built, state)
 
 
 @torch.no_grad()
-def _with_values(model: nn.Module, state: QuantizedState) -> nn.Module:
-    """Set the weights of a float model to the values of a state."""
+def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
+    """The state of a float model with the values of a state."""
     found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
     places = places_of(model)
     for name in state.weights:
@@ -74,7 +78,7 @@ def _with_values(model: nn.Module, state: QuantizedState) -> nn.Module:
             transform.load_state_dict(own)
             # x T times W transposed is x times (W times T transposed) transposed; an order moves values as they are.
             found[name] = found[name] @ transform(torch.eye(held.shape[-1])).mT.to(held.dtype)
-    return apply(model, QuantizedState(tensors=found, shared=state.shared, versions=state.versions))
+    return QuantizedState(tensors=found, shared=state.shared, versions=state.versions)
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:

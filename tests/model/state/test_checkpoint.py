@@ -211,18 +211,6 @@ def test_a_layer_that_was_parametrized_later_is_saved_and_loaded(tmp_path: Path)
     assert torch.equal(load(fresh, save(model, tmp_path / "model"))(images()), model(images()))
 
 
-def test_a_model_on_the_meta_device_is_refused_until_it_has_memory(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    with torch.device("meta"):
-        fresh = small_net()
-    with pytest.raises(
-        CheckpointError, match=r"on the meta device, .* first is stem\.weight; .*to_empty.* before load"
-    ):
-        load(fresh, tmp_path)
-    assert quantizers(fresh) == {}
-    assert torch.equal(load(fresh.to_empty(device="cpu"), tmp_path)(images()), model(images()))
-
-
 def test_missing_safetensors_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(tmp_path)
     for name in ("safetensors", "safetensors.torch"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fakequant as fq
 from fakequant.distributed import is_sharded, whole
-from fakequant.errors import CalibrationError, CheckpointError
+from fakequant.errors import CalibrationError, CheckpointError, ConfigError, OutputError
+from fakequant.model.state import checkpoint
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
 
@@ -88,5 +92,87 @@ def one_fails(rank: int, folder: Path) -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+def without_memory(rank: int, folder: Path) -> None:
+    """Models on the meta device; rank 1 has no part of a weight with one row."""
+
+    def narrow() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).eval()
+
+    for make, preset, packed in ((net, "int8", False), (net, "nvfp4", True), (narrow, "int8", False)):
+        model = fq.prepare(make(), preset)
+        fq.calibrate(model, [batch()], group=False, progress=False)
+        path = fq.save(model, folder / f"meta-{make.__name__}-{preset}-{rank}", packed=packed)
+        with torch.device("meta"):
+            fresh = make()
+        loaded = fq.load(shared_out(fresh), path)
+        assert not any(value.is_meta for value in parts(loaded).values())
+        assert_same(loaded, shared_out(fq.load(make(), path)))
+        # A save of it, to which both give their parts, has the same bytes.
+        again = fq.save(loaded, folder / f"again-{make.__name__}-{preset}-{rank}")
+        files = [{one.name for one in where.glob("*.safetensors")} for where in (path, again)]
+        assert packed or files[0] == files[1]
+
+
+def learned_scales_are_refused(rank: int, folder: Path) -> None:
+    model = fq.prepare(net(), "int8")
+    fq.calibrate(model, [batch()], group=False, progress=False)
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    with pytest.raises(
+        CheckpointError, match=r"learned scales, which fully_shard must know .*; load before fully_shard"
+    ):
+        fq.load(empty(), fq.save(model, folder / f"learned-{rank}"))
+
+
+def other_plans_and_files_are_heard(rank: int, folder: Path) -> None:
+    """Both raise each error at once: other checkpoints, a missing or damaged file, other models to save."""
+    began = time.monotonic()
+    presets = "int8_weight_only", "nf4_weight_only"
+    paths = [fq.save(fq.prepare(net(), preset), folder / f"{preset}-of-{rank}") for preset in presets]
+    model = empty()
+    before = parts(model)
+    with pytest.raises(ConfigError, match="the processes read different checkpoints: that of rank 1"):
+        fq.load(model, paths[rank])
+    with pytest.raises((CheckpointError, CalibrationError), match="holds no checkpoint"):
+        fq.load(model, folder / "nowhere" if rank else paths[0])
+    (file,) = paths[1].glob("*.safetensors")
+    if rank == 0:
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises((CheckpointError, CalibrationError), match="is damaged: its SHA-256"):
+        fq.load(model, paths[1])
+    assert type(model[0]).__name__ == "FSDPLinear"
+    assert all(torch.equal(value, before[name]) for name, value in parts(model).items())
+    with pytest.raises(ConfigError, match="the processes save different models: that of rank 1"):
+        fq.save(fq.prepare(empty(), presets[rank]), folder / f"other-{rank}")
+    (folder / f"a-file-{rank}").write_text("")
+    with pytest.raises((OutputError, CalibrationError), match=r"a-file-1"):
+        fq.save(fq.prepare(empty(), "int8"), folder / ("a-file-1" if rank else "a-folder"))
+    assert time.monotonic() - began < 30
+
+
+def a_disk_is_full(rank: int, folder: Path) -> None:
+    """One process cannot write the third part; the other hears it at the next tensor."""
+    began, model, made = time.monotonic(), fq.prepare(empty(), "int8_weight_only"), checkpoint.file_content
+
+    def content(*given: Any) -> Iterator[bytes | memoryview]:
+        for number, part in enumerate(made(*given)):
+            if number == 2 and rank == 1:
+                raise OSError("no space left")
+            yield part
+
+    checkpoint.file_content = content  # type: ignore[assignment]
+    try:
+        with pytest.raises(OSError if rank else CalibrationError, match="no space left"):
+            fq.save(model, folder / f"full-{rank}")
+    finally:
+        checkpoint.file_content = made
+    assert not [*(folder / f"full-{rank}").glob("*")]
+    assert time.monotonic() - began < 30
+
+
 def test_two_processes(tmp_path: Path) -> None:
-    ranks.run((loads, one_fails), tmp_path)
+    ranks.run((loads, one_fails, without_memory, learned_scales_are_refused), tmp_path)
+
+
+def test_an_error_of_one_process_is_raised_by_both(tmp_path: Path) -> None:
+    ranks.run((other_plans_and_files_are_heard, a_disk_is_full), tmp_path)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Mapping
-from itertools import chain, product
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
@@ -15,17 +19,18 @@ from fakequant.distributed import (
     first_sharded,
     is_sharded,
     parallel_group,
-    part_like,
     processes_of,
     refuse_offloaded,
 )
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
+from fakequant.functional import quantize
 from fakequant.model.prepare import attach
+from fakequant.model.state.placing import Later, Places, check_values, give_memory
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
-from fakequant.model.state.snapshots import QuantizedState, versions_of
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState, later, versions_of
 from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
 from fakequant.model.state.stored_sites import check_sites, restore_sites
-from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, quantized_weights, warn_stale_scales, weights_of
 from fakequant.nn.low_rank import LowRank
@@ -37,7 +42,7 @@ from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.formats.codes import as_integers
+from fakequant.numerics.formats.codes import as_integers, integers_of
 from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,13 +52,14 @@ Model = TypeVar("Model", bound=nn.Module)
 def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
-    Everything is checked before the model changes; what fails later is undone, for which the values of the model are
-    kept on the CPU for the time of the call. Each process of a model that `fully_shard` shares out keeps its part: all
-    of them call this, and an error of one is raised in all.
+    What can be checked is checked before the model changes; what fails later is undone, for which the values of the
+    model are kept on the CPU for the time of the call. A model on the meta device has none: it gets memory, and no
+    second copy is made. Each process of a model that `fully_shard` or `parallelize_module` shares out keeps its part:
+    all of them call this, and an error of one is raised in all.
 
     Raises:
-        CheckpointError: a state of another architecture, scales, zero points or codes that no call would take, a
-            prepared model, or one without memory.
+        CheckpointError: a state of another architecture, scales, zero points or codes that no call would take, blocks
+            that a border of processes cuts, a prepared model, or a tensor of the meta device that the state lacks.
         Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only")
@@ -62,32 +68,62 @@ def apply(model: Model, state: QuantizedState) -> Model:
     True
     """
     check_model(model, "apply", "apply(model, state)", CheckpointError)
-    if quantizers(model):
-        raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
-    if parallel_group(model) is not None:  # a model that is prepared, as a loaded one is, is not shared out by rows
-        raise ConfigError(
-            "parallelize_module shared out the layers; prepare this model as that of the checkpoint was, load the "
-            "checkpoint into another float model, and give the values of its state_dict() to model.load_state_dict: "
-            "distribute_tensor(value, own.device_mesh, own.placements) of torch.distributed.tensor where own, that of "
-            "this model, is a DTensor"
-        )
-    refuse_offloaded(model, "load the checkpoint into")
+    return apply_from(model, lambda _: state)
+
+
+@unwraps
+def apply_from(model: Model, read: Callable[[bool], QuantizedState]) -> Model:
+    """`apply` of a state that is read here, so that an error of one process is raised in all.
+
+    Args:
+        model: see `apply`.
+        read: gives the state; its argument says whether this process is the first one, which may check more.
+
+    Raises:
+        CheckpointError: the processes read different checkpoints, and see `apply`.
+    """
     with Together(processes_of(model, None) if first_sharded(model) else None) as processes:
-        _check_memory(model)
+        if quantizers(model):
+            raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+        refuse_offloaded(model, "load the checkpoint into")
+        state = read(processes.group is None or processes.group.rank() == 0)
         check_plan(model, state)
-        tensors = _tensors(model, state)
-        processes.all(None)  # none of them failed
+        places = Places(model, weight_places(dict(model.named_modules()), state))
+        places.check(state)
+        _check_learned(model, state)
+        tensors = _tensors(model, state, places)
+        check_values(model, tensors)
+        processes.same(outline_of(tensors, state.plan), "read different checkpoints")
         restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
         try:
+            give_memory(model)
             restore_plan(model, state)
             _load_state(model, state, tensors)
             processes.all(None)
             _check_fixed_codes(model)
             _note(model, state)
+            processes.all(None)
         except BaseException:  # as in `prepare`
             restore()
             raise
     return model
+
+
+def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
+    """A text that differs where two states do, by all but their values."""
+    held = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items() if isinstance(one, Tensor)}
+    return hashlib.sha256(json.dumps([plan, held]).encode()).hexdigest()
+
+
+def _check_learned(model: nn.Module, state: QuantizedState) -> None:
+    if not any(entry.learned for _, _, entry in state.quantizers()) or parallel_group(model) is not None:
+        return
+    if name := first_sharded(model):
+        raise CheckpointError(
+            f"the checkpoint has learned scales, which fully_shard must know as parameters, and the model is sharded, "
+            f"the first weight is {name}; load before fully_shard, or fix the scales before save by "
+            "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
+        )
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
@@ -124,12 +160,27 @@ def settle(model: nn.Module, plan: Plan) -> None:
 
 def _check_fixed_codes(model: nn.Module) -> None:
     for path, weight in quantized_weights(model).items():
-        if weight.quantizer.fixed_codes is None or is_sharded(weight.tensor):  # the first call compares the whole one
+        codes = weight.quantizer.fixed_codes
+        if codes is None or (is_sharded(weight.tensor) and not is_sharded(codes)):  # the first call compares the whole
             continue
-        if not weight.has_fixed_codes:
+        if is_sharded(codes):
+            if not _gives_codes(weight.tensor, weight.quantizer, codes):
+                raise CheckpointError(
+                    f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers that "
+                    "parallelize_module shared out quantize their weights; leave the layer out of its plan"
+                )
+        elif not weight.has_fixed_codes:
             raise CheckpointError(
                 f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in it"
             )
+
+
+@torch.no_grad()
+def _gives_codes(weight: Tensor, quantizer: Quantizer, codes: Any) -> bool:
+    """Whether a weight that processes share is quantized to some codes in the part of this one."""
+    scale, zero_point = quantizer.qparams(weight)[:2]
+    found: Any = as_integers(quantize(weight, quantizer.spec, scale=scale, zero_point=zero_point)[0])
+    return torch.equal(found.to_local(), codes.to_local())
 
 
 def _note(model: nn.Module, plan: Plan) -> None:
@@ -137,10 +188,12 @@ def _note(model: nn.Module, plan: Plan) -> None:
     warn_stale_scales(model)
 
 
-def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
-    """The state dict of a state, checked."""
-    modules, tensors = dict(model.named_modules()), dict(state.tensors)
-    coded = {name: state.weights[name] for name in state.weights if name not in tensors}
+def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[str, Later]:
+    """The state dict of a state, checked; its tensors are read when they are used."""
+    modules = dict(model.named_modules())
+    tensors = {name: later(state.tensors, name) for name in state.tensors}
+    coded = {name: uncoded(state.weights, name) for name in state.weights if name not in tensors}
+    codes, scales = _Codes(state.weights), dict[str, tuple[list[str], Tensor]]()
     for name, source in state.shared.items():
         if name in tensors or (source not in tensors and source not in coded):
             raise CheckpointError(f"the checkpoint is damaged: {name} shares no tensor of it")
@@ -149,36 +202,67 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
         readers.setdefault(state.shared.get(name, name), []).append(path)
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
-        held = {path: entries[path] for path in readers.get(name, [])}
-        if unknown := set(weight.quantizers) - set(entries):
-            raise CheckpointError(
-                f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks"
-            )
-        own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
-        if not own:
-            raise CheckpointError(_no_reader(name, weight, held))
-        _check_codes(name, weight)
-        stored = ("scale", weight.scale), ("zero_point", weight.zero_point), (KEY, as_integers(weight.codes))
-        for path, (key, value) in product(own, stored):
+        own = _readers(name, weight, entries, readers.get(name, []))
+        stored = {"scale": _kept(weight.scale), "zero_point": _kept(weight.zero_point)}
+        stored[KEY] = codes.integers(name, weight)
+        for path, (key, value) in product(own, stored.items()):
             if value is not None:
                 tensors.setdefault(f"{path}.{key}", value)
-        if not any(is_same(weight.scale, tensors[f"{path}.scale"]) for path in own):
+        scales[name] = own, weight.scale
+        coded[name] = replace(weight, codes=weight.codes.to("meta"))
+    tensors |= {name: codes.values(name, weight) for name, weight in coded.items()}
+    found = {name: places.later(name, tensor) for name, tensor in tensors.items()}
+    found |= {name: found[source] for name, source in state.shared.items()}
+    checked = {f"{path}.{KEY}" for own, _ in scales.values() for path in own} - {*state.tensors}  # with `_check_codes`
+    check_ranges(modules, state, {name: one for name, one in found.items() if name not in checked}, is_wide(model))
+    for name, (own, scale) in scales.items():
+        if not any(is_same(scale, tensors[f"{path}.scale"].make()) for path in own):
             raise CheckpointError(f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}")
-    codes = {name: weight.codes for name, weight in coded.items()}
-    check_ranges(modules, state, _with_shared(state, {**tensors, **codes}), is_wide(model))
-    shards: dict[str, Tensor] = model.state_dict() if first_sharded(model) else {}
-    parts = {name: part_like(shards.get(name), value) for name, value in tensors.items()}
-    # One weight at a time is whole in floats.
-    parts |= {name: part_like(shards.get(name), weight.values()) for name, weight in coded.items()}
-    return _with_shared(state, parts)
+    return found
 
 
-def _no_reader(name: str, weight: WeightCodes, held: Mapping[str, QuantizerEntry]) -> str:
-    shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
-    return (
-        f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is that: "
-        f"{shown or 'no layer and no function of its plan reads it'}"
-    )
+def _kept(value: Tensor | None) -> LazyTensor | None:
+    return None if value is None else LazyTensor(tuple(value.shape), value.dtype, lambda: value)
+
+
+class _Codes:
+    """Weights as codes, each made once for its values and its codes, which are asked for one after the other."""
+
+    def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
+        self._weights, self._last = weights, ("", cast("WeightCodes", None))
+
+    def _of(self, name: str) -> WeightCodes:
+        if self._last[0] != name:
+            self._last = "", cast("WeightCodes", None)  # frees it
+            self._last = name, self._weights[name]
+            _check_codes(name, self._last[1])
+        return self._last[1]
+
+    def values(self, name: str, weight: WeightCodes) -> LazyTensor:
+        """The values of a weight."""
+        return LazyTensor(tuple(weight.shape), weight.dtype, lambda: self._of(name).values())
+
+    def integers(self, name: str, weight: WeightCodes) -> LazyTensor:
+        """The codes of a weight as a quantizer keeps them."""
+        kind = integers_of(weight.spec.format)
+        return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(self._of(name).codes))
+
+
+def _readers(name: str, weight: WeightCodes, entries: Mapping[str, QuantizerEntry], paths: Iterable[str]) -> list[str]:
+    """The quantizers of a weight that have its codes, which are checked where they are there."""
+    if unknown := set(weight.quantizers) - set(entries):
+        raise CheckpointError(f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks")
+    held = {path: entries[path] for path in paths}
+    own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
+    if not own:
+        shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
+        raise CheckpointError(
+            f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is that: "
+            f"{shown or 'no layer and no function of its plan reads it'}"
+        )
+    if not weight.codes.is_meta:  # else they are checked when they are made
+        _check_codes(name, weight)
+    return own
 
 
 def _check_codes(name: str, weight: WeightCodes) -> None:
@@ -188,11 +272,7 @@ def _check_codes(name: str, weight: WeightCodes) -> None:
         raise CheckpointError(f"the checkpoint is damaged: the codes of {name} {error}") from error
 
 
-def _with_shared(state: QuantizedState, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {name: tensors[source] for name, source in state.shared.items()}
-
-
-def _load_state(model: nn.Module, state: QuantizedState, tensors: dict[str, Tensor]) -> None:
+def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, Tensor]) -> None:
     # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
     own = {name: value.dtype for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
@@ -208,17 +288,10 @@ def _load_state(model: nn.Module, state: QuantizedState, tensors: dict[str, Tens
     try:
         model.load_state_dict(given)
     except RuntimeError as error:
+        for value in tensors.values():
+            if isinstance(value, Later) and value.error is not None:  # which torch made a part of its message
+                raise value.error from None
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Raise where torch would silently ignore the tensors of a checkpoint."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"the model has parameters on the meta device, which hold no values, the first is {name}; build it on "
-                'a device, or call model.to_empty(device="cpu") before load'
-            )
 
 
 def _check_layer(layer: nn.Module, name: str, entry: LayerEntry) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import check_model, refuse_unprepared
+from fakequant.distributed import Together, first_sharded, processes_of
 from fakequant.errors import CheckpointError
 from fakequant.files import check_path, locked, temporary_file, writable_folder, write_in_order
-from fakequant.model.state.applying import apply
-from fakequant.model.state.codecs import codec, decoded, write_folder
+from fakequant.model.state.applying import apply_from, outline_of
+from fakequant.model.state.codecs import codec, decoded, file_parts, write_folder
 from fakequant.model.state.manifest import (
     MANIFEST,
     Manifest,
@@ -26,8 +29,9 @@ from fakequant.model.state.manifest import (
     tensor_file_name,
 )
 from fakequant.model.state.packing import Encoded, decode, encode
-from fakequant.model.state.snapshots import QuantizedState, snapshot
-from fakequant.model.state.tensor_file import file_content, require_safetensors
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, later, snapshot
+from fakequant.model.state.tensor_file import StoredTensors, file_content, require_safetensors
+from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,8 +48,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     the old model or the new one. The tensors of the model that was there before are kept until the next save, for
     processes that read them now; other files in the folder are left alone. Several processes may save to one folder at
     once (the last one's model stays), but one is enough: of data-parallel ranks let one save. Weights that are sharded
-    over processes are gathered: all of these must call `save`. It writes one tensor after the other, and
-    makes no second copy of the model.
+    over processes are gathered: all of these must call `save`, and an error of one is raised in all. It writes one
+    tensor after the other, and makes no second copy of the model.
 
     Args:
         model: a prepared model.
@@ -69,20 +73,41 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     """
     require_safetensors()
     check_model(model, "save", "save(model, folder)", CheckpointError)
-    check_path(directory, "save(model, folder)", CheckpointError)
-    other = None if format == FORMAT else codec(format)
-    if other is not None and packed:
-        raise CheckpointError(f'packed=True is of the format "{FORMAT}"; {format!r} says itself how it stores weights')
-    state = snapshot(model)
-    folder = writable_folder(directory)
-    if other is not None:
-        write_folder(folder, other.encode(state))
-    else:
-        _write(folder, state, encode(state, packed=packed))
+    with Together(processes_of(model, None) if first_sharded(model) else None) as processes:
+        check_path(directory, "save(model, folder)", CheckpointError)
+        other = None if format == FORMAT else codec(format)
+        if other is not None and packed:
+            raise CheckpointError(
+                f'packed=True is of the format "{FORMAT}"; {format!r} says itself how it stores weights'
+            )
+        refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
+        folder = writable_folder(directory)
+        specs = {path: str(one.spec) for path, one in quantizers(model).items()}
+        processes.same(outline_of(model.state_dict(), [packed, format, specs]), "save different models")
+        state = snapshot(model)
+        if processes.group is not None:
+            state = replace(state, tensors=_in_step(state.tensors, processes))
+        if other is not None:
+            write_folder(folder, other.encode(state))
+        else:
+            _write(folder, state, encode(state, packed=packed), processes)
     return folder
 
 
-def _write(folder: Path, state: QuantizedState, encoded: Encoded) -> None:
+def _in_step(tensors: Mapping[str, Tensor], processes: Together) -> LazyTensors:
+    """Tensors of which each that processes gather is asked for by all of them, or by none."""
+
+    def asked(name: str, make: Callable[[], Tensor]) -> Tensor:
+        processes.same(name, "write different tensors")
+        return make()
+
+    held = {name: later(tensors, name) for name in tensors}
+    return LazyTensors(
+        {name: LazyTensor(one.shape, one.dtype, partial(asked, name, one.make)) for name, one in held.items()}
+    )
+
+
+def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Together) -> None:
     """Write the two files; a process that dies leaves the model that was there, or this one."""
     nothing = TensorEntry(tensor_file_name("0" * 64), "0" * 64, 0)
     Manifest(tensors=nothing, packed=encoded.packed, **state.fields()).to_bytes()  # raises before anything is written
@@ -96,6 +121,7 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded) -> None:
             yield part
 
     with temporary_file(folder, hashed()) as written:
+        processes.all(None)  # none of them failed
         file = TensorEntry(tensor_file_name(digest.hexdigest()), digest.hexdigest(), size)
         with locked(folder) as alone:
             before = [name for name in named_files(folder) if name != file.file]
@@ -112,7 +138,9 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded) -> None:
 def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMAT) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
-    Everything is checked before the model changes, see `apply`.
+    A model on the meta device gets memory tensor by tensor, and needs no second copy; see `apply` for others. Of one
+    that `fully_shard` or `parallelize_module` shares out each process reads its own part of the weights, and the first
+    one alone reads the whole file, to compare its SHA-256.
 
     Args:
         model: in float.
@@ -121,7 +149,7 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
     Raises:
         CheckpointError: no checkpoint there, a damaged one, one of another architecture or of a later version, scales
-            or zero points that no call would take, a model without memory, or safetensors is missing.
+            or zero points that no call would take, blocks that a border of processes cuts, or safetensors is missing.
         Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> from tempfile import TemporaryDirectory
@@ -135,57 +163,58 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
     check_model(model, "load", "load(model, folder)", CheckpointError)
     check_path(directory, "load(model, folder)", CheckpointError)
     folder = Path(directory)
-    return apply(model, read(folder) if format == FORMAT else decoded(format, folder))
+    return apply_from(model, lambda first: read(folder, checked=first) if format == FORMAT else decoded(format, folder))
 
 
-def read(folder: Path) -> QuantizedState:
-    """The state that `save` wrote.
+def read(folder: Path, *, checked: bool = True) -> QuantizedState:
+    """The state that `save` wrote; its tensors are read at each access.
+
+    Args:
+        folder: of the checkpoint.
+        checked: whether the content is compared with the SHA-256 that was recorded, for which all of it is read.
 
     Raises:
         CheckpointError: there is none, or a damaged one.
     """
-    safetensors = require_safetensors()
-    manifest, data = _read(folder)
-    path = folder / manifest.tensors.file
-    try:
-        tensors = safetensors.torch.load(data)
-    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return decode(manifest, tensors, str(folder / MANIFEST))
-
-
-def _read(folder: Path) -> tuple[Manifest, bytes]:
-    """The manifest and the file that it names. A process that saves may remove the file in between: then read again."""
+    require_safetensors()
     manifest = read_manifest(folder)
-    while True:
+    while True:  # a process that saves may remove the file in between: then read again
+        path = folder / manifest.tensors.file
         try:
-            return manifest, _read_tensors(folder, manifest.tensors)
+            _check_content(path, manifest.tensors, whole=checked)
+            return decode(manifest, _read_tensors(folder, manifest.tensors), str(folder / MANIFEST))
         except FileNotFoundError as error:
             newer = read_manifest(folder)
             if newer.tensors == manifest.tensors:
-                path = folder / manifest.tensors.file
                 raise CheckpointError(f"cannot read {path}: {error.strerror}; save the model again") from error
             manifest = newer
 
 
-def _read_tensors(folder: Path, expected: TensorEntry) -> bytes:
-    """The content of the file of tensors.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        CheckpointError: it is damaged.
-    """
-    path = folder / expected.file
-    try:
+def _check_content(path: Path, expected: TensorEntry, *, whole: bool) -> None:
+    """Check the size of a file, and the SHA-256 of the whole of it."""
+    digest = hashlib.sha256()
+    with _read_errors(path):
         found = path.stat()
         # A file of another size is not read: it may be of any size, and a pipe never ends.
         if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
             raise CheckpointError(f"{path} is truncated or damaged: {found.st_size} bytes instead of {expected.bytes}")
-        data = path.read_bytes()
+        for part in file_parts(path) if whole else ():
+            digest.update(part)
+    if whole and digest.hexdigest() != expected.sha256:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
+
+
+def _read_tensors(folder: Path, expected: TensorEntry) -> StoredTensors:
+    path = folder / expected.file
+    with _read_errors(path):
+        return StoredTensors(path)
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if hashlib.sha256(data).hexdigest() != expected.sha256:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
-    return data

@@ -12,7 +12,7 @@ from torch import Tensor
 from fakequant.errors import CheckpointError
 from fakequant.files import temporary_file, write_in_order
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
-from fakequant.model.state.tensor_file import file_content, require_safetensors
+from fakequant.model.state.tensor_file import StoredTensors, file_content
 
 Tensors = Mapping[str, Tensor | LazyTensor]
 Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
@@ -140,13 +140,14 @@ def write_folder(folder: Path, files: Files) -> None:
 
 def _parts(content: Tensors | Path | Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
     if isinstance(content, Path):
-        return _of_file(content)
+        return file_parts(content)
     if isinstance(content, TensorFile):
         return file_content(content, content.metadata)
     return file_content(cast("Tensors", content)) if isinstance(content, Mapping) else content
 
 
-def _of_file(path: Path) -> Iterator[bytes]:
+def file_parts(path: Path) -> Iterator[bytes]:
+    """The content of a file in parts."""
     with open(path, "rb") as file:
         while part := file.read(_COPIED):
             yield part
@@ -175,30 +176,6 @@ class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
 
     def __contains__(self, name: object) -> bool:
         return name in set(self)
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, read at each access, and the texts of its header."""
-
-    def __init__(self, path: Path) -> None:
-        safetensors = require_safetensors()
-        try:
-            self._file = safetensors.safe_open(path, "pt")
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        self._names = list(self._file.keys())
-        self.metadata: dict[str, str] = self._file.metadata() or {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def read_folder(folder: Path) -> Mapping[str, bytes | Mapping[str, Tensor]]:

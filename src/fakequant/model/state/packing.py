@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fakequant.errors import CheckpointError, QParamsError, warn_user
 from fakequant.model.state.manifest import Manifest, PackedEntry
-from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedState
-from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, later
+from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.numerics.formats.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
 from fakequant.numerics.formats.format import Format
@@ -47,9 +47,8 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
         packed: write weights as codes where they have some; one warning names those that stay in float.
     """
     weights = dict.fromkeys(state.weights) if packed else {}
-    live = state.tensors if isinstance(state.tensors, LiveTensors) else None
     tensors: dict[str, Tensor | LazyTensor] = {
-        name: live.later(name) if live else state.tensors[name] for name in state.tensors if name not in weights
+        name: later(state.tensors, name) for name in state.tensors if name not in weights
     }
     entries = {name: _coded(name, state.weights, tensors) for name in weights}
     if packed and (left := state.in_float):
@@ -61,7 +60,7 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
 
 def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Tensor | LazyTensor]) -> PackedEntry:
     """Add the tensors of a weight that is written as codes, once: those of its quantizers are left out."""
-    weight = weights.uncoded(name) if isinstance(weights, QuantizedWeights) else weights[name]
+    weight = uncoded(weights, name)
     for path, (key, value) in product(weight.quantizers, (("scale", weight.scale), ("zero_point", weight.zero_point))):
         if value is not None:
             tensors.setdefault(f"{path}.{key}", value)
@@ -124,8 +123,8 @@ def _viewed(stored: Tensor, kind: torch.dtype) -> Tensor:
     return stored.view(kind)
 
 
-def decode(manifest: Manifest, tensors: Mapping[str, Tensor], source: str) -> QuantizedState:
-    """The state of a checkpoint.
+def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedState:
+    """The state of a checkpoint, whose tensors are read at each access.
 
     Args:
         manifest: of the checkpoint.
@@ -135,8 +134,8 @@ def decode(manifest: Manifest, tensors: Mapping[str, Tensor], source: str) -> Qu
     Raises:
         CheckpointError: an entry for codes that fits neither its tensor nor a static quantizer of the checkpoint.
     """
-    found = {name: value for name, value in tensors.items() if name not in manifest.packed}
-    weights: dict[str, Callable[[], WeightCodes]] = {}
+    found = {name: tensors.later(name) for name in tensors if name not in manifest.packed}
+    entries: dict[str, tuple[PackedEntry, QuantSpec]] = {}
     specs = {path: held.tensor.spec for path, _, held in manifest.quantizers() if held.is_static}
     for name, entry in manifest.packed.items():
         spec = specs.get(entry.quantizer)
@@ -149,26 +148,59 @@ def decode(manifest: Manifest, tensors: Mapping[str, Tensor], source: str) -> Qu
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{damage} dtype {entry.dtype!r:.80}, not one of a weight")
         try:
-            if entry.packed_scale and scale is tensors[f"{entry.quantizer}.scale"]:  # else of a weight before
+            _check_bytes(later(tensors, name) if name in tensors else None, spec.format, entry.shape)
+            if entry.packed_scale and isinstance(scale, LazyTensor):  # else of a weight before
                 groups = spec.granularity.group_shape(entry.shape)
                 for key, rule in _rules(spec).items():
                     path = f"{entry.quantizer}.{key}"
                     found[path] = _of_bytes(rule, tensors.get(path), groups, spec)
         except _BadCodes as error:
             raise CheckpointError(f"{source} is damaged: the codes of {name} {error}") from error
-        weights[name] = partial(_weight, name, entry, spec, tensors.get(name), found, source)
-    return QuantizedState.of(manifest, found, Made(weights))
+        entries[name] = entry, spec
+    return QuantizedState.of(manifest, LazyTensors(found), PackedWeights(entries, tensors, LazyTensors(found), source))
 
 
-def _weight(
-    name: str, entry: PackedEntry, spec: QuantSpec, stored: Tensor | None, found: Mapping[str, Tensor], source: str
-) -> WeightCodes:
-    try:
-        codes = _from_bytes(stored, spec.format, entry.shape)
-    except _BadCodes as error:
-        raise CheckpointError(f"{source} is damaged: the codes of {name} {error}") from error
-    params = found[f"{entry.quantizer}.scale"], found.get(f"{entry.quantizer}.zero_point")
-    return WeightCodes(codes, *params, spec, tuple(entry.shape), _DTYPES[entry.dtype], (entry.quantizer,))
+class PackedWeights(Mapping[str, WeightCodes]):
+    """Weights that a file holds as codes, made at each access and not kept.
+
+    Args:
+        entries: what the manifest says of each, and its specification.
+        packed: the tensors of the file.
+        tensors: those of the state, with the scales.
+        source: the path of the manifest, for messages.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[PackedEntry, QuantSpec]],
+        packed: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        source: str,
+    ) -> None:
+        self._entries, self._packed, self._tensors, self._source = entries, packed, tensors, source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> WeightCodes:
+        entry, spec = self._entries[name]
+        try:
+            return self._with(name, _from_bytes(self._packed[name], spec.format, entry.shape))
+        except _BadCodes as error:
+            raise CheckpointError(f"{self._source} is damaged: the codes of {name} {error}") from error
+
+    def uncoded(self, name: str) -> WeightCodes:
+        """A weight with codes on the meta device, without the time that its codes take."""
+        entry, spec = self._entries[name]
+        return self._with(name, torch.empty(entry.shape, dtype=spec.format.storage, device="meta"))
+
+    def _with(self, name: str, codes: Tensor) -> WeightCodes:
+        entry, spec = self._entries[name]
+        params = self._tensors[f"{entry.quantizer}.scale"], self._tensors.get(f"{entry.quantizer}.zero_point")
+        return WeightCodes(codes, *params, spec, tuple(entry.shape), _DTYPES[entry.dtype], (entry.quantizer,))
 
 
 class Made(Mapping[str, T]):
@@ -207,17 +239,21 @@ def _spread(patterns: np.ndarray, bits: int) -> Iterable[np.ndarray]:
         yield np.packbits(part.astype(np.uint8).reshape(-1), bitorder="little")
 
 
-def _from_bytes(stored: Tensor | None, format: Format, shape: list[int]) -> Tensor:
-    """The codes of `_to_bytes` in the storage of their format and a shape."""
-    elements, bits = prod(shape), format.bits
-    expected = -(-elements * bits // 8)
-    if stored is None or stored.dtype is not torch.uint8 or stored.dim() != 1 or len(stored) != expected:
+def _check_bytes(stored: Tensor | LazyTensor | None, format: Format, shape: Sequence[int]) -> None:
+    expected = -(-prod(shape) * format.bits // 8)
+    if stored is None or stored.dtype is not torch.uint8 or tuple(stored.shape) != (expected,):
         got = "are missing" if stored is None else f"are {stored.dtype} of shape {list(stored.shape)}"
-        raise _BadCodes(f"{got}, but {format} of shape {shape} takes {expected} bytes")
+        raise _BadCodes(f"{got}, but {format} of shape {list(shape)} takes {expected} bytes")
+
+
+def _from_bytes(stored: Tensor, format: Format, shape: Sequence[int]) -> Tensor:
+    """The codes of `_to_bytes` in the storage of their format and a shape."""
+    _check_bytes(stored, format, shape)
+    elements, bits = prod(shape), format.bits
     patterns = np.empty(elements, np.int32)
     raw, step = stored.numpy(), _CHUNK * bits // 8
     places = np.arange(bits, dtype=np.int32)
-    for number, start in enumerate(range(0, expected, step)):
+    for number, start in enumerate(range(0, len(raw), step)):
         here = patterns[number * _CHUNK : (number + 1) * _CHUNK]
         part = np.unpackbits(raw[start : start + step], bitorder="little", count=len(here) * bits)
         here[:] = (part.reshape(-1, bits).astype(np.int32) << places).sum(1)

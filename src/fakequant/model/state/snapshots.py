@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +27,69 @@ from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.formats.codes import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
+Region = tuple[slice, ...]
+"""A part of a tensor: a slice for each axis."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written to a file, and not kept.
+    """A tensor that is made when it is written to a file or put into a model, and not kept.
 
-    >>> LazyTensor((2,), torch.float32, lambda: torch.ones(2)).make()
-    tensor([1., 1.])
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        make: gives the tensor.
+        make_part: gives a part of it, by a slice for each axis; None where only the whole can be made.
+
+    >>> LazyTensor((2,), torch.float32, lambda: torch.ones(2)).part((slice(0, 1),))
+    tensor([1.])
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
+    make_part: Callable[[Region], Tensor] | None = None
+
+    def part(self, region: Region) -> Tensor:
+        """The part of the tensor in a region."""
+        return self.make()[region] if self.make_part is None else self.make_part(region)
 
     def __repr__(self) -> str:
         return f"LazyTensor({list(self.shape)}, {self.dtype})"
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, of which some are made at each access and not kept."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor.make() if isinstance(tensor, LazyTensor) else tensor
+
+    def later(self, name: str) -> Tensor | LazyTensor:
+        """The tensor if it is there, or how it is made."""
+        return self._tensors[name]
+
+
+def later(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
+    """A tensor of a mapping, which may make it at each access, as one that is not kept."""
+    own = tensors.later(name) if isinstance(tensors, LazyTensors) else tensors[name]
+    if isinstance(own, LazyTensor):
+        return own
+    if isinstance(tensors, (dict, LazyTensors)):
+        return LazyTensor(tuple(own.shape), own.dtype, lambda: own)
+    return LazyTensor(tuple(own.shape), own.dtype, lambda: tensors[name])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +220,7 @@ def _outdated_codes(model: nn.Module) -> set[str]:
     }
 
 
-class LiveTensors(Mapping[str, Tensor]):
+class LiveTensors(LazyTensors):
     """The state dict of a model without tied names; what is offloaded or sharded is fetched at each access.
 
     Args:
@@ -180,33 +229,26 @@ class LiveTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str], left_out: Container[str] = ()) -> None:
-        state = with_stored(model, model.state_dict()) | _stored_codes(model)
-        self._state = {name: value for name, value in state.items() if name not in shared and name not in left_out}
         modules = dict(model.named_modules())
-        parts = {name: name.rpartition(".") for name in offloaded(model)}
-        self._elsewhere = {name: (modules[path], own) for name, (path, _, own) in parts.items()}
+        elsewhere = {name: name.rpartition(".") for name in offloaded(model)}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
+        def later(name: str, tensor: Tensor | LazyTensor) -> Tensor | LazyTensor:
+            if isinstance(tensor, LazyTensor):
+                return tensor
+            if type(tensor) is StoredWeight:
+                make = tensor.values
+            elif name in elsewhere:
+                path, _, own = elsewhere[name]
+                make = partial(fetched, modules[path], own, tensor)
+            elif is_sharded(tensor):
+                make = partial(whole, tensor)
+            else:
+                return tensor
+            return LazyTensor(tuple(tensor.shape), tensor.dtype, make)
 
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._state[name]
-        if isinstance(tensor, LazyTensor):
-            return tensor.make()
-        if type(tensor) is StoredWeight:
-            return tensor.values()
-        return whole(fetched(*self._elsewhere[name], tensor) if name in self._elsewhere else tensor)
-
-    def later(self, name: str) -> Tensor | LazyTensor:
-        """The tensor if it is there, or how it is fetched."""
-        tensor = self._state[name]
-        moved = name in self._elsewhere or type(tensor) is StoredWeight
-        if isinstance(tensor, LazyTensor) or not (moved or is_sharded(tensor)):
-            return tensor
-        return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: self[name])
+        state = with_stored(model, model.state_dict()) | _stored_codes(model)
+        left = (name for name in state if name not in shared and name not in left_out)
+        super().__init__({name: later(name, state[name]) for name in left})
 
 
 def _stored_codes(model: nn.Module) -> dict[str, LazyTensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.sites.planned import site_path
+from fakequant.model.state.placing import own_part
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
@@ -70,7 +71,8 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
             if weight is None:
                 weight = _computed(modules, place)
         # A function may compute in float64 whatever the parameters are.
-        _check_named(path, entry, by_quantizer.get(path, {}), weight, wide or isinstance(entry, SiteQuantizerEntry))
+        held = {key: one if key == KEY else own_part(one) for key, one in by_quantizer.get(path, {}).items()}
+        _check_named(path, entry, held, weight, wide or isinstance(entry, SiteQuantizerEntry))
 
 
 def _computed(modules: Mapping[str, nn.Module], place: str) -> object:
@@ -128,9 +130,11 @@ def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:
     expected = integers_of(spec.format)
     if codes.dtype is not expected:
         raise QParamsError(f"{KEY} are {codes.dtype}, but codes of {spec.format} are stored as {expected}")
-    shape = tuple(weight.shape) if isinstance(weight, Tensor) else tuple(codes.shape)
     try:
-        check_codes(of_integers(codes, spec.format), shape, spec.format)
+        if isinstance(weight, Tensor) and weight.shape != codes.shape:
+            raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(weight.shape)}")
+        part = own_part(codes)
+        check_codes(of_integers(part, spec.format), tuple(part.shape), spec.format)
     except (QParamsError, ShapeError) as error:
         raise type(error)(f"{KEY} {error}") from error
 

@@ -1,17 +1,23 @@
-"""The content of a safetensors file, one tensor at a time; the bytes are those that the package safetensors writes."""
+"""Safetensors files, written and read one tensor at a time; the bytes are those that the package safetensors writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import CheckpointError
-from fakequant.model.state.snapshots import LazyTensor
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, Region
+
+_MAPPED = 1 << 26
+"""Bytes that are read before the file is mapped anew."""
 
 
 def require_safetensors() -> Any:
@@ -73,3 +79,58 @@ def _bytes_of(name: str, stated: Tensor | LazyTensor) -> memoryview:
         )
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     return (torch.view_as_real(whole) if whole.is_complex() else whole).view(torch.uint8).numpy().data
+
+
+class StoredTensors(LazyTensors):
+    """The tensors of a safetensors file, read at each access, and the texts of its header.
+
+    Raises:
+        CheckpointError: a damaged file, or a dtype that torch does not have; an access may raise it, too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._mapped = path, 0
+        with self._errors():
+            self._stamp, self._file = _stamp(path), _open(path)
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+            names = list(self._file.keys())
+            views = {name: self._file.get_tensor(name) for name in names}  # of the mapped file: nothing is read
+        super().__init__({name: self._later(name, view) for name, view in views.items()})
+
+    def _later(self, name: str, view: Tensor) -> LazyTensor:
+        return LazyTensor(tuple(view.shape), view.dtype, partial(self._read, name), partial(self._read, name))
+
+    def _read(self, name: str, region: Region | None = None) -> Tensor:
+        with self._errors():
+            if self._mapped > _MAPPED:
+                self._map_anew()
+            found = self._file.get_tensor(name)
+            if region is not None:
+                found = self._file.get_slice(name)[region] if found.numel() and found.dim() else found[region]
+        self._mapped += size_of(found)
+        return found
+
+    def _map_anew(self) -> None:
+        """Let go of the pages that were read; they count as memory of the process while the file is mapped."""
+        with suppress(OSError):  # another process may have replaced or removed the file: keep the one that is open
+            if _stamp(self._path) == self._stamp:
+                file = _open(self._path)
+                if _stamp(self._path) == self._stamp:
+                    self._file, self._mapped = file, 0
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (require_safetensors().SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
+            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+
+
+def _open(path: Path) -> Any:
+    return require_safetensors().safe_open(path, "pt")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that differs for another file of the same path."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

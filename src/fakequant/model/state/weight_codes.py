@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,19 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         if name not in self._fixed or self._fixed[name][0] != seen:
             self._fixed[name] = seen, _fixed(quantizer, weight)
         return weight, self._fixed[name][1]
+
+
+class _Outlined(Protocol):
+    """Weights that say what they are without their codes."""
+
+    def uncoded(self, name: str) -> WeightCodes:
+        """A weight with codes on the meta device."""
+        ...
+
+
+def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
+    """A weight with codes on the meta device where the mapping can do without them."""
+    return cast("_Outlined", weights).uncoded(name) if hasattr(weights, "uncoded") else weights[name]
 
 
 def _reason(held: Mapping[str, Product]) -> str:

@@ -8,6 +8,7 @@ process, and nothing about the tensor tells.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -96,19 +97,35 @@ def known_part(quantizer: _Parallel, x: Tensor) -> Tensor:
 
 
 def _of_dtensor(quantizer: _Parallel, x: Any) -> Tensor:
-    spec, name = quantizer.spec, quantizer.name or quantizer
+    name = str(quantizer.name or quantizer)
+    x = whole_sums(x)
+    for place, placement in enumerate(x.placements):
+        if placement.is_shard() and quantizer.kind is Kind.INPUT and quantizer.mode is Mode.OBSERVE:
+            _check_shape(name, tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place)))
+    check_parts(name, quantizer.spec, x, range(x.device_mesh.ndim))
+    return x
+
+
+def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None:
+    """Raise if a DTensor cannot be quantized in parts.
+
+    Args:
+        name: the path of its quantizer.
+        spec: how it is quantized.
+        x: the DTensor; it may be on the meta device.
+        axes: of its mesh, along which processes have parts.
+
+    Raises:
+        ConfigError: the borders of processes cut through its blocks, or DTensors cannot do what the specification says.
+    """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(
             f"{name}: {spec} is not there for tensors that are shared out over processes; round to nearest in a format "
             "without a table, or leave the layer out of the plan of parallelize_module"
         )
-    x = whole_sums(x)
-    for place, placement in enumerate(x.placements):
-        if placement.is_shard():
-            if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.OBSERVE:
-                _check_shape(str(name), tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place)))
-            _check_borders(str(name), spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
-    return x
+    for place in axes:
+        if (placement := x.placements[place]).is_shard():
+            _check_borders(name, spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
 
 
 def _check_shape(name: str, own: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:

@@ -1,0 +1,181 @@
+"""Checkpoints are loaded into models on the meta device, tensor by tensor: the bits of other models, no second copy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CheckpointError
+from fakequant.model.state import tensor_file
+from tests.support.bits import assert_same_bits
+from tests.support.models import images, small_net
+
+PRESETS = ["int8", "int4_group32", "fp8", "nvfp4", "mxfp4", "gguf_q4_k"]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 256), nn.LayerNorm(256)).eval()
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+
+
+def empty(make=net) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    first, second = one.state_dict(), other.state_dict()
+    assert [*first] == [*second]
+    for name, value in first.items():
+        assert not value.is_meta
+        assert_same_bits(value, second[name], name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_model_without_memory_gets_the_bits_of_one_with_memory(preset: str, packed: bool, tmp_path: Path) -> None:
+    model = fq.prepare(net(), preset)
+    fq.calibrate(model, [batch()], progress=False)
+    fq.save(model, tmp_path, packed=packed)
+    loaded = fq.load(empty(), tmp_path)
+    assert_same(loaded, fq.load(net(), tmp_path))
+    assert_same_bits(loaded(batch()), model(batch()))
+
+
+def test_learned_scales_convolutions_and_buffers_come_too(tmp_path: Path) -> None:
+    model = fq.prepare(small_net(), "int8")
+    fq.calibrate(model, [images()], progress=False)
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    fq.save(model, tmp_path)
+    loaded = fq.load(empty(small_net), tmp_path)
+    assert_same(loaded, model)
+    assert all(one.requires_grad for one in loaded.parameters())
+    assert_same_bits(loaded(images()), model(images()))
+
+
+@pytest.mark.parametrize("given", ["snapshot", "delivered"])
+def test_snapshots_and_files_of_others_come_too(given: str, tmp_path: Path) -> None:
+    model = fq.prepare(net(), "fp8", skip=[])
+    fq.calibrate(model, [batch()], progress=False)
+    if given == "snapshot":
+        loaded = fq.apply(empty(), fq.snapshot(model))
+    else:
+        fq.deliver(model, tmp_path, "compressed-tensors")
+        loaded = fq.read(tmp_path, empty())
+        assert_same(loaded, fq.read(tmp_path, net()))
+        assert_same(fq.read(tmp_path, empty(), dequantize=True), fq.read(tmp_path, net(), dequantize=True))
+    assert_same_bits(loaded(batch()), model(batch()))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    model = fq.prepare(Tied(), "int8_weight_only")
+    loaded = fq.load(empty(Tied), fq.save(model, tmp_path))
+    assert loaded.head.weight is loaded.table.weight
+    assert_same_bits(loaded(torch.arange(16)), model(torch.arange(16)))
+
+
+class Rotary(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def test_tensors_that_no_file_holds_are_named_before_anything_changes(tmp_path: Path) -> None:
+    fq.save(fq.prepare(Rotary(), "int8_weight_only"), tmp_path)
+    model = empty(Rotary)
+    before = {**model.state_dict(keep_vars=True)}
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks angles; build these on a device before load"):
+        fq.load(model, tmp_path)
+    assert type(model[0]) is nn.Linear
+    assert all(model.state_dict(keep_vars=True)[name] is one for name, one in before.items())
+    model.angles = torch.arange(4.0)
+    assert not any(one.is_meta for one in fq.load(model, tmp_path).parameters())
+    with torch.device("meta"), pytest.raises(CheckpointError, match="load is called under the meta device"):
+        fq.load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+
+
+def test_a_failure_takes_the_memory_away_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fq.save(fq.prepare(net(), "int8_weight_only"), tmp_path)
+    model = empty()
+
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError("of its own")
+
+    monkeypatch.setattr(type(model[2]), "_load_from_state_dict", refuse)
+    with pytest.raises(ZeroDivisionError, match="of its own"):
+        fq.load(model, tmp_path)
+    assert all(one.is_meta for one in model.parameters())
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_hook_of_a_module_may_change_what_it_loads(tmp_path: Path) -> None:
+    model = fq.prepare(net(), "int8_weight_only")
+    fq.save(model, tmp_path)
+
+    def double(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: object) -> None:
+        state[f"{prefix}weight"].mul_(2)
+        state[f"{prefix}bias"] = state[f"{prefix}bias"] + 1
+
+    hooked = empty()
+    hooked[0].register_load_state_dict_pre_hook(double)
+    loaded = fq.load(hooked, tmp_path)
+    assert_same_bits(loaded[0].weight, model[0].weight * 2)
+    assert_same_bits(loaded[0].bias, model[0].bias + 1)
+
+
+def test_a_file_that_another_save_replaces_meanwhile_is_read_to_its_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tensor_file, "_MAPPED", 0)  # mapped anew before each tensor
+    model = fq.prepare(net(), "int8_weight_only")
+    fq.calibrate(model, progress=False)
+    fq.save(model, tmp_path)
+    state = fq.model.state.checkpoint.read(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+        path.write_bytes(b"of another")
+    assert_same(fq.apply(empty(), state), model)
+
+
+PEAK = """
+import sys, torch, fakequant as fq
+from torch import nn
+def high():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
+def load(folder, count):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+    return fq.load(model, folder)
+load(sys.argv[1], 1)
+before = high()
+model = load(sys.argv[2], 64)
+print(high() - before - sum(one.nbytes for one in model.state_dict().values()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a process")
+def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
+    folders = [tmp_path / "small", tmp_path / "large"]
+    for folder, count in zip(folders, (1, 64), strict=True):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+        fq.save(fq.prepare(model, "int8_weight_only"), folder)
+    beyond = int(subprocess.run([sys.executable, "-c", PEAK, *folders], check=True, capture_output=True).stdout)
+    assert beyond < 100 << 20, f"{beyond >> 20} MiB beyond the model's own 256"
