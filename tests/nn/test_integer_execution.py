@@ -54,7 +54,7 @@ def test_set_execution_refuses_whole_or_not_at_all():
     model = fq.prepare(
         nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4)), Config("w", (Rule("*", input="int8", weight="int8"),))
     )
-    with pytest.raises(ConfigError, match="1: there is no integer product"):
+    with pytest.raises(ConfigError, match=r": 1 \(there is no integer product"):
         fq.set_execution(model, "integer")
     assert model[0].execution is Execution.SIMULATE
     fq.set_execution(model, "integer", pattern="0")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant import files
 from fakequant.model.weights import quantized_weights
+from fakequant.nn.backward.products import Factor
 from fakequant.ptq.improving.improve import STEPS
 from tests.support.attends import WIDTH, Attends
 from tests.support.bits import assert_same_bits
@@ -131,12 +132,13 @@ def test_biases_of_projections_make_good_their_mean_errors(widths: dict[str, int
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **widths).eval()
     given = [torch.randn(4, 5, width) + 1 for width in (WIDTH, layer.kdim, layer.vdim)]
+    factors = [Factor(x, x) for x in given]
     model = fq.prepare(layer, fq.Config("test", (fq.Rule(weight="int3 per_channel(0)"),)))
     with torch.no_grad():
         with fq.disabled(model):
-            wanted = model._projected(*given)
+            wanted = model._projected(*factors)
         fq.ptq.improve(model, [given], ["bias"], forward=lambda model, batch: model(*batch), progress=False)
-        for y, z in zip(model._projected(*given), wanted, strict=True):
+        for y, z in zip(model._projected(*factors), wanted, strict=True):
             assert (y - z).abs().max() > 0.05
             torch.testing.assert_close((y - z).mean((0, 1)), torch.zeros(WIDTH), rtol=0.0, atol=1e-5)
 
