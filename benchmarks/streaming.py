@@ -6,7 +6,7 @@ error is the share of the squares of the logits on rows that no job saw. It need
 and compressed-tensors; `--peer` is the Python that has llmcompressor, torch and transformers.
 
 python -m benchmarks.streaming --peer venv/bin/python      # hidden 1024, MLP 4096, 2 blocks, 8 rows of 256 tokens
-python -m benchmarks.streaming --hidden 2048 --blocks 4 --tail 18 --vocab 32000 --steps fast  # the peak of a 2B model
+python -m benchmarks.streaming --hidden 2048 --blocks 4 --tail 26 --vocab 32000 --rows 4 --length 512  # 2B
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def made(folder: Path, given: argparse.Namespace) -> None:
         num_attention_heads=given.hidden // 64,
         num_key_value_heads=given.hidden // 256,
     )
-    model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     table = model.model.embed_tokens.weight
     size = torch.arange(1, given.hidden + 1).float().rsqrt()
     mixing = torch.linalg.qr(torch.randn(given.hidden, given.hidden))[0]
@@ -62,8 +62,8 @@ def fakequant_job(folder: Path, out: Path, given: argparse.Namespace) -> Any:
     """What quantizes the first blocks of a folder by `improve_folder`."""
     import fakequant as fq
 
-    names = "*proj" if not given.tail else [f"model.layers.{number}.*proj" for number in range(given.blocks)]
-    config = fq.Config("W4", [fq.Rule(names, weight=f"int4 per_block(-1:{_GROUP})")])
+    names = [f"model.layers.{number}.*proj" for number in range(given.blocks)]
+    config = fq.Config("W4", [fq.Rule(name, weight=f"int4 per_block(-1:{_GROUP})") for name in names])
     batches = [{"input_ids": row} for row in rows(given, 1, given.rows)]
     steps = given.steps if given.steps in ("fast", "best") else given.steps.split(",")
     return lambda: fq.improve_folder(folder, out, config, batches, steps, progress=False)
