@@ -19,8 +19,8 @@ Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
 """What a file holds: bytes, tensors by name, the path of a file to copy, or parts that are made one after the other."""
 Files = Mapping[str, Content]
 _TENSORS = ".safetensors"
-_COPIED = 1 << 20
-"""Bytes of a file that are copied at once."""
+_COPIED = 1 << 18
+"""Bytes of a file that are read at once: each read allocates as many, also for a small file."""
 
 
 class TensorFile(dict[str, "Tensor | LazyTensor"]):
