@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +180,42 @@ def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
         fq.save(fq.prepare(model, "int8_weight_only"), folder)
     beyond = int(subprocess.run([sys.executable, "-c", PEAK, *folders], check=True, capture_output=True).stdout)
     assert beyond < 100 << 20, f"{beyond >> 20} MiB beyond the model's own 256"
+
+
+class Keeping(nn.Module):
+    """A module that keeps what it is given, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(256, 64), nn.LayerNorm(64)
+        self.extra, self.kept = torch.ones(64), torch.zeros(64)
+
+    def get_extra_state(self) -> Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        state_dict[f"{prefix}norm.weight"][0] = 3.0
+        state_dict[f"{prefix}norm.weight"].sum()
+        self.kept = state_dict[f"{prefix}fc.bias"]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_module_keeps_of_a_file_is_a_tensor_of_its_own(packed: bool, on_meta: bool, tmp_path: Path) -> None:
+    model = fq.prepare(nn.Sequential(Keeping()), "int8_weight_only")
+    fq.save(model, tmp_path, packed=packed)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded: Any = fq.load(empty(lambda: nn.Sequential(Keeping())) if on_meta else nn.Sequential(Keeping()), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    with open(file, "r+b") as content:
+        content.seek(-512, 2)
+        content.write(bytes(512))
+    assert type(loaded[0].extra) is type(loaded[0].kept) is Tensor
+    assert_same_bits(loaded[0].extra, torch.ones(64))
+    assert_same_bits(loaded[0].kept, plain["0.fc.bias"])
+    assert loaded[0].norm.weight[0] == 3.0
+    assert_same_bits(loaded[0].norm.weight[1:], torch.ones(63))

@@ -25,7 +25,7 @@ from fakequant.distributed import (
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
 from fakequant.model.prepare import attach
-from fakequant.model.state.placing import Later, Places, check_values, give_memory
+from fakequant.model.state.placing import Later, Places, check_values, copy_kept, give_memory
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, later, versions_of
 from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
@@ -287,6 +287,7 @@ def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, T
     vars(given)["_metadata"] = OrderedDict((name, {"version": versions.get(name, 1)}) for name in paths)
     try:
         model.load_state_dict(given)
+        copy_kept(model)
     except RuntimeError as error:
         for value in tensors.values():
             if isinstance(value, Later) and value.error is not None:  # which torch made a part of its message

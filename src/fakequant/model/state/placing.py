@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fakequant.distributed import is_sharded, parallel_parameters
 from fakequant.errors import CheckpointError, ConfigError
+from fakequant.model.run.memory import version_of
 from fakequant.model.state.plan import Plan
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.nn.paths import join
@@ -68,16 +69,31 @@ class Later(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _OUTLINE:
             return super().__torch_function__(function, types, args, kwargs or {})
-        first, (args, kwargs) = args[:1], tree_map_only(Later, Later.values, (args, kwargs or {}))
+        read = list[tuple[Later, Tensor, int | None]]()
+
+        def values(later: Later) -> Tensor:
+            found = later.values()
+            read.append((later, found, version_of(found)))
+            return found
+
+        args, kwargs = tree_map_only(Later, values, (args, kwargs or {}))
         result = function(*args, **kwargs)
-        if first and isinstance(first[0], Later) and result is args[0]:  # a hook of a module writes into it
-            first[0]._written = result
+        for later, found, version in read:
+            if version_of(found) != version:  # a hook of a module wrote into it
+                later._written = found
         return result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(Later, Later.values, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def copy_kept(model: nn.Module) -> None:
+    """Give modules that kept a tensor of the state itself, as their own `set_extra_state` may, a copy of its values."""
+    for module in model.modules():
+        for held in (vars(module), module._parameters, module._buffers):
+            held |= {key: value.values().clone() for key, value in held.items() if isinstance(value, Later)}
 
 
 def own_part(tensor: Tensor) -> Tensor:
