@@ -31,8 +31,7 @@ def rows(count: int, seed: int, *, flips: bool = False) -> Tensor:
 def improved(batches: list[Tensor], steps: list[str]) -> Any:
     torch.manual_seed(0)
     model = fq.prepare(nn.Sequential(nn.Linear(COLUMNS, 32)), "int4_weight_only", skip=[])
-    fq.ptq.improve(model, batches, steps, judge=[], progress=False)
-    return model
+    return model, fq.ptq.improve(model, batches, steps, judge=[], progress=False)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +40,9 @@ def improved(batches: list[Tensor], steps: list[str]) -> Any:
         ([rows(2000, seed) for seed in range(4)], 0.01),
         ([rows(100, seed, flips=True) for seed in range(4)], 0.2),
         ([rows(400, 0, flips=True)], 0.2),
+        ([torch.zeros(8, COLUMNS)], 0.05),
     ],
-    ids=["alike", "unlike", "unlike, one batch"],
+    ids=["alike", "unlike", "unlike, one batch", "nothing to tell"],
 )
 def test_the_damping_follows_the_rows(batches: list[Tensor], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, found = solver._best_damping, list[float]()
@@ -55,8 +55,8 @@ def test_the_damping_follows_the_rows(batches: list[Tensor], expected: float, mo
     improved(batches, ["gptq", "damping"])
     assert found == [expected]
     monkeypatch.setattr(solver, "_best_damping", lambda *_: 0.05)
-    fixed = improved(batches, ["gptq"])[0].weight
-    assert_same_bits(fixed, improved(batches, ["gptq", "damping"])[0].weight)
+    fixed = improved(batches, ["gptq"])[0][0].weight
+    assert_same_bits(fixed, improved(batches, ["gptq", "damping"])[0][0].weight)
 
 
 @pytest.mark.parametrize("drift", [False, True])
@@ -88,10 +88,28 @@ def test_halves_make_the_sums(count: int, drift: bool, monkeypatch: pytest.Monke
         assert (halved.drift is None) == (not drift) == (whole.drift is None)
 
 
+def test_single_rows_and_inputs_of_their_own_have_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, seen = solver._best_damping, list[int]()
+
+    def kept(problem: Any, *rest: Any) -> float:
+        seen.append(min(half.count for half in problem.sums.halves))
+        return plain(problem, *rest)
+
+    monkeypatch.setattr(solver, "_best_damping", kept)
+    improved(list(rows(60, 0).split(1)), ["gptq", "damping"])
+    assert seen.pop() > 15
+    layer = fq.prepare(nn.MultiheadAttention(16, 2, batch_first=True).eval(), "int4_weight_only", skip=[])
+    given = tuple(torch.randn(4, 5, 16) for _ in range(3))
+    call = {"forward": lambda model, batch: model(*batch), "judge": []}
+    fq.ptq.improve(layer, [given], ["gptq", "damping"], progress=False, **call)
+    assert seen == [10, 10]  # of in_proj, whose thirds have inputs of their own, and of out_proj
+
+
 def test_wide_layers_keep_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "_WIDEST_HALVED", COLUMNS - 1)
     monkeypatch.setattr(solver, "_best_damping", lambda *_: pytest.fail("it has no halves"))
-    improved([rows(100, 0)], ["gptq", "damping"])
+    found = improved([rows(100, 0)], ["gptq", "damping"])[1]
+    assert '0: "damping" was left out: it has more than 2,048 columns' in str(found)
 
 
 def test_damping_is_that_of_a_solver() -> None:

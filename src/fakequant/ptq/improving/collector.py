@@ -23,7 +23,7 @@ from fakequant.ptq.inputs.stream import Stage
 from fakequant.ptq.solvers.layer import Choice, choose, on_device
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
-from fakequant.ptq.solvers.sums import MOST_DRIFT, Drift, InputSums, drift_share, stacked
+from fakequant.ptq.solvers.sums import MOST_DRIFT, GatheredSums, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import put, set_params, transform
 
 StepsOf = Callable[[str], Sequence[str]]
@@ -33,6 +33,7 @@ TRANSFORMS = "smooth", "rotate"
 _WIDEST_HALVED = 2048
 """Columns of the widest matrix whose sums are kept for two halves of the rows: two more matrices of 32 MB."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
+_WIDE = f'"damping" was left out: it has more than {_WIDEST_HALVED:,} columns'
 _FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
 
 
@@ -76,6 +77,7 @@ class Collector:
         count, without = Parts.of(product).count, choice.rows.count(0)
         remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
         remarks += [_FEW_ROWS] if min(filter(None, choice.rows)) < product.columns // count else []
+        remarks += [_WIDE] if self._halves and product.columns > _WIDEST_HALVED else []
         remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
         if without:
             remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
@@ -221,43 +223,36 @@ class Collector:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
         parts, count = Parts.of(product), 2 if self._halves and product.columns <= _WIDEST_HALVED else 1
-        found = {index: [InputSums() for _ in range(count)] for index in dict.fromkeys(firsts)}
+        found = {index: GatheredSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):
-                for index, halves in found.items():
-                    for half, rows in _rows(product, parts, call.rounded[reads[index]], count):
-                        halves[half].add(rows)
-        group = self._processes.group
-        self._processes.all(None)  # none of them failed
-        for half in (half for halves in found.values() for half in halves):
-            if group is not None:
-                half.merge_processes(group, product.tensor.device)
-        joined = {index: InputSums.joined(halves) for index, halves in found.items()}
+                for index, sums in found.items():
+                    for x in product.pieces(call.rounded[reads[index]]):
+                        sums.add(parts.rows(product.rows(x)))
+        self._merge(found.values(), product)
+        joined = {index: sums.joined() for index, sums in found.items()}
         return _ReadSums(reads, [joined[index] for index in firsts])
+
+    def _merge(self, sums: Iterable[GatheredSums], product: MatrixProduct) -> None:
+        self._processes.all(None)  # none of them failed
+        for own in sums:
+            if self._processes.group is not None:
+                own.merge_processes(self._processes.group, product.tensor.device)
 
     def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> InputSums:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
-        halved = [
-            [half.with_drift(Drift.of(own)) for half in sums.halves or [sums]]
-            for sums, own in zip(seen.sums, weights, strict=True)
-        ]
+        gathered = [GatheredSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
         for call in calls:
             assert call.floats is not None
             with input_named(product.row_name(stage.name), call.number):
-                for halves, read, weight in zip(halved, seen.reads, weights, strict=True):
-                    inputs = call.rounded[read], _transformed(product, call.floats[read])
-                    both = (_rows(product, parts, x, len(halves)) for x in inputs)
-                    for (half, rows), (_, wanted) in zip(*both, strict=True):
-                        drift = halves[half].drift
-                        assert drift is not None
-                        drift.add(rows, wanted, weight)
-        self._processes.all(None)
-        for half in (half for halves in halved for half in halves):
-            if self._processes.group is not None and half.drift is not None:
-                half.drift.merge_processes(self._processes.group)
-        found = [InputSums.joined(halves) for halves in halved]
+                for sums, read, weight in zip(gathered, seen.reads, weights, strict=True):
+                    floats = product.pieces(_transformed(product, call.floats[read]))
+                    for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
+                        sums.add_drift(parts.rows(product.rows(x)), parts.rows(product.rows(wanted)), weight)
+        self._merge(gathered, product)
+        found = [sums.joined() for sums in gathered]
         return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
 
     def _float_inputs(
@@ -311,17 +306,6 @@ class _ReadSums(NamedTuple):
 
     reads: tuple[int, ...]
     sums: list[InputSums]
-
-
-def _rows(product: MatrixProduct, parts: Parts, x: Tensor, halves: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of an input, each time with the number of their half: the first examples are one half, or all."""
-    pieces = product.pieces(x)
-    for place, piece in enumerate(pieces):
-        rows = parts.rows(product.rows(piece))
-        if halves == 1 or len(pieces) > 1:
-            yield place * halves // len(pieces), rows
-        else:
-            yield from enumerate(rows.tensor_split(2, dim=1))
 
 
 def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:

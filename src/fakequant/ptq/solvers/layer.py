@@ -106,7 +106,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)
         if "damping" in steps and sums.halves:
-            solved = Problem(plain.weight, solved.sums, _best_damping(plain, grid, solving[:1], bias is not None))
+            solved = Problem(plain.weight, solved.sums, _best_damping(plain, grid, solving[0], bias is not None))
         for step, (values, loss) in _solved(solved, grid, solving).items():
             own = values.reshape(float_weight.shape).to(float_weight.dtype)
             judge(step, params, lambda own=own: own, loss)
@@ -206,14 +206,14 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[st
     }
 
 
-def _best_damping(problem: Problem, grid: WeightGrid, steps: Sequence[str], about_mean: bool) -> float:
+def _best_damping(problem: Problem, grid: WeightGrid, step: str, about_mean: bool) -> float:
     """The damping by which values that are chosen for half of the rows lose least on the other half."""
     halves = [half.about_mean() if about_mean else half for half in problem.sums.halves]
     judges = [Problem(problem.weight, half) for half in reversed(halves)]
 
     def lost(damping: float) -> float:
-        found = [_solved(Problem(problem.weight, half, damping), grid, steps) for half in halves]
-        return sum(judge.loss(own[steps[0]][0]) for judge, own in zip(judges, found, strict=True))
+        found = [_solved(Problem(problem.weight, half, damping), grid, [step]) for half in halves]
+        return sum(judge.loss(own[step][0]) for judge, own in zip(judges, found, strict=True))
 
     return min(_DAMPINGS, key=lost)
 

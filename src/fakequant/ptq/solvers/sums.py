@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class InputSums:
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
-        halves: the sums over the first and the second half of the rows of each batch; none where they were not kept.
+        halves: the sums over two halves of the rows; none where they were not kept. See `GatheredSums`.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -122,20 +122,6 @@ class InputSums:
         self.drift: Drift | None = None
         self.count = 0
         self.halves: tuple[InputSums, ...] = ()
-
-    @classmethod
-    def joined(cls, halves: Sequence[InputSums]) -> InputSums:
-        """The sums over the rows of all, which become its halves; a single one with rows is itself the sums."""
-        seen = [half for half in halves if half.count] or [*halves[:1]]
-        if len(seen) == 1:
-            return seen[0]
-        found = cls()
-        found.count, found.halves = sum(half.count for half in seen), tuple(seen)
-        found.moments, found.total = (_sum(getattr(half, name) for half in seen) for name in ("moments", "total"))
-        drifts = [half.drift.tensors() for half in seen if half.drift is not None]
-        if len(drifts) == len(seen):
-            found.drift = Drift(*map(_sum, zip(*drifts, strict=True)))
-        return found
 
     @property
     def moments(self) -> Tensor:
@@ -217,9 +203,68 @@ class InputSums:
         return self.mean() if self.drift is None else self.mean() + self.drift.total / max(self.count, 1)
 
 
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors, in their order."""
-    return reduce(torch.add, tensors)
+class GatheredSums:
+    """Sums over rows as they come, for all rows or for two halves of them.
+
+    The first rows of each addition go to one half and the last ones to the other: in a batch these are other examples.
+    A row in the middle goes by the number of its positive values, which is the same in whichever process the row is.
+
+    Args:
+        parts: the sums to add to: one, or two halves.
+
+    >>> gathered = GatheredSums([InputSums(), InputSums()])
+    >>> gathered.add(torch.tensor([[[1.0], [2.0], [3.0]]]))
+    >>> sums = gathered.joined()
+    >>> sums.moments.item(), [half.moments.item() for half in sums.halves]
+    (14.0, [5.0, 9.0])
+    """
+
+    def __init__(self, parts: Sequence[InputSums]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of_drift(cls, sums: InputSums, weight: Tensor) -> GatheredSums:
+        """Sums over the drift through a weight [groups, outputs, columns] of rows whose sums are known."""
+        return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]])
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows [groups, rows, columns]; raises as `InputSums.add`."""
+        for part, own in self._divided(rows):
+            part.add(own)
+
+    def add_drift(self, rows: Tensor, wanted: Tensor, weight: Tensor) -> None:
+        """Add the drift of rows that were added in the same order; arguments as those of `Drift.add`."""
+        for part, own, other in self._divided(rows, wanted):
+            assert part.drift is not None
+            part.drift.add(own, other, weight)
+
+    def _divided(self, *rows: Tensor) -> list[tuple[Any, ...]]:
+        """For each part that gets some of the rows, the part and these."""
+        if len(self._parts) == 1:
+            return [(self._parts[0], *rows)]
+        middle, is_odd = divmod(rows[0].shape[1], 2)
+        end = middle + int((rows[0][:, middle] > 0).sum()) % 2 if is_odd else middle
+        halves = [one[:, :end] for one in rows], [one[:, end:] for one in rows]
+        return [(part, *own) for part, own in zip(self._parts, halves, strict=True) if own[0].shape[1]]
+
+    def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Merge the sums of all processes, of those with a drift these alone; see `InputSums.merge_processes`."""
+        for part in self._parts:
+            if part.drift is None:
+                part.merge_processes(group, device)
+            else:
+                part.drift.merge_processes(group)
+
+    def joined(self) -> InputSums:
+        """The sums over all rows, with the halves where both have some."""
+        seen = [part for part in self._parts if part.count] or self._parts[:1]
+        if len(seen) == 1:
+            return seen[0]
+        found, drifts = InputSums(), [part.drift.tensors() for part in seen if part.drift is not None]
+        found.count, found.halves = sum(part.count for part in seen), tuple(seen)
+        found.moments, found.total = seen[0].moments + seen[1].moments, seen[0].total + seen[1].total
+        found.drift = Drift(*(one + other for one, other in zip(*drifts, strict=True))) if drifts else None
+        return found
 
 
 def _check_finite(rows: Tensor) -> None:
@@ -281,5 +326,7 @@ def stacked(parts: Sequence[InputSums]) -> InputSums:
     if len(drifts) == len(parts):
         tensors = zip(*(drift.tensors() for drift in drifts), strict=True)
         found.drift = Drift(*(torch.cat([x * n for x, n in zip(own, shares, strict=True)]) for own in tensors))
+    if all(part.halves for part in parts):
+        found.halves = tuple(stacked(halves) for halves in zip(*(part.halves for part in parts), strict=True))
     found.count = count
     return found
