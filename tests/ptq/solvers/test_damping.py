@@ -106,7 +106,7 @@ def test_single_rows_and_inputs_of_their_own_have_halves(monkeypatch: pytest.Mon
 
 
 def test_wide_layers_keep_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "_WIDEST_HALVED", COLUMNS - 1)
+    monkeypatch.setattr(collector, "WIDEST_HALVED", COLUMNS - 1)
     monkeypatch.setattr(solver, "_best_damping", lambda *_: pytest.fail("it has no halves"))
     found = improved([rows(100, 0)], ["gptq", "damping"])[1]
     assert '0: "damping" was left out: it has more than 2,048 columns' in str(found)

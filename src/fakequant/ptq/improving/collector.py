@@ -21,7 +21,7 @@ from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CallOrder
 from fakequant.ptq.inputs.stream import Stage
 from fakequant.ptq.solvers.layer import Choice, choose, on_device
-from fakequant.ptq.solvers.parts import Parts
+from fakequant.ptq.solvers.parts import WIDEST_HALVED, Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, GatheredSums, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import put, set_params, transform
@@ -30,10 +30,8 @@ StepsOf = Callable[[str], Sequence[str]]
 """Gives the steps for a layer by its name."""
 TRANSFORMS = "smooth", "rotate"
 """The steps that put a transform before inputs."""
-_WIDEST_HALVED = 2048
-"""Columns of the widest matrix whose sums are kept for two halves of the rows: two more matrices of 32 MB."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
-_WIDE = f'"damping" was left out: it has more than {_WIDEST_HALVED:,} columns'
+_WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 _FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
 
 
@@ -77,7 +75,7 @@ class Collector:
         count, without = Parts.of(product).count, choice.rows.count(0)
         remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
         remarks += [_FEW_ROWS] if min(filter(None, choice.rows)) < product.columns // count else []
-        remarks += [_WIDE] if self._halves and product.columns > _WIDEST_HALVED else []
+        remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
         remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
         if without:
             remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
@@ -222,7 +220,7 @@ class Collector:
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
-        parts, count = Parts.of(product), 2 if self._halves and product.columns <= _WIDEST_HALVED else 1
+        parts, count = Parts.of(product), 2 if self._halves and product.columns <= WIDEST_HALVED else 1
         found = {index: GatheredSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):

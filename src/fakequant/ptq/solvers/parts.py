@@ -16,9 +16,13 @@ _WIDEST = 4608
 _MOST = 2**22
 """Values of the matrices of a wider convolution together, 32 MB in float64."""
 
-
 _MATRICES = 4
 """The sums, those about their means, and those in float32 twice, as they are and as a factor; and a part of another."""
+
+_OF_HALVES = 4
+"""The sums of two halves, and those about their means."""
+WIDEST_HALVED = 2048
+"""Columns of the widest matrix whose sums are kept for two halves of the rows, too."""
 
 
 class Parts:
@@ -86,16 +90,21 @@ class Parts:
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
 
 
-def memory(products: Iterable[MatrixProduct]) -> int:
-    """Bytes that the sums and the choice of the widest layer take at most, beside the inputs that wait there.
+def memory(products: Iterable[MatrixProduct], *, halves: bool) -> int:
+    """Bytes that the sums and the choice of a layer take at most, beside the inputs that wait there.
 
     They are up to 4 matrices of float64 with a row and a column for each column of a weight: 0.13 GB for 2,048.
+
+    Args:
+        products: the layers.
+        halves: whether layers of up to 2,048 columns have 4 more, for two halves of the rows.
     """
-    widest = 0
+    most = 0
     for product in products:
         parts = Parts.of(product).count
-        widest = max(widest, product.groups * parts * (product.columns // parts) ** 2)
-    return _MATRICES * 8 * widest
+        matrices = _MATRICES + (_OF_HALVES if halves and product.columns <= WIDEST_HALVED else 0)
+        most = max(most, 8 * matrices * product.groups * parts * (product.columns // parts) ** 2)
+    return most
 
 
 def _keeps_groups(count: int, granularity: Granularity, shape: Shape, *, shares: bool) -> bool:
