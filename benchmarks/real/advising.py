@@ -13,7 +13,7 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,31 @@ MOST = 1.05
 """The error of an answer over that of the best preset of its size."""
 
 
-def trained(folder: Path, names: list[str]) -> Iterator[tuple[str, Callable[[], Task]]]:
-    """All models by name."""
-    yield from MODELS.items()
-    if any(text.lower() in "digits separable vision byte perceptron lstm gated" for text in names) or not names:
-        for name, task in {**tasks(folder), **classifiers(folder)}.items():
-            held = [batch for part in task.held_out for batch in part.split(32)][:8]
-            yield name, lambda task=task, held=held: Task(task.model, task.batches[:8], held)
+OWN = "digits CNN", "separable CNN", "gated CNN", "vision transformer", "byte transformer", "perceptron", "LSTM"
+"""The models that `benchmarks.accuracy` trains."""
+
+
+def trained(description: str | None, usual: Sequence[str] = ()) -> Iterator[tuple[str, Task]]:
+    """Read the arguments of a benchmark, and load the models whose names have one of the given parts."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("names", nargs="*", metavar="NAME", default=usual, help="parts of the names of models")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fakequant-models")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    wanted = [text.lower() for text in given.names] or [""]
+
+    def own() -> Iterator[tuple[str, Callable[[], Task]]]:
+        yield from MODELS.items()
+        if any(text in " ".join(OWN).lower() for text in wanted):
+            for name, task in {**tasks(given.folder), **classifiers(given.folder)}.items():
+                held = [batch for part in task.held_out for batch in part.split(32)][:8]
+                yield name, lambda task=task, held=held: Task(task.model, task.batches[:8], held)
+
+    for name, load in own():
+        if any(text in name.lower() for text in wanted):
+            task = load()
+            yield name, Task(copy.deepcopy(task.model).eval(), task.batches, task.held)
 
 
 def error(model: nn.Module, task: Task, exact: torch.Tensor) -> float:
@@ -96,18 +114,8 @@ def _bytes(found: fq.ptq.Advice, preset: str) -> float:
 
 def main() -> int:
     """Run and print; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of models")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fakequant-models")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     missed = 0
-    for name, load in trained(given.folder, given.names):
-        if given.names and not any(text.lower() in name.lower() for text in given.names):
-            continue
-        task = load()
-        task = Task(copy.deepcopy(task.model).eval(), task.batches, task.held)
+    for name, task in trained(__doc__):
         for size, presets in SIZES.items():
             with tempfile.TemporaryDirectory() as work:
                 for row in measured(task, presets, Path(work)):

@@ -6,22 +6,16 @@ the output is measured on inputs that neither the report nor the step has seen. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 
 from benchmarks.real.__main__ import Row, advised, outputs, quantized
-from benchmarks.real.advising import trained
+from benchmarks.real.advising import OWN, trained
 
 PRESETS = ("int8", "int8_affine", "int4_group32", "int4", "mxfp4")
-MODELS = (
-    *("digits CNN", "separable CNN", "gated CNN", "vision transformer"),
-    *("byte transformer", "perceptron", "LSTM", "CREPE tiny"),
-)
 ALIKE = 0.04
 """The loss in dB, a hundredth of the error, that a step which makes the model smaller may cost."""
 
@@ -33,18 +27,8 @@ def is_worse(row: Row) -> bool:
 
 def main() -> int:
     """Run and print; 1 if a step makes a model worse."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="names of models; by default those of the 40 reports")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fakequant-models")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    names, reports, steps, worse = given.names or MODELS, 0, 0, 0
-    for name, load in trained(given.folder, [*names]):
-        if name not in names:
-            continue
-        task = load()
-        task.model.eval()
+    reports = steps = worse = 0
+    for name, task in trained(__doc__, [*OWN, "CREPE tiny"]):
         with torch.no_grad():
             exact = outputs(task.model, task.held)
         for preset in PRESETS:

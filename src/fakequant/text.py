@@ -102,7 +102,7 @@ def table(
 
 
 def _bands(widths: list[int], most: int) -> list[list[int]]:
-    """The columns of each line, which has at most so many characters; columns wider than a line get its width."""
+    """Distribute columns over lines of at most `most` characters; a wider column gets the width of a line."""
     bands, used = [list[int]()], 0
     for place, width in enumerate(widths):
         if bands[-1] and used + 2 + width > most:

@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 import fakequant as fq
 from fakequant.cli.commands import app
+from fakequant.data.arguments import NamedMetric
 from fakequant.errors import ConfigError
 from fakequant.model import presets
+from fakequant.nn.quantizer import quantizers
+from fakequant.ptq import Ways, compare
 from fakequant.ptq.formats.comparison import Compared, Comparison
 from fakequant.report import curve_of, from_json
 from fakequant.report.curve import DECIBELS
@@ -44,6 +47,21 @@ def test_points_are_the_rows_of_a_comparison(tmp_path: Path) -> None:
     assert [(p.label, p.bits, p.metric) for p in points[:2]] == [("INT8 mse fast", 8.25, 98.5), ("INT4 mse", 4.5, 97.0)]
     assert (points[2].failed, metric) == ("ConfigError: a reason", "")
     assert curve_of(written(tmp_path / "rows.jsonl")) == (points, metric)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_perplexity_is_drawn_without_the_sign_by_which_it_is_compared(tmp_path: Path, from_file: bool) -> None:
+    torch.manual_seed(0)
+    model, batches, path = nn.Sequential(nn.Linear(8, 8)), [torch.randn(4, 8)], tmp_path / "rows.jsonl"
+    metric = NamedMetric(lambda model: -9.5 - float(bool(quantizers(model))), "perplexity", negated=True)
+    found = compare(model, batches, Ways(["INT8", "INT4"], steps=[None]), metric=metric, path=path)
+    assert compare(model, batches, Ways(["INT8"], steps=[None]), metric=metric, path=path).best.metric == -10.5
+    page = fq.report(
+        calibrated(nn.Linear(8, 8)), batches, tmp_path / "r.html", comparison=path if from_file else found
+    ).read_text()
+    curve = page[page.index('id="curve"') :]
+    assert "-10.5" not in curve
+    assert curve.count("10.5") >= 3, "the end of the axis, and both rows of the table"
 
 
 def test_without_a_metric_points_are_the_error_in_decibels() -> None:

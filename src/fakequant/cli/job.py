@@ -36,6 +36,7 @@ from fakequant.model.state.checkpoint import save
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
+from fakequant.ptq.advising.next_step import Known
 from fakequant.report import (
     RESULTS,
     Accuracy,
@@ -206,7 +207,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     with steps.step("writing the report"):
         has_graph = write_graph(model, example, folder / GRAPH)
         files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
-        known = {} if export is None else {ONNX: export.float_bytes}
+        floats = {} if export is None else {ONNX: export.float_bytes}
         so_far = progress.data(config)
         data = replace(
             so_far,
@@ -215,11 +216,12 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             alone_on=measured.alone_on,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
-            sizes=sizes({job.label(name): path for name, path in files.items()}, known),
+            sizes=sizes({job.label(name): path for name, path in files.items()}, floats),
             unquantized=_unquantized(config, progress, model, example),
             verifications=[] if check is None else [verification(ONNX, check)],
         )
-        data = advised(model, data, measured, progress.recipe.metric, command=job.command)
+        known = Known(command=job.command, target=job.target)
+        data = advised(model, data, measured, progress.recipe.metric, known=known)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)

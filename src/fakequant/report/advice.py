@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
-from fakequant.ptq.advising.next_step import Command, Known, next_step
+from fakequant.ptq.advising.next_step import USUAL, Known, next_step
 from fakequant.ptq.advising.trial import NextStep, Tried
 from fakequant.report.data import Distribution, Layer, ReportData
 from fakequant.report.histograms import CHOSEN
@@ -31,7 +31,7 @@ def advised(
     *,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
-    command: Command | None = None,
+    known: Known = USUAL,
 ) -> ReportData:
     """The report of a model with the next step, which is tried on the model first; see `ptq/advising/`.
 
@@ -41,20 +41,20 @@ def advised(
         measured: those of its layers.
         metric: of the last row of `data.accuracy`, called as metric(model).
         inputs, forward: as for `calibrate`.
-        command: of the next step, for a page that a command writes; see `Known`.
+        known: the command and the target, for a page that a command writes.
     """
     if data.next or not all(check.passed for check in data.verifications):
         return with_advice(data)
     given = {name: value for name, value in (("inputs", inputs), ("forward", forward)) if value is not None}
-    known = Known(
-        data.lost if len(data.accuracy) > 1 else None,
-        measured.worst,
-        metric,
-        data.accuracy[data.reported].value if metric is not None and data.accuracy else None,
-        bool(data.improvement),
-        "".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
-        _call(measured.parts.made[0], inputs) if forward is None else None,
-        command,
+    known = replace(
+        known,
+        lost=data.lost if len(data.accuracy) > 1 else None,
+        worst=measured.worst,
+        metric=metric,
+        score=data.accuracy[data.reported].value if metric is not None and data.accuracy else None,
+        improved=bool(data.improvement),
+        arguments="".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
+        call=_call(measured.parts.made[0], inputs) if forward is None else None,
     )
     return with_advice(replace(data, advice=next_step(model, measured.parts, measured.run, known)))
 

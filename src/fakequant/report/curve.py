@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from fakequant.errors import ConfigError
@@ -26,29 +25,31 @@ def curve_of(comparison: Comparison | str | os.PathLike[str]) -> tuple[list[Poin
     Raises:
         ConfigError: the file cannot be read or holds no rows.
     """
-    rows = comparison.rows if isinstance(comparison, Comparison) else _read(Path(comparison))
+    found = comparison if isinstance(comparison, Comparison) else _read(Path(comparison))
+    rows = found.rows
     with_metric = all(row.metric is not None for row in rows if not row.failed)
-    return [_point(row, with_metric) for row in rows], "" if with_metric else DECIBELS
+    return [_point(row, with_metric, found.negated) for row in rows], "" if with_metric else DECIBELS
 
 
-def _point(row: Compared, with_metric: bool) -> Point:
+def _point(row: Compared, with_metric: bool, negated: bool) -> Point:
     label = " ".join(filter(None, row.way))
     if row.failed:
         return Point(label, 0.0, -math.inf, row.failed)
     if with_metric and row.metric is not None:
-        return Point(label, row.bits, row.metric)
+        return Point(label, row.bits, row.metric, negated=negated)
     return Point(label, row.bits, -10 * math.log10(row.error) if row.error > 0 else math.inf)
 
 
-def _read(path: Path) -> Sequence[Compared]:
+def _read(path: Path) -> Comparison:
     wanted = "give the path= of fakequant.compare, or what it returned"
     try:
         lines = path.read_text("utf-8", "replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {wanted}") from error
-    rows = []
+    result = Comparison()
     if lines and lines[0].startswith('{"fingerprint"'):
-        rows = read_rows(path, (line for line in lines[1:] if line.endswith("\n")))  # a kill may cut off the last line
-    if not rows:
+        whole = (line for line in lines[1:] if line.endswith("\n"))  # a kill may cut off the last line
+        result = Comparison(read_rows(path, whole), negated='"negated": true' in lines[0])
+    if not result.rows:
         raise ConfigError(f"{path} holds no rows of a comparison; {wanted}")
-    return rows
+    return result

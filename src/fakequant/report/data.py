@@ -163,13 +163,18 @@ class Channels:
 class Point:
     """A quantized form of a model: its name, its bits per weight, and its metric (larger is better).
 
-    `failed` says why there are no figures; "" where there are.
+    `failed` says why there are no figures; "" where there are. A metric that is `negated` is shown with the other sign.
     """
 
     label: str
     bits: float
     metric: float
     failed: str = ""
+    negated: bool = False
+
+    def shown(self, value: float) -> float:
+        """A value of the metric as the figure that is shown."""
+        return -value if self.negated else value
 
 
 @dataclass(frozen=True)

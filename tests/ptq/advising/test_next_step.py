@@ -76,6 +76,21 @@ def rows(seed: int) -> Tensor:
     return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) @ torch.diag(torch.logspace(-1, 1, 16))
 
 
+SIZES = torch.logspace(0, 3, 16)
+"""Of the columns of inputs, of which a scale of 8 bits for all columns leaves the small ones nothing."""
+
+
+def columns(seed: int) -> Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) * SIZES
+
+
+def uneven() -> nn.Module:
+    model = perceptron()
+    with torch.no_grad():
+        model[0].weight.div_(SIZES)
+    return model
+
+
 def images(seed: int) -> Tensor:
     return torch.randn(8, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -99,6 +114,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str, s
     "encoder, int8": (Encoder, tokens, "int8", "Take the preset int8_per_token"),
     "perceptron, int4": (perceptron, rows, "int4_group32", "Choose the weights by the error of their layers"),
     "perceptron, int4 inputs": (perceptron, rows, "int4", ""),
+    "uneven columns, int8": (uneven, columns, "int8", "Take the preset fp8, with weights of float8_e4m3fn: "),
     "convolutions, int4": (convolutions, images, "int4_weight_only", "Choose the weights by the error"),
 }
 
@@ -116,6 +132,20 @@ def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
 
 def reported(model: nn.Module, batches: list[Any], folder: Path, **how: Any) -> dict[str, Any]:
     return json.loads(fq.report(model, batches, folder / "r.html", **how).with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("target", "tried"),
+    [("tensorrt", ["fp8"]), ("openvino", ["int8_affine"]), ("onnxruntime", ["int8_affine", "int8_per_token"])],
+)
+def test_presets_are_tried_that_the_target_runs(target: str, tried: list[str]) -> None:
+    torch.manual_seed(0)
+    model, batches = fq.prepare(uneven(), "int8"), [columns(0), columns(1)]
+    fq.calibrate(model, batches, progress=False)
+    found = next_step(model, Halves(batches), run, Known(target=target))
+    assert found is not None
+    presets = [one.what.split()[3].rstrip(",") for one in found.tried if one.what.startswith("Take the preset")]
+    assert presets == tried
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,6 +33,9 @@ _WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
 ANY = EngineFormats(((*_WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY"),))
 """Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
 
+_BLOCKS = "MXFP4", "NVFP4"
+"""GPUs that multiply one of them multiply the other, too."""
+
 _STATIC = EngineFormats((("INT8", "INT8_AFFINE"),))
 _SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm")
 _GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"
@@ -73,6 +76,17 @@ def find_engine(name: str | None) -> EngineFormats:
     if name not in ENGINES:
         raise ConfigError(f"unknown target {name!r}{nearest(name, sorted(ENGINES))}")
     return ENGINES[name]
+
+
+def rivals(names: Iterable[str]) -> set[str]:
+    """The presets that are compared with any of some presets, for any engine.
+
+    >>> sorted(rivals(["W8A8_DYNAMIC"]))
+    ['FP8', 'W8A8_DYNAMIC']
+    """
+    kinds = [_BLOCKS, *(kind for engine in (ANY, *ENGINES.values()) for kind in engine.kinds)]
+    wanted = {*names}
+    return {name for kind in kinds if wanted & {*kind} for name in kind}
 
 
 def unknown_gain(name: str | None, presets: Iterable[str]) -> str:

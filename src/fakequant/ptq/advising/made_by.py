@@ -13,6 +13,7 @@ from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.sites.sites import SITES
+from fakequant.ptq.advising.engines import rivals
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,12 @@ class MadeBy:
 
     @property
     def relatives(self) -> list[Config]:
-        """The presets with the same weights, and with inputs of as many bits that are quantized in another way."""
+        """The presets of as many bits: those with the same weights and other inputs, and then their rivals."""
         own = self.preset.layer_rules[0]
-        if own.input is None:
-            return []
-        found, bits = [], own.input.spec.format.bits
-        for preset in presets().values():
-            rule = preset.layer_rules[0]
-            if rule.input is None or rule.weight != own.weight or rule.input == own.input:
-                continue
-            if rule.input.spec.format.bits == bits:
-                found.append(preset)
-        return found
+        rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
+        same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
+        names = rivals(one.name for one in (self.preset, *same))
+        return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
 
     def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
         """The call of `prepare` for a model, by this preset or another, with more layers in float."""
@@ -48,7 +43,7 @@ def made_by(model: nn.Module) -> MadeBy | None:
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
-    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC'])
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'FP8'])
     """
     if has_sites(model):
         return None
@@ -75,6 +70,11 @@ def rule_of(preset: Config, layer: nn.Module) -> Rule:
     classes = {base.__name__ for base in getattr(type(layer), "float_class", type(layer)).__mro__}
     rules = [rule for rule in preset.layer_rules if not rule.layers or not classes.isdisjoint(rule.layers)]
     return rules[-1]
+
+
+def _bits(rule: Rule) -> list[int]:
+    """The bits of a weight and of an input, 0 for one in float."""
+    return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
 
 
 def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:

@@ -27,6 +27,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.ptq.advising.engines import unknown_gain
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
 from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_methods_of
 from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial, Tried
@@ -70,6 +71,7 @@ class Known:
         call: the positional and keyword arguments of a call of the model; None if they are not known.
         command: returns the command that makes the model with another preset=, method=, improve= or float=, another
             rule= or folds=True; None where the code is Python.
+        target: the engine that will run it; None for no engine in particular.
     """
 
     lost: float | None = None
@@ -80,6 +82,7 @@ class Known:
     arguments: str = ""
     call: Arguments | None = None
     command: Command | None = None
+    target: str | None = None
 
 
 USUAL = Known()
@@ -89,13 +92,13 @@ def next_step(model: nn.Module, parts: Halves, run: Forward, known: Known = USUA
     """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
-    the methods of calibration and presets of the same bits; where the error is not halved by then, `improve` by "fast"
+    the methods of calibration and presets of as many bits; where the error is not halved by then, `improve` by "fast"
     and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
     the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
     calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
     more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
     made again with the two parts exchanged, and helps if it does so there, too. With the presets of the package there
-    are at most eleven changes, however many layers there are.
+    are at most twelve changes, however many layers there are.
 
     Args:
         model: calibrated.
@@ -197,7 +200,7 @@ class _Changes:
                 )
 
     def of_presets(self) -> Iterator[Change]:
-        """Presets with as many bits, and other ranges of inputs."""
+        """Presets with as many bits that the target is known to run: other ranges of inputs, or another format."""
         own = self.made_by
         for preset in own.relatives if own and self.fresh else []:
 
@@ -208,7 +211,11 @@ class _Changes:
             dynamic = any(rule.input is not None and rule.input.dynamic for rule in preset.rules)
             if own is None or not (dynamic or self.method or not self._inputs):
                 continue
+            if unknown_gain(self.known.target, [preset.name]):
+                continue
             what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
+            if (weight := preset.layer_rules[0].weight) and weight != own.preset.layer_rules[0].weight:
+                what += f", with weights of {weight.spec.format.name}"
             how = {} if self.method is None else {"method": self.method}
             code = self._code(self._anew(own.code(preset), dynamic=dynamic), preset=preset.name.lower(), **how)
             yield Change(what, code, make)

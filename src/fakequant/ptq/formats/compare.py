@@ -96,7 +96,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     known = {}
     if path is not None:
         measure = getattr(metric, "__qualname__", getattr(metric, "name", "")), result.float_metric
-        known = kept_rows(path, digest([run_of(model, given), measure]))
+        known = kept_rows(path, digest([run_of(model, given), measure]), negated=result.negated)
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
         if row is None:

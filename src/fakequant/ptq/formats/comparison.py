@@ -98,18 +98,21 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
     return rows
 
 
-def kept_rows(file: Path, fingerprint: str) -> dict[Way, Compared]:
-    """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill.
+def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Way, Compared]:
+    """The rows of a file, by way; a new file gets the fingerprint, and whether metrics are shown with the other sign.
+
+    The last line may be cut off by a kill.
 
     Raises:
         ConfigError: the file has another fingerprint, or is damaged.
     """
+    header = json.dumps({"fingerprint": fingerprint} | ({"negated": True} if negated else {}))
     with output_errors(file):
         lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
         if not lines:
-            file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
+            file.write_text(header + "\n", encoding="utf-8")
             return {}
-    if lines[0].strip() != json.dumps({"fingerprint": fingerprint}):
+    if lines[0].strip() != header:
         raise ConfigError(
             f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
             "another path, or remove it"

@@ -84,7 +84,7 @@ def curve(points: Sequence[Point], metric: str) -> str:
         parts.append(f'<text x="{x + 7:.4g}" y="{text_y:.4g}">{escape(point.label)}</text>')
     for value in (low, top):
         y = 12 + (high - bottom - 18) * (1 - (value - low) / span)
-        parts.append(f'<text x="{left - 4}" y="{y + 4:.4g}" text-anchor="end">{value:.4g}</text>')
+        parts.append(f'<text x="{left - 4}" y="{y + 4:.4g}" text-anchor="end">{points[0].shown(value):.4g}</text>')
     parts.append(f'<text x="{left}" y="{high - 10}">0</text>')
     parts.append(f'<text x="{wide}" y="{high - 10}" text-anchor="end">bits per weight, to {most:.3g}</text>')
     return f'<div class="curve">{_svg(f"{metric} over bits per weight", "".join(parts), wide, high)}</div>'

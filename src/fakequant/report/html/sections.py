@@ -121,10 +121,10 @@ def _curve(data: ReportData) -> str:
     drawn = [point for point in data.curve if not point.failed]
     best = {point.label for point in charts.frontier(drawn)}
     rows = [
-        (point.label, "-", "-", point.failed)
-        if point.failed
-        else (point.label, f"{point.bits:.2f}", f"{point.metric:.6g}", _BEST if point.label in best else "")
-        for point in data.curve
+        (one.label, "-", "-", one.failed)
+        if one.failed
+        else (one.label, f"{one.bits:.2f}", f"{one.shown(one.metric):.6g}", _BEST if one.label in best else "")
+        for one in data.curve
     ]
     metric = data.curve_metric or data.metric
     shown = table(("form", "bits per weight", metric, ""), rows, numbers=(1, 2))
