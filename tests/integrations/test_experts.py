@@ -20,7 +20,7 @@ from fakequant.errors import CallError, ConfigError
 from fakequant.functional import fake_quantize
 from fakequant.nn.quantized.experts import QuantExperts
 from fakequant.nn.quantized.layers import quantizes_made_by
-from tests.nn.backward.oracles import PLAIN, Reference, by_oracle, exact_sums
+from tests.support.gradient_oracles import REFERENCES, Held, Reference, assert_same_gradients, exact_sums
 from tests.support.transformers_models import ARCHITECTURES
 from tests.support.vision import import_torchvision
 
@@ -264,27 +264,16 @@ def test_experts_of_llama4_and_jetmoe_are_chosen() -> None:
         assert all(row.after < 0.9 * row.before for row in found.layers)
 
 
-class _Tokens(torch.autograd.Function):
-    """All tokens quantized in numpy, before experts take theirs; the gradient goes through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return by_oracle(x, PLAIN["int8"], "tensor")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 @pytest.mark.usefixtures("exact_sums")
+@pytest.mark.parametrize("reference", REFERENCES[4:8], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_quantized_gradients_are_those_of_linear_layers(name: str, implementation: str) -> None:
-    """Of each expert, as an independent implementation has them."""
-    reference, (x, index, shares) = Reference(PLAIN["float8_e5m2"]), routed()
+def test_quantized_gradients_are_those_of_linear_layers(name: str, implementation: str, reference: Reference) -> None:
+    """Each expert has the gradients of two linear layers, whose operands are quantized in numpy."""
+    x, index, shares = routed()
     own, x = experts(name, implementation), x.requires_grad_()
     model = fq.prepare(deepcopy(own), fq.Config(reference.rule()))
-    first, held, result = "gate_up_proj" if own.has_gate else "up_proj", _Tokens.apply(x), torch.zeros_like(x)
+    first, held, result = "gate_up_proj" if own.has_gate else "up_proj", Held.apply(x), torch.zeros_like(x)
 
     def product(name: str, expert: int, x: Tensor, held: Tensor) -> Tensor:
         weight = getattr(own, name)[expert]
@@ -295,10 +284,7 @@ def test_quantized_gradients_are_those_of_linear_layers(name: str, implementatio
         place, token = torch.where((index == expert).T)
         y = product(first, expert, x[token], held[token])
         y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
-        y = product("down_proj", expert, y, _Tokens.apply(y))
+        y = product("down_proj", expert, y, Held.apply(y))
         y = own.post_expert_norm(y) if own.has_post_expert_norm else y
         result.index_add_(0, token, y * shares[token, place, None])
-    found, dy = model(x, index, shares), torch.randn_like(result)
-    mine = torch.autograd.grad(found, [*model.parameters(), x], dy)
-    for one, right in zip(mine, torch.autograd.grad(result, [*own.parameters(), x], dy), strict=True):
-        assert torch.equal(one, right)
+    assert_same_gradients(model(x, index, shares), result, model, own, x)

@@ -17,8 +17,8 @@ from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import rotated
 from fakequant.numerics.philox import draw_seed
-from tests.nn.backward.oracles import GROUPS, PLAIN, by_oracle
 from tests.support.bits import assert_same_bits
+from tests.support.gradient_oracles import GROUPS, PLAIN, by_oracle
 
 NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
 MXFP4 = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
@@ -294,9 +294,12 @@ def test_products_whose_gradients_stay_in_float_are_said() -> None:
         fq.prepare(model, fq.Config(fq.Rule("*", "int8", gradient="int8")))
 
 
-def test_a_summary_shows_them() -> None:
-    text = str(fq.summary(prepared(nn.Linear(8, 8), "float8_e5m2")))
-    assert "gradients of layers, in 1 of them: float8_e5m2 per_tensor" in text
+def test_a_summary_counts_layers_and_functions() -> None:
+    said, x = "gradients of layers and functions, in {} of them: float8_e5m2 per_tensor", torch.randn(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Doubled(8, 8))
+    config = fq.Config(fq.Rule("*", "int8", gradient="float8_e5m2"))
+    assert said.format(1) in str(fq.summary(fq.prepare(copy.deepcopy(model[:2]), config)))
+    assert said.format(2) in str(fq.summary(fq.prepare(model, config, x)))
     assert "gradients" not in str(fq.summary(fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8")))
 
 

@@ -22,6 +22,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites.trained import TRAINED
 from fakequant.nn.wrappers import unwraps
 from fakequant.text import module_name, table
 
@@ -105,7 +106,7 @@ class Summary:
             if layer.why_never_called is not None
         ]
         gradients = Counter(layer.gradient for layer in self.layers if layer.gradient)
-        lines += [f"gradients of layers, in {count} of them: {text}" for text, count in gradients.items()]
+        lines += [f"gradients of layers and functions, in {count} of them: {text}" for text, count in gradients.items()]
         if self.unsearched:
             weights = "1 weight has" if self.unsearched == 1 else f"{self.unsearched} weights have"
             cure = "fakequant.calibrate(model) searches nearer ones"
@@ -227,6 +228,7 @@ def _site_summary(name: str, site: Site) -> LayerSummary:
         texts | ({"_weight_quantizer": weights} if weights else {}),
         _is_calibrated(held),
         bool(weights),
+        gradient=str(site.gradient) if site.gradient is not None and site.function in TRAINED else "",
     )
 
 

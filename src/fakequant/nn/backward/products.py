@@ -34,7 +34,7 @@ as NVIDIA's recipe has it."""
 
 
 class Factor(NamedTuple):
-    """A factor of a product, as the product has it, and as it was before it was quantized; one tensor in float."""
+    """A factor as the product has it, and as it was before it was quantized: one tensor where nothing asks for both."""
 
     value: Tensor
     before: Tensor
@@ -42,7 +42,8 @@ class Factor(NamedTuple):
     @classmethod
     def of(cls, layer: Any, attribute: str, x: Tensor) -> Factor:
         """A tensor that has its quantizer at an attribute of a quantized layer."""
-        return cls(layer.quantized(attribute, x), x)
+        value = layer.quantized(attribute, x)
+        return cls(value, value if layer.gradient is None else x)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Factor:
         """The same factor in another form."""

@@ -21,6 +21,7 @@ from fakequant.nn.operands import Operand, Role
 from fakequant.nn.products.of_attention import InProjection, OutProjection
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
+from fakequant.nn.quantizer import Mode
 
 _torch: Any = F
 """Its private functions, which its type stub lacks."""
@@ -135,8 +136,10 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         """Inputs [length, n, features]."""
         if not is_batched:
             return [x.map(lambda own: own.unsqueeze(1)) for x in inputs]
+        if not self.batch_first:
+            return list(inputs)
         # Inputs that are one stay one, as torch has it.
-        changed = {id(x): x.map(lambda own: own.transpose(1, 0)) if self.batch_first else x for x in inputs}
+        changed = {key: x.map(lambda own: own.transpose(1, 0)) for key, x in {id(x): x for x in inputs}.items()}
         return [changed[id(x)] for x in inputs]
 
     def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, Factor, Factor]:
@@ -253,11 +256,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         """
         query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
         key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
-        if mask is None or is_trained(self.gradient):
-            scores = matmul(self.gradient, query, key)
-            scores = scores if mask is None else scores + mask
-        else:
-            scores = torch.baddbmm(mask, query.value, key.value)
+        scores = self._times(query, key, mask)
         if mask is not None and hides_rows:
             hidden = (scores == -math.inf).all(-1, keepdim=True)
             weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
@@ -267,7 +266,14 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         if self.training and self.dropout > 0.0:
             kept = F.dropout(torch.ones_like(weights), p=self.dropout)
             factor = factor.map(lambda own: own * kept)
-        return matmul(self.gradient, factor, self._heads("_value_quantizer", v)), factor.value
+        return self._times(factor, self._heads("_value_quantizer", v)), factor.value
+
+    def _times(self, x: Factor, other: Factor, mask: Tensor | None = None) -> Tensor:
+        """x @ other + mask, of which each is [n * heads, ...]; in float in one operation, as torch has it."""
+        if is_trained(self.gradient):
+            y = matmul(self.gradient, x, other)
+            return y if mask is None else y + mask
+        return torch.bmm(x.value, other.value) if mask is None else torch.baddbmm(mask, x.value, other.value)
 
     def _in_one_operation(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """Output [n, heads, queries, head_dim] by `scaled_dot_product_attention`."""
@@ -284,8 +290,11 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
 
     def _heads(self, attribute: str, x: Tensor) -> Factor:
         """x [n * heads, ...] quantized as [n, heads, ...]."""
-        is_on = self.is_on(attribute)
-        return Factor(self.quantized(attribute, x.unflatten(0, (-1, self.num_heads))).flatten(0, 1) if is_on else x, x)
+        quantizer = getattr(self, attribute)
+        if quantizer is None or quantizer.mode is Mode.OFF:
+            return Factor(x, x)
+        value = quantizer(x.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
+        return Factor(value, value if self.gradient is None else x)
 
 
 def _float_masks(attention: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> _Masks:

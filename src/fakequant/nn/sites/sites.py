@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -74,21 +75,24 @@ class Site(Watched, nn.Module):
         self._refuse_other_weights(mode, places)
         self._show_operands(places, args, kwargs)
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
-        factors: dict[str, Factor] = {}
+        before = [holder[key] for _, holder, key in places]
         for name, holder, key in places:
-            quantizer, before = self._modules.get(name), holder[key]
+            quantizer = self._modules.get(name)
             if isinstance(quantizer, Quantizer):
                 x = holder[key]
                 if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
                     x = x.clone()  # the backward of a learned range needs the values that are overwritten here
                 holder[key] = quantizer(x)
-            factors[name] = Factor(holder[key], before)
         output = self._modules.get("output")
         # A result in the place of the operand would be overwritten below, and its backward needs it.
         replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
         if written is not None and (replaced or _first(args, kwargs) is not written):
             func = called.without_writing(func, args, kwargs)
-        result = self._computed(func, factors, args, kwargs)
+        if (computed := self._trained()) is None:
+            result = func(*args, **kwargs)
+        else:
+            factors = {name: Factor(holder[key], x) for (name, holder, key), x in zip(places, before, strict=True)}
+            result = computed(self.gradient, factors, args, kwargs)
         if isinstance(output, Quantizer):
             result = output(result)
         if out is not None:
@@ -97,12 +101,12 @@ class Site(Watched, nn.Module):
             result = written.copy_(result)
         return result
 
-    def _computed(self, func: Callable[..., Any], factors: dict[str, Factor], args: Any, kwargs: Any) -> Any:
+    def _trained(self) -> Callable[..., Any] | None:
+        """What computes the function of its factors: for probabilities or gradients that are quantized."""
         probabilities = self._modules.get("probabilities")
         if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
-            return attend(self.gradient, probabilities, factors, args, kwargs)
-        trained = TRAINED.get(self.function) if is_trained(self.gradient) else None
-        return func(*args, **kwargs) if trained is None else trained(self.gradient, factors, args, kwargs)
+            return partial(attend, probabilities)
+        return TRAINED.get(self.function) if is_trained(self.gradient) else None
 
     def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
         if self._watching:

@@ -17,8 +17,8 @@ _FACTORS = "query", "key", "value"
 
 
 def attend(
-    config: GradientConfig | None,
     probabilities: Callable[[Tensor], Tensor],
+    config: GradientConfig | None,
     factors: Factors,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -38,6 +38,6 @@ def _linear(config: GradientConfig, factors: Factors, args: Sequence[Any], kwarg
 TRAINED: dict[str, Callable[..., Tensor]] = {
     "linear": _linear,
     "matmul": lambda config, factors, *_: matmul(config, factors["input"], factors["other"]),
-    "scaled_dot_product_attention": lambda config, *given: attend(config, lambda x: x, *given),
+    "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
 """What computes a function of a configuration, the factors by name, and all arguments; attention in visible parts."""
