@@ -168,7 +168,7 @@ CONVOLUTION = CONVOLUTION.replace("nn.Linear(64, 8)", "nn.Flatten(), nn.Linear(1
 def test_advise_prints_python_where_the_command_has_no_such_option(recipe: Path) -> None:
     recipe.write_text(CONVOLUTION)
     lines = run("advise", recipe, "--target", "onnxruntime", "--preset", "int8_affine", "-q").splitlines()
-    code = lines[lines.index("To make it, in Python:") + 1 :]
+    code = lines[lines.index("To make it, in Python (fakequant quantize folds no batch normalisations):") + 1 :]
     scope: dict[str, Any] = {}
     exec("\n".join(code), scope)
     assert "fq.fuse_batch_norm(quantized, made[0])" in code

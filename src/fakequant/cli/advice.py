@@ -106,10 +106,11 @@ def _code(
         return (
             f"To make it, with all batches:\nfakequant quantize {_shown(recipe, text, trust, task)} {shlex.join(words)}"
         )
+    lacks = "folds no batch normalisations" if advice.folds else "puts quantizers elsewhere"
     given = ", ".join([repr(str(recipe)), *([] if text is None else [f"Path({str(text)!r})"])])
     return "\n".join(
         [
-            "To make it, in Python:",
+            f"To make it, in Python (fakequant quantize {lacks}):",
             "from pathlib import Path" if text is not None else "",
             "from fakequant.cli.recipe import load_recipe",
             f"recipe = load_recipe({given}{', trust=True' if trust else ''})",
