@@ -44,6 +44,13 @@ def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
         assert text in words, text
 
 
+def test_the_next_step_shows_a_perplexity_without_the_sign_by_which_it_is_compared() -> None:
+    rows = [Accuracy("float32", "", -80.0, negated=True), Accuracy("INT8", "mse", -90.0, negated=True)]
+    advice = replace(FOUND, metric=-90.0, tried=[replace(FOUND.tried[0], metric=-85.0), *FOUND.tried[1:]])
+    said = with_advice(ReportData("x", accuracy=rows, advice=advice)).next
+    assert "the metric from 90 to 85, on 2 batches" in said
+
+
 def test_the_tile_is_of_the_reported_model() -> None:
     assert "49.90 -0.10 against float32; INT8" in Page(render(ReportData("x", accuracy=LOST, reported=1))).words
     assert "40.00 -10.00 against float32; INT2" in Page(render(ReportData("x", accuracy=LOST))).words

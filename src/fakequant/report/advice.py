@@ -93,7 +93,7 @@ def _advice(data: ReportData) -> tuple[str, str]:
     if data.advice is not None:
         if data.advice.best is not None:
             best = data.advice.tried[data.advice.best]
-            return f"{best.what}: {effect(data.advice, best)}.", best.code
+            return f"{best.what}: {_effect(data.advice, best, data)}.", best.code
         if not data.advice.little:
             return (
                 f"The error of the output is {data.advice.error:.2e} of its energy, and no change that was tried "
@@ -112,13 +112,14 @@ def _advice(data: ReportData) -> tuple[str, str]:
     return "Nothing stands out: the file is ready to be deployed.", ""
 
 
-def effect(advice: NextStep, one: Tried) -> str:
+def _effect(advice: NextStep, one: Tried, data: ReportData) -> str:
     """What a change does to the error of the output, to the bytes and to the metric, and how that is known."""
     found = [f"the error of the output goes from {advice.error:.2e} to {one.after:.2e} of its energy"]
     if one.bytes != advice.bytes:
         found.append(f"the weights from {advice.bytes:,} to {one.bytes:,} bytes")
     if one.metric is not None and advice.metric is not None:
-        found.append(f"the metric from {advice.metric:.6g} to {one.metric:.6g}")
+        sign = -1 if any(row.negated for row in data.accuracy) else 1
+        found.append(f"the metric from {sign * advice.metric:.6g} to {sign * one.metric:.6g}")
     return f"{', '.join(found)}, {advice.judged}"
 
 
