@@ -9,7 +9,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.restore import attributes_of, restore_after, restore_on_error, state_of
+from fakequant.restore import attributes_of, restore_after, restore_on_error, stack_without, state_of
 from tests.hostile.interrupts import CASES, X, calibrated
 from tests.support.interruption import Case, differences, failures, lines_of, moments, state
 
@@ -42,6 +42,7 @@ QUICK = [
     "fixed_ranges",
     "save",
     "load",
+    "load without memory",
 ]
 
 
@@ -116,6 +117,14 @@ def test_restoring_that_is_interrupted_runs_again(context):
     assert layer.training
     assert layer.bias is bias
     assert len(runs) == 2
+
+
+def test_functions_of_torch_that_an_interrupt_left_switched_off_are_on_again():
+    restore = stack_without(torch.overrides.BaseTorchFunctionMode())
+    torch._C.DisableTorchFunction().__enter__()
+    assert not torch._C._is_torch_function_enabled()
+    restore()
+    assert torch._C._is_torch_function_enabled()
 
 
 def test_the_state_of_modules_comes_back():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, FakeQuantError
 from fakequant.offload import offloaded
 from fakequant.text import module_name
 
@@ -187,14 +187,16 @@ class Together:
 
     Args:
         group: the processes; None is this process alone.
+        error: what is raised where another process failed, or has another value.
 
     >>> with Together(None) as processes:
     ...     processes.all(3)
     [3]
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, error: type[FakeQuantError] | None = None) -> None:
         self.group = group
+        self._failed, self._differ = error or CalibrationError, error or ConfigError
         self._is_told = False
         """Whether the other processes need not hear of an error: it is theirs, or one of the exchange."""
 
@@ -202,7 +204,7 @@ class Together:
         """The values of all processes, in the order of their ranks.
 
         Raises:
-            CalibrationError: another process failed.
+            CalibrationError: another process failed; see `error`.
         """
         if self.group is None:
             return [value]
@@ -210,9 +212,7 @@ class Together:
         answers = gather((None, value), self.group)
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
-                raise CalibrationError(
-                    f"the process of rank {rank} failed, and nothing was changed here either: {failure}"
-                )
+                raise self._failed(f"the process of rank {rank} failed, and nothing was changed here either: {failure}")
         self._is_told = False
         return [cast("Result", answer) for _, answer in answers]
 
@@ -220,11 +220,11 @@ class Together:
         """Compare a value of all processes.
 
         Raises:
-            ConfigError: it differs.
+            ConfigError: it differs; see `error`.
         """
         values = self.all(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
-            raise ConfigError(
+            raise self._differ(
                 f"the processes {what}: that of rank {other[0]} has another than rank 0; give the same to all of them"
             )
 

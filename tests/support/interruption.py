@@ -91,8 +91,8 @@ def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> 
         if isinstance(value, Tensor):
             own = id(value) if identities and isinstance(value, nn.Parameter) else None
             data = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
-            bits = bytes(data.tolist()) if values else None
-            return own, value.dtype, tuple(value.shape), value.requires_grad, bits
+            bits = bytes(data.tolist()) if values and not value.is_meta else None
+            return own, value.dtype, value.device, tuple(value.shape), value.requires_grad, bits
         if isinstance(value, nn.Module):
             return type(value).__qualname__
         if isinstance(value, dict):

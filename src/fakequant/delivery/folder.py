@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ExportError, not_imported, shown
 from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
-from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.state.tensor_file import size_of
 from fakequant.nn.quantized.forms import own_class
 
@@ -250,9 +249,3 @@ class FileNames:
             whole[place[key].flatten()] = piece.reshape(place[key].numel(), -1)
         stack = whole if channels is None else whole.unflatten(0, (shape[0], -1))
         return stack.mT.contiguous() if channels == -1 else stack.reshape(tuple(shape))
-
-
-def later(tensors: Mapping[str, Tensor], name: str) -> Tensor | LazyTensor:
-    """A tensor of a state, which is fetched when it is written where it is elsewhere."""
-    held: Any = tensors
-    return held.later(name) if hasattr(held, "later") else held[name]

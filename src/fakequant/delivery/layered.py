@@ -19,9 +19,8 @@ from fakequant.delivery.writing import written_in_float
 from fakequant.errors import CheckpointError, ExportError, warn_user
 from fakequant.functional import quantize
 from fakequant.model.state.codecs import Files
-from fakequant.model.state.packing import Made
 from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, TransformEntry
-from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.snapshots import Made, QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.paths import join

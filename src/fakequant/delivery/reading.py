@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from fakequant.delivery.places import float_names, places_of
 from fakequant.errors import CheckpointError
 from fakequant.files import check_path
 from fakequant.model.state.applying import apply_from
-from fakequant.model.state.snapshots import QuantizedState
+from fakequant.model.state.snapshots import Made, QuantizedState
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.transforms import make_transform
 
@@ -55,9 +54,9 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
     format = format_of(source)
     built = format.build(source) if model is None else model
 
-    def state(_: bool) -> QuantizedState:
+    def state(_: bool) -> tuple[QuantizedState, str]:
         found = decoded(format, source, built)
-        return _dequantized(built, found) if dequantize else found
+        return _dequantized(built, found) if dequantize else found, ""
 
     return apply_from(built, state)
 
@@ -89,7 +88,10 @@ def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedSt
     """
     with _damage(format, path):
         state = format.decode(path, model)
-    tensors, weights = (_Guarded(held, partial(_damage, format, path)) for held in (state.tensors, state.weights))
+    tensors, weights = (
+        Made({name: _damage(format, path)(partial(held.__getitem__, name)) for name in held})
+        for held in (state.tensors, state.weights)
+    )
     return replace(state, tensors=tensors, weights=weights)
 
 
@@ -105,25 +107,3 @@ def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
     except Exception as error:  # of code that reads damaged files: any
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is no {format.name}, or it is damaged: {what}") from error
-
-
-class _Guarded(Mapping[str, Any]):
-    """A mapping whose values are made in a context."""
-
-    def __init__(self, held: Mapping[str, Any], context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._held, self._context = held, context
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._held:
-            raise KeyError(name)
-        with self._context():
-            return self._held[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._held

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import FileNames, later
+from fakequant.delivery.folder import FileNames
 from fakequant.delivery.format import Part
 from fakequant.delivery.places import without_quantizers
 from fakequant.model.state.codecs import TensorFile
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.nn.paths import module_at
 
@@ -71,7 +71,7 @@ class LayeredWriter:
         self.field = lru_cache(maxsize=1)(self._field)
         own = (path for path, _, _ in state.quantizers())
         for name in without_quantizers([*state.tensors, *state.shared], own):
-            tensor = later(state.tensors, state.shared.get(name, name))
+            tensor = lazy(state.tensors, state.shared.get(name, name))
             pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             for key, piece in pieces.items():
                 if name in self.coded:
@@ -83,18 +83,18 @@ class LayeredWriter:
         base = key.removesuffix(".weight")
         self.pieces.setdefault(part.weight, []).append(base)
         for end, one in self._stored(part, piece.shape, piece.dtype).items():
-            self.tensors[f"{base}.{end}"] = self._later(part.weight, key, one)
+            self.tensors[f"{base}.{end}"] = self._piece(part.weight, key, one)
 
-    def _add_float(self, name: str, key: str, piece: Tensor, tensor: Tensor | LazyTensor) -> None:
+    def _add_float(self, name: str, key: str, piece: Tensor, tensor: LazyTensor) -> None:
         base, module = key.removesuffix(".weight"), module_at(self._model, name.rpartition(".")[0])
         if base != key and piece.dim() == 2 and not isinstance(module, nn.Embedding):
             self.ignored.append(base)
         if name not in self.state.shared:
             is_whole = name not in self.in_float and piece.shape == tensor.shape
             plain = Stored("values", piece.shape, piece.dtype)
-            self.tensors[key] = tensor if is_whole else self._later(name, key, plain)
+            self.tensors[key] = tensor if is_whole else self._piece(name, key, plain)
 
-    def _later(self, name: str, key: str, one: Stored) -> LazyTensor:
+    def _piece(self, name: str, key: str, one: Stored) -> LazyTensor:
         return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
 
     def _field(self, name: str, field: str) -> dict[str, Tensor]:

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
-from fakequant.model.state.packing import Made
 from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState, snapshot
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, Made, QuantizedState, lazy, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join
 from fakequant.streaming.source import ModelSource
 from fakequant.streaming.work import Work
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """Tensors by name, made at each access; of each the shape and dtype are known before."""
-
-    def __init__(self, known: Mapping[str, LazyTensor]) -> None:
-        self._known = known
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._known[name].make()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def later(self, name: str) -> LazyTensor:
-        """How a tensor is made."""
-        return self._known[name]
 
 
 def joined_state(
@@ -49,7 +28,7 @@ def joined_state(
     """
     state = snapshot(source.model)
     inside = tuple(f"{path}." for path in blocks)
-    tensors = {name: _lazy(x, lambda name=name: state.tensors[name]) for name, x in _outside(state.tensors, inside)}
+    tensors = {name: lazy(state.tensors, name) for name in state.tensors if not name.startswith(inside)}
     weights: dict[str, Callable[[], WeightCodes]] = {
         name: lambda name=name: state.weights[name] for name in state.weights if not name.startswith(inside)
     }
@@ -58,16 +37,16 @@ def joined_state(
         own = block.state_dict()
         if not quantized[number]:
             tensors |= {
-                join(path, name): _lazy(x, lambda path=path, name=name, x=x: source.tensor(path, name).to(x.dtype))
-                for name, x in own.items()
+                join(path, key): LazyTensor.of(x, lambda path=path, key=key, x=x: source.tensor(path, key).to(x.dtype))
+                for key, x in own.items()
             }
             continue
         held = work.state(number)
         plans.append(_placed(held, path))
-        for name, x in held.tensors.items():
-            tensors[join(path, name)] = _lazy(x, lambda number=number, name=name: work.state(number).tensors[name])
+        for key, x in held.tensors.items():
+            tensors[join(path, key)] = LazyTensor.of(x, lambda number=number, key=key: work.state(number).tensors[key])
         for name in held.weights:
-            tensors[join(path, name)] = _lazy(
+            tensors[join(path, name)] = LazyTensor.of(
                 own[name], lambda number=number, name=name: work.state(number).weights[name].values()
             )
             weights[join(path, name)] = lambda number=number, name=name, path=path: _renamed(
@@ -85,15 +64,7 @@ def joined_state(
     )
     names = {name: name for name in [*source.model.state_dict()] if name in tensors}  # in the order of the model
     ordered = {name: tensors[name] for name in (*names, *(name for name in tensors if name not in names))}
-    return QuantizedState.of(plan, _Tensors(ordered), Made(weights))
-
-
-def _lazy(like: Tensor, make: Callable[[], Tensor]) -> LazyTensor:
-    return LazyTensor(tuple(like.shape), like.dtype, make)
-
-
-def _outside(tensors: Mapping[str, Tensor], inside: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensors[name]) for name in tensors if not name.startswith(inside))
+    return QuantizedState.of(plan, LazyTensors(ordered), Made(weights))
 
 
 def _renamed(weight: WeightCodes, path: str) -> WeightCodes:

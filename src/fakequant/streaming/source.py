@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fakequant.delivery.folder import class_of
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.model.state.packing import Made
+from fakequant.model.state.snapshots import Made
 from fakequant.nn.paths import join
 from fakequant.text import listed, module_name
 

@@ -57,7 +57,7 @@ class Work:
         if held != run:
             self._clear("hidden-*")
             write_whole(path, json.dumps(run).encode())
-        self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number)))
+        self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number))[0])
 
     @property
     def finished(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from fakequant.model.state import tensor_file
+from fakequant.model.state import applying, tensor_file
 from tests.support.bits import assert_same_bits
 from tests.support.models import images, small_net
 
@@ -101,6 +101,63 @@ class Rotary(nn.Sequential):
         self.register_buffer("angles", torch.arange(4.0), persistent=False)
 
 
+class Vector(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Aliased(nn.Module):
+    """Weights that share memory as parameters of their own, that view another one, and that lists and an LSTM hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other, self.view = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = nn.Parameter(self.one.weight.detach())
+        self.flat, self.vector = nn.Parameter(torch.randn(128)), Vector(torch.randn(8))
+        self.view.weight = nn.Parameter(self.flat.detach()[32:96].view(8, 8).t())
+        self.recurrent = nn.LSTM(8, 8)
+        self.held = {"biases": [self.one.bias], "vector": self.vector}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(self.view(self.other(self.one(x))) + self.held["biases"][0])[0] + self.held["vector"]
+
+
+def test_tensors_share_memory_as_they_did_without_it(tmp_path: Path) -> None:
+    model = fq.prepare(Aliased(), "int8_weight_only")
+    loaded: Any = fq.load(empty(Aliased), fq.save(model, tmp_path))
+    x = torch.randn(3, 2, 8)
+    assert_same_bits(loaded(x), model(x))
+    assert loaded.one.weight.data_ptr() == loaded.other.weight.data_ptr()
+    assert loaded.view.weight.data_ptr() == loaded.flat.data_ptr() + 32 * 4
+    assert loaded.view.weight.stride() == (1, 8)
+    assert type(loaded.vector) is Vector
+    assert loaded.held["biases"][0] is loaded.one.bias
+
+
+class Lost(Aliased):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held["tables"] = [torch.ones(3)]
+
+
+class Unsaved(Aliased):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shared", self.flat.detach()[:16], persistent=False)
+        self.register_buffer("own", torch.ones(2), persistent=False)
+
+
+def test_attributes_and_views_that_nothing_fills_are_named(tmp_path: Path) -> None:
+    fq.save(fq.prepare(Aliased(), "int8_weight_only"), tmp_path)
+    for make, message in ((Lost, "in the attributes held; build"), (Unsaved, r"the checkpoint lacks own; build")):
+        model = empty(make)
+        with pytest.raises(CheckpointError, match=message):
+            fq.load(model, tmp_path)
+        assert type(model.one) is nn.Linear
+        assert model.held["biases"][0] is model.one.bias
+        assert all(one.is_meta for one in (*model.parameters(), *model.recurrent._flat_weights))
+
+
 def test_tensors_that_no_file_holds_are_named_before_anything_changes(tmp_path: Path) -> None:
     fq.save(fq.prepare(Rotary(), "int8_weight_only"), tmp_path)
     model = empty(Rotary)
@@ -109,6 +166,10 @@ def test_tensors_that_no_file_holds_are_named_before_anything_changes(tmp_path: 
         fq.load(model, tmp_path)
     assert type(model[0]) is nn.Linear
     assert all(model.state_dict(keep_vars=True)[name] is one for name, one in before.items())
+    wide = empty(Rotary)
+    wide[0] = nn.Linear(4, 5, device="meta")
+    with pytest.raises(CheckpointError, match=r"lacks angles; .*; 0.weight has shape \[4, 4\] there and \[5, 4\] in"):
+        fq.load(wide, tmp_path)
     model.angles = torch.arange(4.0)
     assert not any(one.is_meta for one in fq.load(model, tmp_path).parameters())
     with torch.device("meta"), pytest.raises(CheckpointError, match="load is called under the meta device"):
@@ -144,12 +205,35 @@ def test_a_hook_of_a_module_may_change_what_it_loads(tmp_path: Path) -> None:
     assert_same_bits(loaded[0].bias, model[0].bias + 1)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hook_writes_into_values_of_its_own(packed: bool, tmp_path: Path) -> None:
+    model = fq.prepare(net(), "int8_weight_only")
+    bias = model[0].bias.detach().clone()
+    hooked = [empty(), net()]
+    for one in hooked:
+        one[0].register_load_state_dict_pre_hook(lambda _, state, *__: state["0.bias"][:2].zero_())
+    loaded = [fq.apply(hooked[0], fq.snapshot(model)), fq.load(hooked[1], fq.save(model, tmp_path, packed=packed))]
+    for one in loaded:
+        assert_same_bits(one[0].bias[:2], torch.zeros(2))
+        assert_same_bits(one[0].bias[2:], bias[2:])
+    assert_same_bits(model[0].bias, bias)
+
+
+def test_a_dtype_that_does_not_fit_is_said_before_the_model_changes(tmp_path: Path, monkeypatch) -> None:
+    fq.save(fq.prepare(net(), "int8_weight_only"), tmp_path)
+    model = empty()
+    model[3].bias = nn.Parameter(model[3].bias.to(torch.int32), requires_grad=False)
+    monkeypatch.setattr(applying, "give_memory", None)
+    with pytest.raises(CheckpointError, match=r"3.bias is stored as torch.float32, and the model has torch.int32"):
+        fq.load(model, tmp_path)
+
+
 def test_a_file_that_another_save_replaces_meanwhile_is_read_to_its_end(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tensor_file, "_MAPPED", 0)  # mapped anew before each tensor
     model = fq.prepare(net(), "int8_weight_only")
     fq.calibrate(model, progress=False)
     fq.save(model, tmp_path)
-    state = fq.model.state.checkpoint.read(tmp_path)
+    state, _ = fq.model.state.checkpoint.read(tmp_path)
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
         path.write_bytes(b"of another")

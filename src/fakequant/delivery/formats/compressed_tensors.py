@@ -45,9 +45,8 @@ from fakequant.delivery.writing import LayeredWriter, Stored
 from fakequant.errors import warn_user
 from fakequant.model.sites.planned import site_path
 from fakequant.model.state.codecs import Files
-from fakequant.model.state.packing import Made
 from fakequant.model.state.plan import SitesEntry
-from fakequant.model.state.snapshots import QuantizedState
+from fakequant.model.state.snapshots import Made, QuantizedState
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.text import listed

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import later
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
 from fakequant.delivery.gguf import llama_cpp
 from fakequant.delivery.gguf.activations import computed_by_llama_cpp, has_cache, inputs_for
@@ -31,8 +30,7 @@ from fakequant.delivery.places import float_names
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.presets import LLAMA_CPP_CACHE
 from fakequant.model.state.codecs import Files
-from fakequant.model.state.packing import Made
-from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.snapshots import Made, QuantizedState, lazy, shared_names
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPE = "fakequant.dtype"
@@ -155,7 +153,7 @@ def _by_llama_cpp(path: Path, dtype: torch.dtype, cache: str) -> Engine:
 
 def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, GgufTensor]:
     """A tensor of a model as the file stores it: as blocks or unchanged; vectors in float32, as llama.cpp requires."""
-    tensor = later(state.tensors, name)
+    tensor = lazy(state.tensors, name)
     shape = tuple(tensor.shape)
     kind = kind or ("F32" if len(tensor.shape) < 2 else _KINDS.get(tensor.dtype))
     if kind is None:

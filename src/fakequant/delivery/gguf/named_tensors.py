@@ -18,9 +18,8 @@ from fakequant.delivery.gguf.file import GgufFile, GgufTensor, require_gguf
 from fakequant.delivery.gguf.lattices import from_blocks, spec_of
 from fakequant.delivery.places import float_names, places_of
 from fakequant.errors import CheckpointError
-from fakequant.model.state.packing import Made
 from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry
-from fakequant.model.state.snapshots import QuantizedState, shared_names
+from fakequant.model.state.snapshots import Made, QuantizedState, shared_names
 from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.tensor_config import TensorConfig

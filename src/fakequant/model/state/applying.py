@@ -25,9 +25,9 @@ from fakequant.distributed import (
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
 from fakequant.model.prepare import attach
-from fakequant.model.state.placing import Later, Places, check_values, copy_kept, give_memory
+from fakequant.model.state.placing import Placed, Places, check_attributes, check_values, copy_kept, give_memory
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState, later, versions_of
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
 from fakequant.model.state.stored_sites import check_sites, restore_sites
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
@@ -43,7 +43,7 @@ from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.formats.codes import as_integers, integers_of
-from fakequant.restore import state_of
+from fakequant.restore import in_order, state_of, surely
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -53,8 +53,8 @@ def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
     What can be checked is checked before the model changes; what fails later is undone, for which the values of the
-    model are kept on the CPU for the time of the call. A model on the meta device has none: it gets memory, and no
-    second copy is made. Each process of a model that `fully_shard` or `parallelize_module` shares out keeps its part:
+    model are kept on the CPU for the time of the call. A model on the meta device has none: it gets memory on torch's
+    default device, and no second copy is made; tensors that share memory still do. Each process of a model that `fully_shard` or `parallelize_module` shares out keeps its part:
     all of them call this, and an error of one is raised in all.
 
     Raises:
@@ -68,45 +68,51 @@ def apply(model: Model, state: QuantizedState) -> Model:
     True
     """
     check_model(model, "apply", "apply(model, state)", CheckpointError)
-    return apply_from(model, lambda _: state)
+    return apply_from(model, lambda _: (state, ""))
 
 
 @unwraps
-def apply_from(model: Model, read: Callable[[bool], QuantizedState]) -> Model:
+def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]]) -> Model:
     """`apply` of a state that is read here, so that an error of one process is raised in all.
 
     Args:
         model: see `apply`.
-        read: gives the state; its argument says whether this process is the first one, which may check more.
+        read: gives the state, and a text that differs where its values do, if that is known; its argument says whether
+            this process is the first one, which may check more.
 
     Raises:
         CheckpointError: the processes read different checkpoints, and see `apply`.
     """
-    with Together(processes_of(model, None) if first_sharded(model) else None) as processes:
-        if quantizers(model):
-            raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
-        refuse_offloaded(model, "load the checkpoint into")
-        state = read(processes.group is None or processes.group.rank() == 0)
-        check_plan(model, state)
-        places = Places(model, weight_places(dict(model.named_modules()), state))
-        places.check(state)
-        _check_learned(model, state)
-        tensors = _tensors(model, state, places)
-        check_values(model, tensors)
-        processes.same(outline_of(tensors, state.plan), "read different checkpoints")
-        restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
-        try:
-            give_memory(model)
+    undo = in_order()
+    try:
+        with Together(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
+            if quantizers(model):
+                raise CheckpointError(
+                    "load expects a fresh float model, but this one is already prepared; build it anew"
+                )
+            refuse_offloaded(model, "load the checkpoint into")
+            state, content = read(processes.group is None or processes.group.rank() == 0)
+            check_plan(model, state)
+            places = Places(model, weight_places(dict(model.named_modules()), state))
+            places.check(state)
+            _check_learned(model, state)
+            tensors = _tensors(model, state, places)
+            _check_dtypes(model, tensors)
+            check_values(model, tensors)
+            processes.same(outline_of(tensors, [state.plan, content]), "read different checkpoints")
+            undo = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
+            was_empty = give_memory(model)
             restore_plan(model, state)
             _load_state(model, state, tensors)
+            if was_empty:
+                check_attributes(model)
             processes.all(None)
             _check_fixed_codes(model)
             _note(model, state)
-            processes.all(None)
-        except BaseException:  # as in `prepare`
-            restore()
-            raise
-    return model
+        return model  # in the `try`: an interrupt at the end of the `with` is undone, too
+    except BaseException:  # as in `prepare`
+        surely(undo)
+        raise
 
 
 def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
@@ -188,10 +194,10 @@ def _note(model: nn.Module, plan: Plan) -> None:
     warn_stale_scales(model)
 
 
-def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[str, Later]:
+def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[str, Placed]:
     """The state dict of a state, checked; its tensors are read when they are used."""
     modules = dict(model.named_modules())
-    tensors = {name: later(state.tensors, name) for name in state.tensors}
+    tensors = {name: lazy(state.tensors, name) for name in state.tensors}
     coded = {name: uncoded(state.weights, name) for name in state.weights if name not in tensors}
     codes, scales = _Codes(state.weights), dict[str, tuple[list[str], Tensor]]()
     for name, source in state.shared.items():
@@ -203,15 +209,14 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
         own = _readers(name, weight, entries, readers.get(name, []))
-        stored = {"scale": _kept(weight.scale), "zero_point": _kept(weight.zero_point)}
-        stored[KEY] = codes.integers(name, weight)
-        for path, (key, value) in product(own, stored.items()):
-            if value is not None:
-                tensors.setdefault(f"{path}.{key}", value)
+        stored = {"scale": weight.scale, "zero_point": weight.zero_point}
+        made = {key: LazyTensor.of(value) for key, value in stored.items() if value is not None}
+        for path, (key, one) in product(own, (made | {KEY: codes.integers(name, weight)}).items()):
+            tensors.setdefault(f"{path}.{key}", one)
         scales[name] = own, weight.scale
         coded[name] = replace(weight, codes=weight.codes.to("meta"))
     tensors |= {name: codes.values(name, weight) for name, weight in coded.items()}
-    found = {name: places.later(name, tensor) for name, tensor in tensors.items()}
+    found = {name: places.placed(name, tensor) for name, tensor in tensors.items()}
     found |= {name: found[source] for name, source in state.shared.items()}
     checked = {f"{path}.{KEY}" for own, _ in scales.values() for path in own} - {*state.tensors}  # with `_check_codes`
     check_ranges(modules, state, {name: one for name, one in found.items() if name not in checked}, is_wide(model))
@@ -219,10 +224,6 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
         if not any(is_same(scale, tensors[f"{path}.scale"].make()) for path in own):
             raise CheckpointError(f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}")
     return found
-
-
-def _kept(value: Tensor | None) -> LazyTensor | None:
-    return None if value is None else LazyTensor(tuple(value.shape), value.dtype, lambda: value)
 
 
 class _Codes:
@@ -272,8 +273,7 @@ def _check_codes(name: str, weight: WeightCodes) -> None:
         raise CheckpointError(f"the checkpoint is damaged: the codes of {name} {error}") from error
 
 
-def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, Tensor]) -> None:
-    # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
+def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = {name: value.dtype for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         dtype = own.get(name, value.dtype)
@@ -281,6 +281,11 @@ def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, T
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, and the model has {dtype}"
             )
+
+
+def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, Tensor]) -> None:
+    # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
+    _check_dtypes(model, tensors)  # those of quantizers, too
     versions = versions_of(model) if state.versions is None else state.versions
     given = OrderedDict(tensors)
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -290,7 +295,7 @@ def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, T
         copy_kept(model)
     except RuntimeError as error:
         for value in tensors.values():
-            if isinstance(value, Later) and value.error is not None:  # which torch made a part of its message
+            if isinstance(value, Placed) and value.error is not None:  # which torch made a part of its message
                 raise value.error from None
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 

@@ -29,7 +29,7 @@ from fakequant.model.state.manifest import (
     tensor_file_name,
 )
 from fakequant.model.state.packing import Encoded, decode, encode
-from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, later, snapshot
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, lazy, snapshot
 from fakequant.model.state.tensor_file import StoredTensors, file_content, require_safetensors
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
@@ -73,7 +73,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     """
     require_safetensors()
     check_model(model, "save", "save(model, folder)", CheckpointError)
-    with Together(processes_of(model, None) if first_sharded(model) else None) as processes:
+    with Together(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
         check_path(directory, "save(model, folder)", CheckpointError)
         other = None if format == FORMAT else codec(format)
         if other is not None and packed:
@@ -101,7 +101,7 @@ def _in_step(tensors: Mapping[str, Tensor], processes: Together) -> LazyTensors:
         processes.same(name, "write different tensors")
         return make()
 
-    held = {name: later(tensors, name) for name in tensors}
+    held = {name: lazy(tensors, name) for name in tensors}
     return LazyTensors(
         {name: LazyTensor(one.shape, one.dtype, partial(asked, name, one.make)) for name, one in held.items()}
     )
@@ -163,15 +163,17 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
     check_model(model, "load", "load(model, folder)", CheckpointError)
     check_path(directory, "load(model, folder)", CheckpointError)
     folder = Path(directory)
-    return apply_from(model, lambda first: read(folder, checked=first) if format == FORMAT else decoded(format, folder))
+    return apply_from(
+        model, lambda first: read(folder, checked=first) if format == FORMAT else (decoded(format, folder), "")
+    )
 
 
-def read(folder: Path, *, checked: bool = True) -> QuantizedState:
-    """The state that `save` wrote; its tensors are read at each access.
+def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
+    """The state that `save` wrote, whose tensors are read at each access, and the SHA-256 that was recorded.
 
     Args:
         folder: of the checkpoint.
-        checked: whether the content is compared with the SHA-256 that was recorded, for which all of it is read.
+        checked: whether the content is compared with the SHA-256, for which all of it is read.
 
     Raises:
         CheckpointError: there is none, or a damaged one.
@@ -182,7 +184,8 @@ def read(folder: Path, *, checked: bool = True) -> QuantizedState:
         path = folder / manifest.tensors.file
         try:
             _check_content(path, manifest.tensors, whole=checked)
-            return decode(manifest, _read_tensors(folder, manifest.tensors), str(folder / MANIFEST))
+            tensors = _read_tensors(folder, manifest.tensors)
+            return decode(manifest, tensors, str(folder / MANIFEST)), manifest.tensors.sha256
         except FileNotFoundError as error:
             newer = read_manifest(folder)
             if newer.tensors == manifest.tensors:

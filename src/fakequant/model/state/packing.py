@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import CheckpointError, QParamsError, warn_user
 from fakequant.model.state.manifest import Manifest, PackedEntry
-from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, later
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, lazy
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.numerics.formats.codes import count_of, integers_of, lowest_of, of_integers, patterns_of
@@ -29,7 +29,6 @@ _CHUNK = 1 << 18
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
 _DTYPES["bfloat16"] = torch.bfloat16
 _NAMED = 4
-T = TypeVar("T")
 
 
 class Encoded(NamedTuple):
@@ -48,7 +47,7 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     """
     weights = dict.fromkeys(state.weights) if packed else {}
     tensors: dict[str, Tensor | LazyTensor] = {
-        name: later(state.tensors, name) for name in state.tensors if name not in weights
+        name: lazy(state.tensors, name) for name in state.tensors if name not in weights
     }
     entries = {name: _coded(name, state.weights, tensors) for name in weights}
     if packed and (left := state.in_float):
@@ -134,7 +133,7 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
     Raises:
         CheckpointError: an entry for codes that fits neither its tensor nor a static quantizer of the checkpoint.
     """
-    found = {name: tensors.later(name) for name in tensors if name not in manifest.packed}
+    found: dict[str, Tensor | LazyTensor] = {key: tensors.lazy[key] for key in tensors if key not in manifest.packed}
     entries: dict[str, tuple[PackedEntry, QuantSpec]] = {}
     specs = {path: held.tensor.spec for path, _, held in manifest.quantizers() if held.is_static}
     for name, entry in manifest.packed.items():
@@ -148,7 +147,7 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{damage} dtype {entry.dtype!r:.80}, not one of a weight")
         try:
-            _check_bytes(later(tensors, name) if name in tensors else None, spec.format, entry.shape)
+            _check_bytes(tensors.lazy.get(name), spec.format, entry.shape)
             if entry.packed_scale and isinstance(scale, LazyTensor):  # else of a weight before
                 groups = spec.granularity.group_shape(entry.shape)
                 for key, rule in _rules(spec).items():
@@ -201,25 +200,6 @@ class PackedWeights(Mapping[str, WeightCodes]):
         entry, spec = self._entries[name]
         params = self._tensors[f"{entry.quantizer}.scale"], self._tensors.get(f"{entry.quantizer}.zero_point")
         return WeightCodes(codes, *params, spec, tuple(entry.shape), _DTYPES[entry.dtype], (entry.quantizer,))
-
-
-class Made(Mapping[str, T]):
-    """Values that functions make at each access, and that are not kept."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
-        self._makers = makers
-
-    def __getitem__(self, name: str) -> T:
-        return self._makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._makers
 
 
 class _BadCodes(Exception):

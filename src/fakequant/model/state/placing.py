@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.distributed import is_sharded, parallel_parameters
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.model.run.memory import version_of
 from fakequant.model.state.plan import Plan
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.nn.paths import join
@@ -29,10 +29,14 @@ _OUTLINE = frozenset(
     + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__]
 )
 """What needs no values."""
+_READS = frozenset([Tensor.copy_, Tensor.clone, torch.clone, torch.empty_like])
+"""What reads values, and gives nothing that has their memory."""
 
 
-class Later(Tensor):
-    """A tensor that every operation reads anew; its shape and dtype are known before, and its values are not kept.
+class Placed(Tensor):
+    """A lazy tensor where a model wants it: its values are read when they are copied, and not kept.
+
+    Every other operation, as a module's hook may call, works on a copy, which stays: it may be written into.
 
     Args:
         source: shape, dtype, and how the whole is read.
@@ -44,12 +48,12 @@ class Later(Tensor):
     error: Exception | None
     """What the last read raised."""
     _make: Callable[[], Tensor]
-    _written: Tensor | None
+    _own: Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, source: LazyTensor, device: torch.device, make: Callable[[], Tensor] | None = None) -> Later:
+    def __new__(cls: Any, source: LazyTensor, device: torch.device, make: Callable[[], Tensor] | None = None) -> Placed:
         made = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=device)  # type: ignore[attr-defined]
-        made.source, made.error, made._make, made._written = source, None, make or source.make, None
+        made.source, made.error, made._make, made._own = source, None, make or source.make, None
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -57,35 +61,31 @@ class Later(Tensor):
 
     def values(self) -> Tensor:
         """The values; of a tensor that processes share, a DTensor."""
-        if self._written is not None:
-            return self._written
+        if self._own is not None:
+            return self._own
         try:
             return self._make().to(self.device)
         except Exception as error:
             self.error = error
             raise
 
+    def own(self) -> Tensor:
+        """The values as a copy, which later operations get too."""
+        if self._own is None:
+            self._own = self.values().clone()
+        return self._own
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _OUTLINE:
             return super().__torch_function__(function, types, args, kwargs or {})
-        read = list[tuple[Later, Tensor, int | None]]()
-
-        def values(later: Later) -> Tensor:
-            found = later.values()
-            read.append((later, found, version_of(found)))
-            return found
-
-        args, kwargs = tree_map_only(Later, values, (args, kwargs or {}))
-        result = function(*args, **kwargs)
-        for later, found, version in read:
-            if version_of(found) != version:  # a hook of a module wrote into it
-                later._written = found
-        return result
+        is_read = function in _READS and not (function is Tensor.copy_ and isinstance(args[0], Placed))
+        args, kwargs = tree_map_only(Placed, Placed.values if is_read else Placed.own, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Later, Later.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Placed, Placed.own, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -93,12 +93,12 @@ def copy_kept(model: nn.Module) -> None:
     """Give modules that kept a tensor of the state itself, as their own `set_extra_state` may, a copy of its values."""
     for module in model.modules():
         for held in (vars(module), module._parameters, module._buffers):
-            held |= {key: value.values().clone() for key, value in held.items() if isinstance(value, Later)}
+            held |= {key: value.own() for key, value in held.items() if isinstance(value, Placed)}
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, which may come later."""
-    values = tensor.values() if isinstance(tensor, Later) else tensor
+    """What this process holds of a tensor."""
+    values = tensor.values() if isinstance(tensor, Placed) else tensor
     return cast("Any", values).to_local() if is_sharded(values) else values
 
 
@@ -142,15 +142,15 @@ class Places:
                     "shared it out; leave the layer out of its plan"
                 )
 
-    def later(self, name: str, source: LazyTensor) -> Later:
+    def placed(self, name: str, source: LazyTensor) -> Placed:
         """A tensor of the state as the model takes it."""
         path, _, key = name.rpartition(".")
         weight = self._weights.get(path, "") if key == KEY else ""
         own = self._own.get(weight if weight in self._parallel else name)
         device = self._device(path) if own is None else _home(own)
         if own is None or not is_sharded(own) or tuple(own.shape) != source.shape:
-            return Later(source, device)
-        return Later(source, device, partial(_part_of, source, own, device))
+            return Placed(source, device)
+        return Placed(source, device, partial(_part_of, source, own, device))
 
     def _device(self, path: str) -> torch.device:
         """That of the nearest module around a quantizer."""
@@ -180,40 +180,113 @@ def _home(tensor: Tensor) -> torch.device:
     return torch.get_default_device()
 
 
-def check_values(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise where a model would have tensors on the meta device after it got those of some names.
+def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise where a model would have tensors on the meta device after it got those of a state.
 
     Raises:
         CheckpointError: it has others there.
     """
-    held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    given, empty = {*names}, [(name, tensor) for name, tensor in held if tensor.is_meta]
-    filled = {id(tensor) for name, tensor in empty if name in given}
-    if left := [name for name, tensor in empty if id(tensor) not in filled]:
+    empty = [(join(path, key), tensor) for path, _, key, tensor in _empty(model)]
+    if any(_home(tensor).type == "meta" for _, tensor in empty):
+        raise CheckpointError("load is called under the meta device, where tensors hold no values; call it outside")
+    given = [_extent(tensor) for name, tensor in empty if name in tensors]
+    others = ((name, _extent(tensor)) for name, tensor in empty if name not in tensors)
+    left = [
+        name for name, (own, start, end) in others if not any(a <= start and end <= b and c == own for c, a, b in given)
+    ]
+    if left:
+        sizes = [
+            f"{name} has shape {list(tensors[name].shape)} there and {list(tensor.shape)} in the model"
+            for name, tensor in empty
+            if name in tensors and tensors[name].shape != tensor.shape
+        ]
         raise CheckpointError(
             f"the model has tensors on the meta device, which hold no values, and the checkpoint lacks {listed(left)}; "
             "build these on a device before load (buffers with persistent=False are in no checkpoint)"
+            f"{'; ' if sizes else ''}{listed(sizes)}"
         )
-    if any(_home(tensor).type == "meta" for _, tensor in empty):
-        raise CheckpointError("load is called under the meta device, where tensors hold no values; call it outside")
 
 
-def give_memory(model: nn.Module) -> None:
-    """Replace the tensors of a model on the meta device by empty ones; those that are tied stay tied."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in cast("Mapping[str, Tensor | None]", held).items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _with_memory(tensor)
-                    cast("dict[str, Tensor]", held)[name] = made[id(tensor)]
+def check_attributes(model: nn.Module) -> None:
+    """Raise where modules hold tensors on the meta device that no load set, beside their parameters and buffers.
+
+    Raises:
+        CheckpointError: they do.
+    """
+    held = ((path, name, value) for path, one in model.named_modules() for name, value in _attributes(one).items())
+    left = [
+        join(path, name)
+        for path, name, value in held
+        if any(isinstance(one, Tensor) and one.is_meta for one in tree_leaves(value))
+    ]
+    if left:
+        raise CheckpointError(
+            f"the model has tensors on the meta device, which hold no values, in the attributes {listed(left)}; build "
+            "these on a device before load (tensors that are neither parameters nor buffers are in no checkpoint)"
+        )
 
 
-def _with_memory(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device=_home(tensor))
-    if not isinstance(tensor, nn.Parameter):
-        return empty
-    parameter = nn.Parameter(empty, tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
+def give_memory(model: nn.Module) -> bool:
+    """Replace the tensors of a model on the meta device by empty ones; those that share memory still do.
+
+    Returns:
+        whether there were any.
+    """
+    memory, made = dict[int, Any](), dict[int, Tensor]()
+    empty = _empty(model)
+    for _, held, key, tensor in empty:
+        if id(tensor) not in made:
+            made[id(tensor)] = _with_memory(tensor, memory)
+        held[key] = made[id(tensor)]
+    for module in model.modules():  # such as the list of weights that an LSTM keeps
+        for key, value in _attributes(module).items():
+            if any(id(one) in made for one in tree_leaves(value)):
+                vars(module)[key] = tree_map_only(Tensor, lambda one: made.get(id(one), one), value)
+    return bool(empty)
+
+
+def _empty(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Tensor]]:
+    """The parameters and buffers on the meta device: the path of a module, what holds them there, and their key."""
+    modules = model.named_modules(remove_duplicate=False)
+    held = ((path, own) for path, module in modules for own in (module._parameters, module._buffers))
+    return [(path, own, key, one) for path, own in held for key, one in own.items() if one is not None and one.is_meta]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module but its parameters, buffers and modules."""
+    return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """The memory that a tensor on the meta device would have, and where it begins and ends there in bytes."""
+    if not _has_storage(tensor):
+        return id(tensor), 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), int(last) + 1 if tensor.numel() else 0
+    return tensor.untyped_storage()._cdata, start * tensor.itemsize, (start + size) * tensor.itemsize
+
+
+def _with_memory(tensor: Tensor, memory: dict[int, Any]) -> Tensor:
+    """An empty tensor for one on the meta device.
+
+    Args:
+        tensor: on the meta device.
+        memory: what was made for the memory of others; it gets that of this one.
+    """
+    kind, device = type(tensor), _home(tensor)
+    if not _has_storage(tensor):
+        made: Tensor = torch.empty_like(tensor, device=device)
+        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    else:
+        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        if key not in memory:
+            memory[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        plain = torch.empty(0, dtype=tensor.dtype, device=device)
+        plain.set_(memory[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        made = Tensor._make_subclass(kind, plain, tensor.requires_grad)  # type: ignore[attr-defined]
+    vars(made).update(vars(tensor))
+    return made

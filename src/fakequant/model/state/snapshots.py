@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.formats.codes import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
+T = TypeVar("T")
 Region = tuple[slice, ...]
 """A part of a tensor: a slice for each axis."""
 
@@ -50,6 +51,11 @@ class LazyTensor:
     make: Callable[[], Tensor]
     make_part: Callable[[Region], Tensor] | None = None
 
+    @classmethod
+    def of(cls, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
+        """One of the shape and dtype of a tensor, by default that tensor itself."""
+        return cls(tuple(tensor.shape), tensor.dtype, make or (lambda: tensor))
+
     def part(self, region: Region) -> Tensor:
         """The part of the tensor in a region."""
         return self.make()[region] if self.make_part is None else self.make_part(region)
@@ -58,38 +64,38 @@ class LazyTensor:
         return f"LazyTensor({list(self.shape)}, {self.dtype})"
 
 
-class LazyTensors(Mapping[str, Tensor]):
+class Made(Mapping[str, T]):
+    """Values that functions make at each access, and that are not kept."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> T:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+
+class LazyTensors(Made[Tensor]):
     """Tensors by name, of which some are made at each access and not kept."""
 
     def __init__(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        return tensor.make() if isinstance(tensor, LazyTensor) else tensor
-
-    def later(self, name: str) -> Tensor | LazyTensor:
-        """The tensor if it is there, or how it is made."""
-        return self._tensors[name]
+        self.lazy = {name: LazyTensor.of(one) if isinstance(one, Tensor) else one for name, one in tensors.items()}
+        super().__init__({name: one.make for name, one in self.lazy.items()})
 
 
-def later(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
+def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
     """A tensor of a mapping, which may make it at each access, as one that is not kept."""
-    own = tensors.later(name) if isinstance(tensors, LazyTensors) else tensors[name]
-    if isinstance(own, LazyTensor):
-        return own
-    if isinstance(tensors, (dict, LazyTensors)):
-        return LazyTensor(tuple(own.shape), own.dtype, lambda: own)
-    return LazyTensor(tuple(own.shape), own.dtype, lambda: tensors[name])
+    if isinstance(tensors, LazyTensors):
+        return tensors.lazy[name]
+    return LazyTensor.of(tensors[name], None if isinstance(tensors, dict) else partial(tensors.__getitem__, name))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,7 +238,7 @@ class LiveTensors(LazyTensors):
         modules = dict(model.named_modules())
         elsewhere = {name: name.rpartition(".") for name in offloaded(model)}
 
-        def later(name: str, tensor: Tensor | LazyTensor) -> Tensor | LazyTensor:
+        def fetching(name: str, tensor: Tensor | LazyTensor) -> Tensor | LazyTensor:
             if isinstance(tensor, LazyTensor):
                 return tensor
             if type(tensor) is StoredWeight:
@@ -244,22 +250,22 @@ class LiveTensors(LazyTensors):
                 make = partial(whole, tensor)
             else:
                 return tensor
-            return LazyTensor(tuple(tensor.shape), tensor.dtype, make)
+            return LazyTensor.of(tensor, make)
 
         state = with_stored(model, model.state_dict()) | _stored_codes(model)
         left = (name for name in state if name not in shared and name not in left_out)
-        super().__init__({name: later(name, state[name]) for name in left})
+        super().__init__({name: fetching(name, state[name]) for name in left})
 
 
 def _stored_codes(model: nn.Module) -> dict[str, LazyTensor]:
     """The fixed codes that quantizers would have if no weight was stored as codes."""
 
-    def later(weight: Any) -> LazyTensor:
+    def codes(weight: Any) -> LazyTensor:
         kind = integers_of(weight.spec.format)
         return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(weight.codes()))
 
     weights = quantized_weights(model).items()
-    return {f"{path}.{KEY}": later(w.tensor) for path, w in weights if type(w.parameter) is StoredWeight}
+    return {f"{path}.{KEY}": codes(w.tensor) for path, w in weights if type(w.parameter) is StoredWeight}
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:

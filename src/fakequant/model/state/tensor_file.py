@@ -95,9 +95,9 @@ class StoredTensors(LazyTensors):
             self.metadata: dict[str, str] = self._file.metadata() or {}
             names = list(self._file.keys())
             views = {name: self._file.get_tensor(name) for name in names}  # of the mapped file: nothing is read
-        super().__init__({name: self._later(name, view) for name, view in views.items()})
+        super().__init__({name: self._stored(name, view) for name, view in views.items()})
 
-    def _later(self, name: str, view: Tensor) -> LazyTensor:
+    def _stored(self, name: str, view: Tensor) -> LazyTensor:
         return LazyTensor(tuple(view.shape), view.dtype, partial(self._read, name), partial(self._read, name))
 
     def _read(self, name: str, region: Region | None = None) -> Tensor:
