@@ -54,8 +54,9 @@ def apply(model: Model, state: QuantizedState) -> Model:
 
     What can be checked is checked before the model changes; what fails later is undone, for which the values of the
     model are kept on the CPU for the time of the call. A model on the meta device has none: it gets memory on torch's
-    default device, and no second copy is made; tensors that share memory still do. Each process of a model that `fully_shard` or `parallelize_module` shares out keeps its part:
-    all of them call this, and an error of one is raised in all.
+    default device, and no second copy is made; tensors that share memory still do. Each process of a model that
+    `fully_shard` or `parallelize_module` shares out keeps its part: all of them call this, and an error of one is
+    raised in all.
 
     Raises:
         CheckpointError: a state of another architecture, scales, zero points or codes that no call would take, blocks
