@@ -125,7 +125,8 @@ def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Option
     """The schedule and options that won below 4 bits: Adam, learned scales, six times the epochs of the float model.
 
     Adam makes its steps from the size of each parameter's gradients. That size differs more between scales and weights
-    the fewer bits there are, so that one learning rate of SGD serves one of them.
+    the fewer bits there are, so that one learning rate of SGD serves one of them. Weights in `int2` train better from
+    `calibrate(weight_method="max")`: 98.05 % of digits in place of 97.38, three seeds.
 
     Args:
         original_epochs: the epochs of the float training.
