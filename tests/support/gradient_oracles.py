@@ -25,17 +25,17 @@ PLAIN = {name: case for name, case in FORMATS.items() if case.symmetric and not 
 GROUPS = {"tensor": fq.PerTensor(), "rows": fq.PerToken(), "blocks": fq.PerBlock({-1: 8})}
 
 
-def by_oracle(x: Tensor, case: FormatCase, groups: str, *, stochastic: bool = False) -> Tensor:
+def by_oracle(x: Tensor, case: FormatCase, groups: str, counted: tuple[int, int] | None = None) -> Tensor:
     """A tensor [..., n, summed] quantized in float32 along its last axis, in numpy.
 
     Args:
-        stochastic: by the words of a seed, counted over a tensor [summed, n, ...].
+        counted: the axes that come first where the words of stochastic rounding are counted; None: to nearest.
     """
     values = np.ascontiguousarray(x.detach().numpy())
     words = None
-    if stochastic:
-        first = oracle.random_words(int(draw_seed()), x.movedim((-1, -2), (0, 1)).shape)
-        words = np.ascontiguousarray(np.moveaxis(first, (0, 1), (-1, -2)))
+    if counted is not None:
+        first = oracle.random_words(int(draw_seed()), x.movedim(counted, (0, 1)).shape)
+        words = np.ascontiguousarray(np.moveaxis(first, (0, 1), counted))
     blocks = values.reshape(*values.shape[:-1], -1, 8) if groups == "blocks" else values[..., None, :]
     top = np.abs(blocks).max(axis=None if groups == "tensor" else -1, keepdims=True).astype(np.float32)
     fmt = case.oracle
@@ -128,10 +128,10 @@ class _Product(torch.autograd.Function):
 
         dx = None
         if ctx.needs_input_grad[4 if ctx.is_held else 0]:
-            of_other, of_dy = ctx.how.operands(other, dy)
+            of_other, of_dy = ctx.how.operands(other, dy, (-2, -1))
             dx = of_dy @ of_other.mT
             dx = dx.reshape(shape) if other.dim() == 2 else dx.sum_to_size(shape)
-        of_x, of_dy = ctx.how.operands(x.mT, dy.mT)
+        of_x, of_dy = ctx.how.operands(x.mT, dy.mT, (-1, -2))
         d_other = (of_x @ of_dy.mT).sum_to_size(other.shape)
         of_held, dx = (dx, None) if ctx.is_held else (None, dx)
         return dx, d_other, of_bias, None, of_held, None
@@ -150,11 +150,16 @@ class Reference:
         more = f"{' stochastic' if self.stochastic else ''}{' hadamard' if self.hadamard else ''}"
         return f"{self.case.format} {self.groups}{more}"
 
-    def operands(self, other: Tensor, dy: Tensor) -> list[Tensor]:
-        """Both as the sum over their last axis sees them, in the order in which seeds are drawn."""
+    def operands(self, other: Tensor, dy: Tensor, counted: tuple[int, int]) -> list[Tensor]:
+        """Both as the sum over their last axis sees them, in the order in which seeds are drawn.
+
+        Args:
+            counted: the axes of dy that are rows and outputs; of the other the sum's comes first.
+        """
         if self.hadamard:
             other, dy = turned(other, self.hadamard), turned(dy, self.hadamard)
-        return [by_oracle(one, self.case, self.groups, stochastic=self.stochastic) for one in (other, dy)]
+        both = (other, (-1, -2)), (dy, counted)
+        return [by_oracle(one, self.case, self.groups, order if self.stochastic else None) for one, order in both]
 
     @property
     def gradient(self) -> fq.GradientConfig:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from fakequant.errors import ConfigError
 from fakequant.numerics.spec import QuantSpec, as_spec
+
+_AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
+"""Where the axes of a specification are in an operand, by the axis that the product sums over."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class GradientConfig:
     input: QuantSpec | None = None
     weight: QuantSpec | None = None
     hadamard: int = 0
+    operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
+    """The specifications by what they quantize, and by the axis, first or second, that the product sums over."""
 
     def __init__(
         self,
@@ -55,6 +60,13 @@ class GradientConfig:
         object.__setattr__(self, "hadamard", hadamard)
         if not isinstance(hadamard, int) or hadamard < 0 or hadamard == 1 or hadamard & (hadamard - 1):
             raise ConfigError(f"hadamard must be a power of two such as 16, or 0 for none, got {hadamard!r}")
+        # `replace` of a specification while a compiler reads the code takes its numbers for ones that vary.
+        operands = {
+            (name, axis): None if spec is None else spec.regrouped(lambda one, axis=axis: one.remap_axes(_AXES[axis]))
+            for name, spec in (("gradient", self.gradient), ("input", self.input), ("weight", self.weight))
+            for axis in _AXES
+        }
+        object.__setattr__(self, "operands", operands)
         if hadamard and input is None and weight is None:
             raise ConfigError(
                 "hadamard multiplies both operands of a product before they are quantized; give input= for the product "
@@ -69,7 +81,7 @@ class GradientConfig:
         return f"GradientConfig.parse({str(self)!r})"
 
     def _others(self) -> Iterator[tuple[str, object]]:
-        for one in fields(self)[1:]:
+        for one in fields(self)[1:-1]:
             if value := getattr(self, one.name):
                 yield one.name, value
 
@@ -89,7 +101,7 @@ class GradientConfig:
             SpecError: a specification that cannot be read.
         """
         gradient, *others = (part.strip() for part in text.split(";"))
-        known = [one.name for one in fields(cls)][1:]
+        known = [one.name for one in fields(cls)][1:-1]
         found: dict[str, str] = {}
         for part in others:
             name, equals, value = part.partition("=")

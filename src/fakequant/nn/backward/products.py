@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,16 +19,12 @@ from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weig
 from fakequant.distributed import is_sharded
 from fakequant.errors import ConfigError
 from fakequant.nn.backward.config import GradientConfig
-from fakequant.nn.transforms import hadamard
-from fakequant.numerics.spec import QuantSpec
+from fakequant.nn.backward.rotation import rotated
+from fakequant.numerics.philox import draw_seed
+from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
+from fakequant.ops.graph_operators import quantize_as_node
 from fakequant.ops.tracing import is_recorded
-
-_AXES = {-1: 0, 0: 1}
-"""Where the axes of a specification are in an operand, whose first axis is the one that the product sums over."""
-_SIGNS = 0x9E3779B97F4A7C15
-"""Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
-as NVIDIA's recipe has it."""
 
 
 class Factor(NamedTuple):
@@ -59,62 +53,30 @@ class Gradients(NamedTuple):
 
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         """dx = dy W in a shape, for dy [rows, out, ...] and a weight of the product."""
-        dy, weight = self._operands(dy.transpose(0, 1), self.product.by_output(weight), self.config.weight)
-        return self.product.of_input(dy.transpose(0, 1), weight, shape)
+        dy, weight = self._operands(dy, 1, self.product.by_output(weight), "weight")
+        return self.product.of_input(dy, weight, shape)
 
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
         """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
-        return self.product.of_weight(*self._operands(dy, x, self.config.input), shape)
+        return self.product.of_weight(*self._operands(dy, 0, x, "input"), shape)
 
-    def _operands(self, dy: Tensor, other: Tensor, spec: QuantSpec | None) -> tuple[Tensor, Tensor]:
-        """Both operands of a sum over their first axes, of which the other is quantized here by `spec`."""
-        block = self.config.hadamard if self.product.rotates else 0
+    def _operands(self, dy: Tensor, axis: int, other: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Operands of a sum over an axis of dy and the first of the other, the other quantized if it has a spec."""
+        block, spec = self.config.hadamard if self.product.rotates else 0, self.config.operands[name, 0]
         if spec is not None:
             if block:
-                dy, other = rotated(dy, block), rotated(other, block)
+                dy, other = rotated(dy, block, axis), rotated(other, block)
             other = _quantized(other, spec)
-        return _quantized(dy, self.config.gradient), other.to(dy.dtype)
+        of_dy = self.config.operands["gradient", axis]
+        assert of_dy is not None, "a configuration has one of the gradient"
+        return _quantized(dy, of_dy), other.to(dy.dtype)
 
 
 def _quantized(x: Tensor, spec: QuantSpec) -> Tensor:
-    along = _along if library.needs_tracing(x) else _along_once
-    return library.fake_quantize_dynamic(x, along(spec))
-
-
-def _along(spec: QuantSpec) -> QuantSpec:
-    return spec.regrouped(lambda one: one.remap_axes(_AXES))
-
-
-_along_once = lru_cache(maxsize=1024)(_along)  # torch.compile warns of a cache
-
-
-def rotated(x: Tensor, block: int) -> Tensor:
-    """x with blocks of its first axis multiplied by a Hadamard matrix with random signs, the last filled with zeros.
-
-    The matrix is orthogonal: rounding aside, a sum of products along the axis stays what it is.
-
-    >>> x = torch.tensor([[8.0], [0.0], [0.0]])
-    >>> rotated(x, 4).flatten()
-    tensor([-4., -4., -4., -4.])
-    """
-    rows, device = x.shape[0], x.device
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, math.prod(x.shape[1:]))
-    if missing := -rows % block:  # a copy
-        wide = F.pad(wide, (0, 0, 0, missing))
-    blocks = wide.unflatten(0, (-1, block))
-    made = _signed_hadamard if library.needs_tracing(x) else _made_once
-    # A backward pass that begins within autocast would multiply in half precision.
-    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
-        y = (made(block, wide.dtype, device) @ blocks).flatten(0, 1).to(x.dtype)
-    return y.unflatten(1, x.shape[1:])
-
-
-def _signed_hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)])
-    return (hadamard(block) * signs).to(device, dtype)
-
-
-_made_once = lru_cache(maxsize=64)(_signed_hadamard)  # 60 us of the 90 us that a matrix of 128 x 128 took on a CPU
+    if not torch.compiler.is_compiling():
+        return library.fake_quantize_dynamic(x, spec)
+    # One node of the graph: as operations of torch 1M elements take twice as long, and the compiler many times.
+    return quantize_as_node(x, spec, seed=draw_seed() if spec.rounding is Rounding.STOCHASTIC else None)
 
 
 class WeightedSum(ABC):
