@@ -113,6 +113,7 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
     ("change", "message"),
     [
         ({"teacher": "slef"}, 'the teacher must be a module, or "self"'),
+        ({"keep": True}, "its weights move; give a float model"),
         ({"weight": 0.0}, r"weight=0.0\): must be above 0"),
         ({"temperature": 0.0}, r"temperature=0.0\): must be positive"),
         ({"features": "0"}, r"give a tuple, such as \('0',\)"),
@@ -208,3 +209,58 @@ def test_a_mask_that_fits_nothing_is_refused() -> None:
         fq.qat.finetune(model, [batch], no_loss, schedule, mask="keep")
     with pytest.raises(ConfigError, match=r"mask must be a function of a batch, or a key"):
         Distillation(mask=3)  # pyright: ignore[reportArgumentType]
+
+
+class Counted(nn.Module):
+    """A network that counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.runs = net(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.net(x)
+
+
+def test_what_a_teacher_gave_is_kept_to_the_bit() -> None:
+    found, epochs = [], fq.qat.Schedule(original_lr=10.0, original_epochs=30)
+    for keep in (False, True):
+        model, teacher = student(), Counted()
+        torch.manual_seed(3)
+        history = fq.qat.finetune(
+            model, BATCHES, F.cross_entropy, epochs, teacher=Distillation(teacher, weight=0.7, keep=keep)
+        )
+        found.append((history, model.state_dict()))
+        assert teacher.runs == (2 if keep else 6)
+    (history, wanted), (kept, state) = found
+    assert kept == history
+    for name, value in wanted.items():
+        assert_same_bits(state[name], value, name)
+
+
+def test_other_batches_and_a_changed_teacher_are_computed() -> None:
+    teacher = Counted()
+    one = Distillation(teacher, keep=True)
+
+    def asked(x: Tensor) -> float:
+        return float(one.student(student(), lambda model: model(x))[1])
+
+    first = asked(X)
+    assert asked(X.clone()) == first
+    assert teacher.runs == 1
+    assert asked(X[:32]) != first
+    with torch.no_grad():
+        teacher.net[4].weight.mul_(2.0)
+    assert asked(X) != first
+    teacher.net[1].running_mean.add_(1.0)  # type: ignore[operator]
+    asked(X)
+    assert teacher.runs == 4
+
+
+def test_kept_features_are_those_of_their_batch() -> None:
+    teacher = net()
+    kept, anew = (Distillation(teacher, features=("0", "4"), keep=keep) for keep in (True, False))
+    for x in (X[:8], X[8:16], X[:8]):
+        values = [float(one.student(student(), lambda model, x=x: model(x))[1]) for one in (kept, anew)]
+        assert values[0] == values[1]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant.data.digest import digest
 from fakequant.data.token_mask import Mask, TokenMask
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.modes import disabled, in_eval_mode
@@ -43,9 +45,12 @@ class Distillation:
         mask: which tokens count, as for `calibrate`. Tokens whose label is -100 do not count either. By default these
             are left out, and where there are none those of "attention_mask" in a batch. An output with other leading
             axes than the mask counts as a whole.
+        keep: whether what the teacher gives for a batch is kept in memory, whole and as it is, for when the same batch
+            comes again. A batch is known by the digest of what the teacher gets, so that a loader that shuffles or
+            changes its samples finds nothing: give a list of batches.
 
     Raises:
-        ConfigError: a weight, temperature or teacher out of these.
+        ConfigError: a weight, temperature or teacher out of these, or `keep` with the teacher "self".
 
     >>> Distillation("self", weight=0.9, temperature=2.0).weight
     0.9
@@ -58,6 +63,8 @@ class Distillation:
     logits: Callable[[Any], Tensor] | None = None
     axis: int = -1
     mask: Mask | None = None
+    keep: bool = False
+    _kept: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.teacher, nn.Module) or self.teacher == "self"):
@@ -66,6 +73,8 @@ class Distillation:
             raise ConfigError(f"Distillation(weight={self.weight}): must be above 0 and at most 1")
         if not self.temperature > 0:
             raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
+        if self.keep and self.teacher == "self":
+            raise ConfigError('Distillation("self", keep=True): its weights move; give a float model as the teacher')
         TokenMask(self.mask)
         if isinstance(self.features, str):
             raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
@@ -130,7 +139,7 @@ class Distillation:
             contexts.enter_context(in_eval_mode(teacher))
             if teacher is model:
                 contexts.enter_context(disabled(model))
-            _, wanted = self._run(teacher, forward)
+            wanted = self._wanted(teacher, forward)
         for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
             if x.shape != y.shape:
                 raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
@@ -168,10 +177,35 @@ class Distillation:
             outputs = forward(model)
         return outputs, self.compared(outputs, seen)
 
+    def _wanted(self, teacher: nn.Module, forward: Callable[[nn.Module], Any]) -> list[Tensor]:
+        """What the teacher gives for a batch, or gave for it before."""
+        if not self.keep:
+            return self._run(teacher, forward)[1]
+        asked = _Asked(teacher)
+        forward(asked)
+        key = digest([asked.given, [(p.data_ptr(), p._version) for p in (*teacher.parameters(), *teacher.buffers())]])
+        if key not in self._kept:
+            args, kwargs = asked.given
+            self._kept[key] = self._run(teacher, lambda model: model(*args, **kwargs))[1]
+        return self._kept[key]
+
     def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
         student = F.log_softmax(own.float() / self.temperature, self.axis)
         teacher = F.log_softmax(wanted.float() / self.temperature, self.axis)
         return F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis) * self.temperature**2
+
+
+class _Asked(nn.Module):
+    """Stands for a model to see with what it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+
+        @wraps(model.forward)  # whose signature says which items of a batch are its arguments
+        def note(*args: Any, **kwargs: Any) -> None:
+            self.given = (args, kwargs)
+
+        self.forward = note
 
 
 def _is_mask(value: Any) -> bool:
