@@ -212,13 +212,14 @@ def test_layers_may_be_given_as_classes() -> None:
         ),
         (lambda: Rule(layers=8), "layers must be class names or classes, got 8"),
         (lambda: Config("c", ["stem"]), "made of rules, got 'stem'"),
+        (lambda: Config(Rule("a"), Rule("b")), "a text, got .*; write Config"),
         (lambda: prepare(small_net(), "INT9"), "unknown preset 'INT9'; did you mean INT8"),
         (
             lambda: prepare(small_net(), Config("c", Rule(weight="int8 per_channel(5)"))),
             r"stem: per_channel\(5\) on shape \(8, 1, 3, 3\): axis 5 is out of range",
         ),
     ],
-    ids=["rule", "layers", "number", "config", "preset", "granularity"],
+    ids=["rule", "layers", "number", "config", "two rules", "preset", "granularity"],
 )
 def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

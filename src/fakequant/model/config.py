@@ -211,14 +211,14 @@ class Config:
     rules: tuple[Rule, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) and not self.rules:
-            object.__setattr__(self, "rules", self.name)
-            object.__setattr__(self, "name", "own rules")
-        several = isinstance(self.rules, Iterable) and not isinstance(self.rules, str)
-        rules = tuple(self.rules) if several else (self.rules,)
+        is_named = isinstance(self.name, str)
+        if self.rules and not is_named:
+            raise ConfigError(f"a configuration's name is a text, got {self.name!r:.60}; write Config([rule, rule])")
+        given = self.rules if is_named else self.name
+        rules = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
         if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
             raise ConfigError(f"a configuration is made of rules, got {wrong[0]!r:.80}; write Rule(pattern, preset)")
-        object.__setattr__(self, "rules", rules)
+        vars(self).update(name=self.name if is_named else "own rules", rules=rules)
 
     def __repr__(self) -> str:
         return f"Config({self.name!r}, {len(self.rules)} {'rule' if len(self.rules) == 1 else 'rules'})"
