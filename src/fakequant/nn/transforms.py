@@ -67,9 +67,8 @@ class ChannelScale(InputTransform):
 
     @classmethod
     def of(cls, layer: Any, **options: int) -> ChannelScale:
-        groups = getattr(layer, "groups", 1)
-        scale = cls(layer.weight.shape[1] * groups, -(layer.weight.dim() - 1))
-        return scale.to(layer.weight.device)
+        groups, weight = getattr(layer, "groups", 1), _first_weight(layer)
+        return cls(weight.shape[1] * groups, 1 - weight.dim()).to(weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale.view(self._shape).to(x.dtype)
@@ -100,13 +99,14 @@ class BlockHadamard(InputTransform):
 
     @classmethod
     def of(cls, layer: Any, *, block: int = 0, **options: int) -> BlockHadamard:
-        features = layer.weight.shape[1]
-        if layer.weight.dim() != 2 or block < 2 or block & (block - 1) or features % block:
+        weight = _first_weight(layer)
+        features = weight.shape[1]
+        if weight.dim() != 2 or block < 2 or block & (block - 1) or features % block:
             raise ConfigError(
                 f"blocks of {block} do not divide the {features} features of a {type(layer).__name__} into rotations; "
                 "give a power of two that divides them, for a linear layer"
             )
-        return cls(block).to(layer.weight.device)
+        return cls(block).to(weight.device)
 
     def options(self) -> dict[str, int]:
         return {"block": self.matrix.shape[0]}
@@ -136,7 +136,7 @@ class ScaledHadamard(BlockHadamard):
     @classmethod
     def of(cls, layer: Any, *, block: int = 0, **options: int) -> ScaledHadamard:
         found = cast("ScaledHadamard", super().of(layer, block=block))
-        found.register_buffer("scale", torch.ones_like(layer.weight[0], dtype=torch.float32))
+        found.register_buffer("scale", torch.ones_like(_first_weight(layer)[0], dtype=torch.float32))
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,11 +164,12 @@ class Permutation(InputTransform):
 
     @classmethod
     def of(cls, layer: Any, **options: int) -> Permutation:
-        if layer.weight.dim() != 2:
+        weight = _first_weight(layer)
+        if weight.dim() != 2:
             raise ConfigError(
                 f"a permutation orders the inputs of a linear layer, and this is a {type(layer).__name__}"
             )
-        return cls(layer.weight.shape[1]).to(layer.weight.device)
+        return cls(weight.shape[1]).to(weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         return x.index_select(-1, self.order)
@@ -185,6 +186,12 @@ class Permutation(InputTransform):
             args[-1].append(f"{prefix}order names inputs twice, or others than the {len(self.order)} that there are.")
             return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _first_weight(layer: Any) -> Tensor:
+    """The weight that multiplies a layer's first input; of a recurrent layer that of the first of its layers."""
+    name = next(name for name in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, name))
+    return cast("Tensor", getattr(layer, name))
 
 
 def hadamard(size: int) -> Tensor:

@@ -15,7 +15,7 @@ _READS = {"in_proj_weight": (0, 1, 2), "q_proj_weight": (0,), "k_proj_weight": (
 
 
 class _Projection(MatrixProduct):
-    takes_transform = False
+    readers = 0
 
     @property
     def input_transform(self) -> None:

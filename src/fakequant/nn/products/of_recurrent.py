@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.transforms import InputTransform
 from fakequant.numerics.spec import QuantSpec
 
 _PREFIX = "weight_"
@@ -22,13 +23,24 @@ class GateProduct(MatrixProduct):
     cell those that its calls get.
     """
 
-    takes_transform = False
     has_steps = True
+
+    @property
+    def readers(self) -> int:  # type: ignore[override]
+        """Those of both directions; 0 for the inputs of inner layers and for hidden states."""
+        if self._seen not in ("ih", "ih_l0"):
+            return 0
+        return 2 if getattr(self.layer, "bidirectional", False) else 1
 
     @property
     def _ending(self) -> str:
         """What the names of weight and bias end with: "ih_l0_reverse" of a layer, "hh" of a cell."""
         return self.name.removeprefix(_PREFIX)
+
+    @property
+    def _seen(self) -> str:
+        """What it is multiplied with: both directions see the same inputs, and each its own hidden states."""
+        return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
 
     @property
     def input_attribute(self) -> str:
@@ -41,15 +53,15 @@ class GateProduct(MatrixProduct):
         return getattr(self.layer, self.input_attribute, None)
 
     @property
-    def input_transform(self) -> None:
-        return None
+    def input_transform(self) -> InputTransform | None:
+        return self.layer.input_transform if self.readers else None
 
     @property
     def bias(self) -> tuple[nn.Parameter | None, slice]:
         return self.layer._parameters.get(f"bias_{self._ending}"), slice(None)
 
     def makes_same_rows(self, other: MatrixProduct) -> bool:
-        return self is other
+        return isinstance(other, GateProduct) and self.layer is other.layer and self._seen == other._seen
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
         def see(attribute: str, rows: Callable[[], Tensor]) -> None:
@@ -60,7 +72,8 @@ class GateProduct(MatrixProduct):
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows [n, steps, columns], or [n, columns] of one step, as the steps see them."""
-        (x,), quantizer = inputs, self.input_quantizer
+        (x,), quantizer, transform = inputs, self.input_quantizer, self.input_transform
+        x = x if transform is None else transform(x)
         if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec):
             return (self.layer.quantized(self.input_attribute, x),)
         return (torch.stack([quantizer(step) for step in x.unbind(1)], 1),)

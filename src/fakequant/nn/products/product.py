@@ -156,8 +156,8 @@ class Product:
 class MatrixProduct(Product):
     """Rows of an input multiplied with a weight [out, in], as a linear layer does."""
 
-    takes_transform: ClassVar[bool] = True
-    """Whether a transform of the input can stand before it."""
+    readers: int = 1
+    """How many weights of the layer multiply its first input: a transform changes all; 0 where none can stand there."""
 
     takes_parts: ClassVar[bool] = False
     """Whether rows may be taken in parts of the input's channels."""
@@ -298,7 +298,7 @@ def with_attributes(layer: Any, **attributes: Any) -> Any:
 class TurnedProduct(MatrixProduct):
     """Rows of an input multiplied with a weight [in, out, ...]."""
 
-    takes_transform = False
+    readers = 0
 
     @property
     def columns(self) -> int:

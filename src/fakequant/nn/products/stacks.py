@@ -22,7 +22,7 @@ class ExpertProduct(MatrixProduct):
     arguments, before the quantizer.
     """
 
-    takes_transform = False
+    readers = 0
     is_stack = True
 
     @property

@@ -52,8 +52,12 @@ class StepQuantizers(Protocol):
         """The weights as the products of all steps see them."""
         ...
 
+    def transformed(self, x: Tensor) -> Tensor:
+        """The input [n, in] of a step before its quantizer."""
+        ...
+
     def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Input [n, in] and hidden state [n, hidden] as the products of one step see them."""
+        """Transformed input [n, in] and hidden state [n, hidden] as the products of one step see them."""
         ...
 
 
@@ -74,6 +78,9 @@ class GateQuantizers(NamedTuple):
         input, hidden = joined.split([weights.input.shape[1], weights.hidden.shape[1]], 1)
         return weights._replace(input=input, hidden=hidden)
 
+    def transformed(self, x: Tensor) -> Tensor:
+        return x
+
     def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         joined = self.input(torch.cat([x, hidden], 1))
         x, hidden = joined.split([x.shape[1], hidden.shape[1]], 1)
@@ -90,7 +97,8 @@ def step(
         x: [n, in]
         before: the weights before they were quantized.
     """
-    plain_x, (x, hidden) = x, quantizers.factors(x, state[0])
+    plain_x = quantizers.transformed(x)
+    x, hidden = quantizers.factors(plain_x, state[0])
     if is_trained(quantizers.gradient):
         multiply = partial(multiplied, LinearSum(), quantizers.gradient)
         own = multiply(Factor(x, plain_x), Factor(weights.input, before.input), weights.input_bias)

@@ -32,7 +32,11 @@ class _Separate(NamedTuple):
     hidden: Callable[[Tensor], Tensor]
     input_weight: Callable[[Tensor], Tensor]
     hidden_weight: Callable[[Tensor], Tensor]
+    transform: Callable[[Tensor], Tensor]
     gradient: GradientConfig | None
+
+    def transformed(self, x: Tensor) -> Tensor:
+        return self.transform(x)
 
     def weights(self, weights: GateWeights) -> GateWeights:
         return weights._replace(input=self.input_weight(weights.input), hidden=self.hidden_weight(weights.hidden))
@@ -41,8 +45,8 @@ class _Separate(NamedTuple):
         return self.input(x), self.hidden(hidden)
 
 
-_Hidden = Callable[[StepQuantizers], Sequence[Tensor]]
-"""The hidden states before every step, with given quantizers."""
+_Rows = Callable[[], Tensor]
+"""The rows of all steps, made when something looks at them."""
 
 
 def _names(suffix: str) -> tuple[str, str, str, str]:
@@ -89,25 +93,36 @@ class Recurrent(Watched, QuantizedLayer):
     def _quantizers(self) -> list[_Separate] | None:
         """Those of every layer in each direction; None if all are off, and nothing watches."""
         suffixes = self.suffixes(self)
-        if not self.is_watched and not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
+        is_on = any(self.is_on(name) for suffix in suffixes for name in _names(suffix))
+        if not is_on and not self.is_watched and self.input_transform is None:
             return None
-        held = [tuple(getattr(self, name) or _as_it_is for name in _names(suffix)) for suffix in suffixes]
-        return [_Separate(*own, gradient=self.gradient) for own in held]
+        found = []
+        for suffix in suffixes:
+            held = tuple(getattr(self, name) or _as_it_is for name in _names(suffix))
+            is_first = suffix.removesuffix("_reverse") in ("", "_l0")
+            transform = self._transformed if is_first else _as_it_is
+            found.append(_Separate(*held, transform=transform, gradient=self.gradient))
+        return found
 
-    def _show(self, own: _Separate, place: int, steps: Sequence[Tensor], hidden: _Hidden) -> None:
+    def _transformed(self, x: Tensor) -> Tensor:
+        transform = self.input_transform  # now: what watches a layer may give it one before its steps run
+        return x if transform is None else transform(x)
+
+    def _show(self, own: _Separate, place: int, inputs: _Rows, hidden: Callable[[StepQuantizers], Tensor]) -> None:
         *_, input_weight, hidden_weight = _names(self.suffixes(self)[place])
-        self.show(input_weight, cache(lambda: self._rows(steps)))
+        self.show(input_weight, inputs)
         # What is chosen for the weight will be nearer to it than what rounding to nearest gives.
         exact = own._replace(hidden_weight=_as_it_is)
-        self.show(hidden_weight, cache(lambda: self._rows(hidden(exact))))
-
-    def _rows(self, steps: Sequence[Tensor]) -> Tensor:
-        is_packed = any(len(x) != len(steps[0]) for x in steps)
-        return torch.cat([*steps])[None] if is_packed else torch.stack([*steps], 1)
+        self.show(hidden_weight, cache(lambda: hidden(exact)))
 
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def _rows(steps: Sequence[Tensor]) -> Tensor:
+    is_packed = any(len(x) != len(steps[0]) for x in steps)
+    return torch.cat([*steps])[None] if is_packed else torch.stack([*steps], 1)
 
 
 class _RecurrentLayer(Recurrent):
@@ -140,8 +155,13 @@ class _RecurrentLayer(Recurrent):
             return self._looped(input, hx)
         if not isinstance(input, PackedSequence) and input.dim() in (2, 3):
             self._check_steps(input.shape[1 if layer.batch_first and input.dim() == 3 else 0], why_not)
-        show = (lambda place, *seen: self._show(quantizers[place], place, *seen)) if self.is_watched else None
-        return unroll(layer, input, hx, quantizers, show)
+        inputs: dict[int, _Rows] = {}  # one tensor for both directions
+
+        def show(place: int, steps: Sequence[Tensor], hidden: Callable[[StepQuantizers], Sequence[Tensor]]) -> None:
+            seen = inputs.setdefault(id(steps), cache(lambda: _rows(steps)))
+            self._show(quantizers[place], place, seen, lambda own: _rows(hidden(own)))
+
+        return unroll(layer, input, hx, quantizers, show if self.is_watched else None)
 
     def _check_steps(self, steps: Any, why_not: str | None) -> None:
         """Say before the work that each step is written, or that this cannot be where their number is dynamic."""
@@ -161,7 +181,7 @@ class _RecurrentLayer(Recurrent):
     def _looped(self, input: Tensor, hx: Any) -> Any:
         layer, is_lstm = cast("nn.RNNBase", self), cast("nn.RNNBase", self).mode == "LSTM"
         steps_axis = 1 if layer.batch_first and input.dim() == 3 else 0
-        x = input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, steps_axis)
+        x = self._transformed(input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, steps_axis))
         quantizers = self._of_loops()
         given = [x.new_zeros(len(quantizers), x.shape[1], layer.hidden_size)] * (2 if is_lstm else 1)
         if hx is not None:
@@ -191,9 +211,6 @@ class QuantRNN(_RecurrentLayer, nn.RNN):
 class _RecurrentCell(Recurrent):
     mode: ClassVar[str]
 
-    def _rows(self, steps: Sequence[Tensor]) -> Tensor:
-        return steps[0]
-
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """The state after one step as the float cell returns it, of the same arguments."""
         if isinstance(input, Proxy):
@@ -207,7 +224,7 @@ class _RecurrentCell(Recurrent):
         given = ((zeros, zeros) if is_lstm else zeros) if hx is None else hx
         state = tuple(torch.atleast_2d(s) for s in (given if is_lstm else (given,)))
         if self.is_watched:
-            self._show(quantizers[0], 0, (x,), lambda _: (state[0],))
+            self._show(quantizers[0], 0, lambda: x, lambda _: state[0])
         own = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
         after = step(self._mode(), x, state, quantizers[0].weights(own), quantizers[0], own)
         if input.dim() == 1:

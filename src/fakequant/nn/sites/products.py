@@ -36,7 +36,7 @@ class SiteProduct(Product):
 class _Linear(SiteProduct, MatrixProduct):
     """Rows of an operand of a function multiplied with its other operand, a weight [out, in]."""
 
-    takes_transform = False
+    readers = 0
     varies = False
     """Whether calls have other options than the first one: its rows are not those of the others."""
     _bias: nn.Parameter | None = None

@@ -24,7 +24,7 @@ from fakequant.ptq.solvers.layer import Choice, choose, on_device
 from fakequant.ptq.solvers.parts import WIDEST_HALVED, Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, GatheredSums, InputSums, drift_share, stacked
-from fakequant.ptq.solvers.transforms import put, set_params, transform
+from fakequant.ptq.solvers.transforms import put, set_params, take_transform, transform
 
 StepsOf = Callable[[str], Sequence[str]]
 """Gives the steps for a layer by its name."""
@@ -146,7 +146,7 @@ class Collector:
             set_params(group, params)
             left["input"] = after / before if before else 1.0
         asked = [step for step in TRANSFORMS if step in steps]
-        if asked and group[0].input_transform is None:
+        if asked and group[0].input_transform is None and take_transform(group):
             chosen = transform(group, inputs, asked)
             left |= {step: chosen.after / chosen.before if step == chosen.step else 1.0 for step in asked}
             if chosen.transform is not None:

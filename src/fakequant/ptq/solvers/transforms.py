@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,12 @@ class _Candidate(NamedTuple):
     step: str
 
 
+def take_transform(layers: Sequence[MatrixProduct]) -> bool:
+    """Whether a transform can stand before the input of layers, and all its readers are among them."""
+    counts = Counter(layer.layer for layer in layers)
+    return all(counts[layer.layer] == layer.readers for layer in layers)
+
+
 @torch.no_grad()
 def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str]) -> Transformed:
     """Transform an input, if that lowers the error of its layers; what costs more at run time must win more.
@@ -63,8 +70,6 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
             multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). Of both, there is also the
             rotation after the division.
     """
-    if not all(layer.takes_transform for layer in layers):
-        return Transformed(None, 0.0, 0.0)
     judge, found = _Judge(layers, inputs), list[_Candidate]()
     plain = least = judge.loss(lambda _: None)
     for family in _families(layers, inputs, steps, found):
