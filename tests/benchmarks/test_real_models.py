@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import fakequant as fq
 from benchmarks.real import __main__ as real
-from benchmarks.real import next_steps
+from benchmarks.real import encoder, next_steps
 
 COST = {"seconds": 1.0, "bytes": 10_000_000}
 
@@ -61,3 +63,20 @@ def test_the_table_has_a_line_for_each_step() -> None:
 def test_a_step_may_cost_a_hundredth_of_the_error() -> None:
     assert not next_steps.is_worse({"before": 30.0, "after": 29.97})
     assert next_steps.is_worse({"before": 30.0, "after": 29.95})
+
+
+def test_the_encoder_gets_formats_that_exist_and_sentences_of_documentation() -> None:
+    for row in encoder.ROWS:
+        for spec in filter(None, (row.weight, row.input)):
+            fq.QuantSpec.parse(spec.removesuffix(" dynamic"))
+    found = encoder.sentences()
+    assert len({*found}) == encoder.CHOOSE + encoder.JUDGE
+    assert found == encoder.sentences()
+
+
+def test_embeddings_are_alike_by_direction_and_neighbour() -> None:
+    exact = torch.eye(4) + torch.eye(4)[[1, 0, 3, 2]] / 2
+    assert encoder.alike(exact, exact) == pytest.approx((1.0, 1.0))
+    cosine, same = encoder.alike(exact, torch.cat([exact[:3], exact[:1]]))
+    assert cosine == pytest.approx(0.75)
+    assert same == 0.25

@@ -38,9 +38,9 @@ def improved(batches: list[Tensor], steps: list[str]) -> Any:
     ("batches", "expected"),
     [
         ([rows(2000, seed) for seed in range(4)], 0.01),
-        ([rows(100, seed, flips=True) for seed in range(4)], 0.2),
-        ([rows(400, 0, flips=True)], 0.2),
-        ([torch.zeros(8, COLUMNS)], 0.05),
+        ([rows(100, seed, flips=True) for seed in range(4)], 0.8),
+        ([rows(400, 0, flips=True)], 0.8),
+        ([torch.zeros(8, COLUMNS)], 3.05),
     ],
     ids=["alike", "unlike", "unlike, one batch", "nothing to tell"],
 )
@@ -54,7 +54,7 @@ def test_the_damping_follows_the_rows(batches: list[Tensor], expected: float, mo
     monkeypatch.setattr(solver, "_best_damping", kept)
     improved(batches, ["gptq", "damping"])
     assert found == [expected]
-    monkeypatch.setattr(solver, "_best_damping", lambda *_: 0.05)
+    monkeypatch.setattr(solver, "_best_damping", lambda *_: None)
     fixed = improved(batches, ["gptq"])[0][0].weight
     assert_same_bits(fixed, improved(batches, ["gptq", "damping"])[0][0].weight)
 

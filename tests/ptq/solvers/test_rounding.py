@@ -49,7 +49,7 @@ def test_values_are_those_by_the_inverse(name: str) -> None:
     assert torch.equal(library.fake_quantize(found, params, spec), found)
 
 
-def problem(weight: Tensor, x: Tensor, float_x: Tensor | None = None) -> Problem:
+def problem(weight: Tensor, x: Tensor, float_x: Tensor | None = None, damping: float | None = None) -> Problem:
     """The problem of a layer with inputs [rows, columns], and other ones in the float model."""
     sums = InputSums()
     sums.add(x[None])
@@ -57,7 +57,7 @@ def problem(weight: Tensor, x: Tensor, float_x: Tensor | None = None) -> Problem
         sums = sums.with_drift(Drift.of(weight[None]))
         assert sums.drift is not None
         sums.drift.add(x[None], float_x[None], weight[None])
-    return Problem(weight, sums)
+    return Problem(weight, sums, damping)
 
 
 @pytest.mark.parametrize("with_drift", [False, True])
@@ -76,15 +76,17 @@ def test_a_loss_is_that_of_the_outputs(with_drift: bool) -> None:
 
 @pytest.mark.parametrize("with_drift", [False, True])
 @pytest.mark.parametrize("kind", ["random", "dead columns", "few rows"])
-def test_gptq_knows_what_its_values_lose(kind: str, with_drift: bool) -> None:
+@pytest.mark.parametrize("damping", [None, DAMPING])
+def test_gptq_knows_what_its_values_lose(damping: float | None, kind: str, with_drift: bool) -> None:
     x, generator = inputs(), torch.Generator().manual_seed(2)
     x = x[:40] if kind == "few rows" else x
     if kind == "dead columns":
         x[:, ::3] = 0
     weight, spec = torch.randn(OUT, COLUMNS, generator=generator), fq.QuantSpec.parse("int4 per_channel(0)")
     float_x = x + 0.1 * torch.randn(x.shape, generator=generator) if with_drift else None
-    own, grid = problem(weight, x, float_x), WeightGrid(spec, fq.choose_qparams(weight, spec), weight.shape)
+    own, grid = problem(weight, x, float_x, damping), WeightGrid(spec, fq.choose_qparams(weight, spec), weight.shape)
     values, loss = gptq_and_loss(weight, own.sums.moments[0], grid, DAMPING, own.pull(0))
-    torch.testing.assert_close(own.loss_of(loss), own.loss(values), rtol=1e-4, atol=1e-6 * own.energy())
-    if with_drift:  # it makes good some of it
+    torch.testing.assert_close(own.loss_of(loss, values), own.loss(values), rtol=1e-4, atol=1e-6 * own.energy())
+    if with_drift:  # it makes good some of it, with a damping of its own less for few rows
+        assert own.share == (1 if damping is None else len(x) / (len(x) + COLUMNS))
         assert own.loss(values) < own.loss(gptq(weight, own.sums.moments[0], grid, DAMPING))

@@ -96,7 +96,7 @@ class WeightGrid:
         y = y if sign is None else y * sign
         return (y if offset is None else y - offset).to(values.dtype)
 
-    def rows(self, part: slice) -> WeightGrid:
+    def rows(self, part: slice | Tensor) -> WeightGrid:
         """The grid of some rows of the matrix."""
         grid = object.__new__(WeightGrid)
         vars(grid).update({name: own[:, part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})

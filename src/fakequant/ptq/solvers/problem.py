@@ -28,10 +28,11 @@ class Problem:
     Args:
         weight: float [out, ...], the groups of a convolution one after the other.
         sums: over the inputs of the layer.
-        damping: what solvers add to the diagonal of the moments for however many rows, as a share of its mean.
+        damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows,
+            and solvers make good the whole drift.
     """
 
-    def __init__(self, weight: Tensor, sums: InputSums, damping: float = DAMPING) -> None:
+    def __init__(self, weight: Tensor, sums: InputSums, damping: float | None = None) -> None:
         self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
         self.sums = sums
         self.weight = weight.float().reshape(self._matrix_shape)
@@ -42,8 +43,10 @@ class Problem:
         self.prior = _PRIOR * min(columns_per_row, columns_per_row**4)
         """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
         columns cancel less for new rows than for those that were seen."""
-        self.damping = damping + self.prior
+        self.damping = DAMPING + self.prior if damping is None else damping
         """What solvers add in all: one share for codes and for drift."""
+        self.share = 1.0 if damping is None else 1 / (1 + columns_per_row)
+        """How much of the drift solvers make good: few rows show a drift that new rows do not have."""
 
     def loss(self, chosen: Tensor) -> float:
         """The error of values in the shape of the weight."""
@@ -81,11 +84,13 @@ class Problem:
         return max(found, torch.finfo(torch.float64).tiny)
 
     def pull(self, group: int) -> Tensor | None:
-        """What the drift adds to the error of a group, P."""
-        return None if self._pull is None else self._pull[group]
+        """What the drift adds to the error of a group, P, as far as solvers make it good."""
+        return None if self._pull is None else self._pull[group] * self.share
 
-    def loss_of(self, solved: float) -> float:
-        """The error of values whose tr(E H E^T) + 2 tr(P E^T) a solver gave."""
+    def loss_of(self, solved: float, chosen: Tensor) -> float:
+        """The error of values whose tr(E H E^T) + 2 tr(P E^T) a solver gave, with P as `pull` gives it."""
+        if self._pull is not None:
+            solved += 2 * (1 - self.share) * _inner(self._pull, self._error(chosen))
         return max(solved + self._constant, 0.0)
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
@@ -104,7 +109,7 @@ class Problem:
         moments = self.sums.moments[group]
         unit = mean_of_diagonal(moments)
         factor, _ = damped_factor(by_unit(moments, unit), self.damping)
-        found = by_unit(self._pull[group], unit)
+        found = by_unit(self._pull[group] * self.share, unit)
         half = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
         torch.linalg.solve_triangular(factor, half, upper=False, left=False, out=found)
         return found.add_(self.weight[group])

@@ -157,6 +157,14 @@ class InputSums:
         vars(found).update(vars(self), drift=drift)
         return found
 
+    def of_outputs(self, part: slice) -> InputSums:
+        """The sums, not copied, with the drift of some outputs of each group."""
+        drift = self.drift
+        if drift is None:
+            return self
+        of_part = drift.products[:, part], drift.output_total[:, part]
+        return self.with_drift(Drift(drift.total, drift.squares, *of_part, drift.output_squares))
+
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
 
