@@ -75,6 +75,11 @@ class Batches:
             self._numbers[id(batch)] = number  # a later batch may get the id of one that is gone
             yield batch
 
+    @property
+    def calls_once(self) -> bool:
+        """Whether a batch is one call of the model, and not what a user's function makes of it."""
+        return isinstance(self.call, partial) and self.call.func is run_batch
+
     def tracked(self, what: str) -> Iterator[Any]:
         """The batches, with progress shown.
 

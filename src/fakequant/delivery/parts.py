@@ -121,6 +121,8 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     if entry is not None and entry.low_rank:
         return f"a product of rank {entry.low_rank} is added to its output; leave that step out of improve"
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
+    if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
+        return f"its ranges follow {chosen[0].by}, and files have one; calibrate without by="
     if any(one.learned is not None for one in held.values()):
         return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
     scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}

@@ -291,6 +291,9 @@ def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None
         raise ExportError("is observing; finish the calibration")
     if quantizer.global_scale is not None:
         raise ExportError("has a fixed global_scale, which ONNX files cannot have; set it to None")
+    if quantizer.by_value is not None and style is Style.TRT:
+        name = quantizer.by_value.name
+        raise ExportError(f"has ranges by {name}, and TensorRT takes constant scales; calibrate without by=")
     is_weight = quantizer.kind is Kind.WEIGHT
     spec = quantizer.spec
     encoding = check(spec, style, shape, constant=is_weight, dynamic=quantizer.dynamic)

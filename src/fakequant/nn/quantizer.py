@@ -15,6 +15,7 @@ from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.nn.adapters import join_adapters
+from fakequant.nn.ranges.by_value import ByValue, RangesByValue
 from fakequant.nn.ranges.fitted import look
 from fakequant.nn.ranges.fixed_codes import UNUSUAL, FixedCodes
 from fakequant.nn.ranges.global_scale import GlobalScale
@@ -29,7 +30,7 @@ from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
 
 
-class Quantizer(GlobalScale, FixedCodes):
+class Quantizer(GlobalScale, FixedCodes, RangesByValue):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -129,7 +130,7 @@ class Quantizer(GlobalScale, FixedCodes):
             return self._cache.values(x)
         if self._buffers["fixed_codes"] is not None and (y := self.values_of_codes(x)) is not None:
             return y
-        if (scale := self._buffers["scale"]) is not None and not self.dynamic:
+        if (scale := self._buffers["scale"]) is not None and not self.dynamic and self.by_value is None:
             try:
                 return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
             except ShapeError as error:
@@ -140,6 +141,8 @@ class Quantizer(GlobalScale, FixedCodes):
 
     def _by_learned(self, x: Tensor) -> Tensor:
         learned = self.learned
+        if self.by_value is not None:
+            return self.fake_quantize_by_value(x)
         if learned is None:  # never calibrated, as `qparams` will say
             return library.fake_quantize(x, self.qparams(x), self.spec)
         if self.training and x.requires_grad and torch.is_grad_enabled():
@@ -157,7 +160,7 @@ class Quantizer(GlobalScale, FixedCodes):
         """`codes`, without a look at whether the parameters still fit."""
         if (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
-        scale = None if self.dynamic else self._buffers["scale"]
+        scale = None if self.dynamic or self.by_value is not None else self._buffers["scale"]
         params = self.qparams(x) if scale is None else QParams(scale, self._buffers["zero_point"])
         try:
             codes = library.encode(x, params, self.spec)
@@ -178,6 +181,8 @@ class Quantizer(GlobalScale, FixedCodes):
             ShapeError: the parameters were made for tensors of another shape.
         """
         if not self.dynamic and (scale := self._buffers["scale"]) is not None:
+            if self.by_value is not None:
+                return self.params_by_value(x)
             return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
         if self.needs_calibration:
             raise CalibrationError(
@@ -209,7 +214,7 @@ class Quantizer(GlobalScale, FixedCodes):
         )
 
     def _current(self, elements: int = 1) -> QParams:
-        """The parameters of a calibrated quantizer, as they are now."""
+        """The parameters of a calibrated quantizer, as they are now; of ranges by a value, those of all bins."""
         if self.learned is not None:
             return self.learned.qparams(elements)
         assert self.scale is not None
@@ -222,11 +227,12 @@ class Quantizer(GlobalScale, FixedCodes):
         """Set scale and zero point by a range [groups, axes kept], of zeros by `lend`; learning starts from there."""
         self.set_qparams(qparams_of_range(lend(range, self.spec), self.spec))
 
-    def set_qparams(self, params: QParams) -> None:
-        """Set scale and zero point; what is learned starts again from there."""
+    def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None:
+        """Set scale and zero point, with `by_value` those of each bin; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
             self.release_codes()
             self._set(params)
+            self.by_value = by_value
 
     def _set(self, params: QParams) -> None:
         """`set_qparams`, with codes that stand if the weight has their values."""
@@ -250,6 +256,7 @@ class Quantizer(GlobalScale, FixedCodes):
         self._take_away_learned()
         self.release_codes()
         self.scale = self.zero_point = self.global_scale = self.fitted_to = self.seen = self.follows = None
+        self.by_value = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.
@@ -276,6 +283,7 @@ class Quantizer(GlobalScale, FixedCodes):
             raise ConfigError(f"the quantizer {name} is dynamic: its range comes from every tensor anew")
         if not self.calibrated:
             raise ConfigError(f"the quantizer {name} has no range to learn; calibrate it first")
+        self.check_learns()
         with self._named_errors():
             learned = make_learned_range(method, self.spec, **options)
         if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
@@ -383,7 +391,7 @@ class Quantizer(GlobalScale, FixedCodes):
         lowest, highest = scale.min().item(), scale.max().item()
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
-        return [*words, f"learned by {self._method}"] if self.learned is not None else words
+        return [*words, *self.words_by_value(), *([f"learned by {self._method}"] if self.learned is not None else [])]
 
 
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:

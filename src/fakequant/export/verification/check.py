@@ -191,6 +191,8 @@ class SiteCheck:
         record = self.record
         x = values[self._x]
         spec = self._spec if self._quantizer is None else self._quantizer.spec
+        if self._quantizer is not None and self._quantizer.by_value is not None:
+            return self._quantizer.fake_quantize_by_value(x)
         if self._quantizer is not None:
             params = self._quantizer.qparams(x)
         elif record.parameters is Parameters.CONSTANT:

@@ -29,6 +29,7 @@ from fakequant.export.verification.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
+from fakequant.nn.ranges.by_value import ByValue, bins_of_call, call_again
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -103,9 +104,10 @@ def verify_onnx(
             known = _known(batch, record.inputs)
             calls = {} if model is None or report.batches else _calls(model, batch, known, checks)
             values: dict[str, Tensor] = {}
-            for values, indices in plain.run(given):
-                for index in indices:
-                    checks[index].compare(values, calls)
+            with call_again(_bins(model, batch, known)):
+                for values, indices in plain.run(given):
+                    for index in indices:
+                        checks[index].compare(values, calls)
             expected = found = [values[name] for name in plain.outputs]
             if model is not None:
                 expected = _torch_outputs(model, batch, known, found)
@@ -171,6 +173,11 @@ def load_exported(path: Path) -> ModelProto:
     except onnx.checker.ValidationError as error:
         raise VerificationError(f"is damaged: {' '.join(str(error).split())}; export it again") from error
     return model
+
+
+def _bins(model: nn.Module | None, batch: Any, known: int | None) -> Mapping[ByValue, Tensor]:
+    """Which ranges a batch chooses by its values."""
+    return {} if model is None else bins_of_call(model, lambda: run_batch(model, batch, known=known))
 
 
 def _torch_outputs(model: nn.Module, batch: Any, known: int | None, found: list[Tensor]) -> list[Tensor]:

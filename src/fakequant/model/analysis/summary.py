@@ -240,7 +240,9 @@ def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
 def _shown(quantizer: Quantizer) -> str:
     if quantizer.needs_calibration and quantizer.mode is Mode.OFF:  # by `calibrate(unseen="float")`
         return "float"
-    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}{' off' if quantizer.mode is Mode.OFF else ''}"
+    words = [str(quantizer.spec), *quantizer.words_by_value()]
+    words += (["dynamic"] if quantizer.dynamic else []) + (["off"] if quantizer.mode is Mode.OFF else [])
+    return " ".join(words)
 
 
 def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,14 @@ from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.calibration.by_value import (
+    CalibratorByValue,
+    calibrators_of,
+    check_bins,
+    chosen_values,
+    reading,
+    set_range_of,
+)
 from fakequant.model.calibration.choice import AUTO, HeldBack, choose
 from fakequant.model.calibration.observation import Observation, is_chosen
 from fakequant.model.calibration.unseen import check_unseen, leave_in_float, observed
@@ -31,6 +39,7 @@ from fakequant.model.weights import (
 )
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.ranges.by_value import By
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
@@ -50,6 +59,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     mask: Mask | None = None,
     progress: bool | None = None,
     unseen: str = "error",
+    by: By | None = None,
+    bins: int | None = None,
+    boundaries: Sequence[float] | None = None,
     group: Any = None,
     **options: Any,
 ) -> dict[str, Calibrator]:
@@ -91,6 +103,11 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             Layers that need no data, and whose weight another module uses without calling them, stay in float: a
             `CoverageWarning` names them. It names layers that are called, too, if a module reads their weight in the
             first batch of any shape, dtype or flag.
+        by: a value by which each call takes one of several ranges of its inputs, such as the timestep of a diffusion
+            model: the name of an argument of `forward`, or a function that is called with the same arguments. It is a
+            number, or a tensor with one for each row of the batch.
+        bins: how many ranges, by default 10; they hold equally many calls or rows of the batches, which are kept.
+        boundaries: where bins begin, in place of `bins`: [500] makes one below 500 and one from 500 on.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
             merged, and all get the scales that one process would find for all batches. By default that of a model
             wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
@@ -116,19 +133,23 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     """
     check_model(model, "calibrate", "calibrate(model, batches)")
     group = processes_of(model, group)
-    with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
+    with reading(model) as read, restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         with Together(group) as processes:  # an error of one process is raised in all
-            data = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
+            given = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
             check_unseen(unseen)
             found = _chosen(model, pattern)
+            by_value, data = chosen_values(model, given, by, bins, boundaries, processes)
+            if by_value is not None:
+                read(by_value)
             if method == AUTO:
                 weights = {"weight_method": weight_method, "weight_options": weight_options}
                 how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
+                how |= {} if by_value is None else {"by": by_value.by, "boundaries": by_value.boundaries}
                 return _calibrate_by_choice(model, data, group, options, how)
 
             def make(name: str) -> Calibrator:
                 if found[name].kind is Kind.INPUT:
-                    return make_calibrator(method, found[name].spec, **options)
+                    return calibrators_of(by_value, lambda: make_calibrator(method, found[name].spec, **options))
                 named = (
                     "max" if weight_method is None or is_searched(found[name].spec, weight_method) else weight_method
                 )
@@ -137,6 +158,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             job = Observation(model, found, pattern, data, make, processes)
             parts = processes.all(job.observe(shared=group is not None and group.size() > 1))
         job.take(parts)
+        check_bins(by_value, {name: quantizer.calibrator for name, quantizer in job.inputs.items()})
         idle = job.leave_out_unused()
         unreached = job.unseen()
         left = unreached.settle(unseen)
@@ -150,8 +172,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         left += unreached.settle_zeros(unseen, ranges)
         ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
-    used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
-    _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
+        used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
+        _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used
@@ -197,7 +219,9 @@ def recalibrate(
     adopted: dict[str, Calibrator] = {}
     for name, used in calibrators.items():
         if found[name].kind is Kind.INPUT:
-            adopted[name] = make_calibrator(method, found[name].spec, **options)
+            by_value = used.by_value if isinstance(used, CalibratorByValue) else None
+            spec = found[name].spec
+            adopted[name] = calibrators_of(by_value, lambda spec=spec: make_calibrator(method, spec, **options))
             try:
                 adopted[name].load_from(used)
             except ConfigError as error:
@@ -207,9 +231,9 @@ def recalibrate(
     if not adopted:
         raise ConfigError("there is nothing to recalibrate: no calibrator is of an input with fixed ranges")
     ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
-    with restore_on_error(ranges_of(found.values())):
+    with reading(model), restore_on_error(ranges_of(found.values())):
         for name, range in ranges.items():
-            found[name].set_range(range)
+            set_range_of(found[name], adopted[name], range)
         raise_scales(model)
     return adopted
 
@@ -291,7 +315,7 @@ def _set_ranges(
             if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before
                 quantizer.mode = Mode.QUANTIZE
             if name not in weights:
-                quantizer.set_range(range)
+                set_range_of(quantizer, used[name], range)
             elif not weights[name].has_fixed_codes:
                 give_range(weights[name], range, weight_method)
             quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None

@@ -92,7 +92,7 @@ class Observation:
             for name, weight in self.weights.items():
                 if not weight.quantizer.dynamic and not observed(weight.quantizer):
                     weight.quantizer.observe(fresh_weight(weight, name))
-        task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
+        task = [f"{name}: {q.calibrator!r}" for name, q in self.found.items()]
         task += [f"{name}: {q.spec}, {q.dynamic}" for name, q in quantizers(self.model).items()]
         return ProcessPart(task, self._states() if shared else {}, called, self.batches, self.read)
 

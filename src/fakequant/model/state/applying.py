@@ -24,6 +24,7 @@ from fakequant.distributed import (
 )
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
+from fakequant.model.calibration.by_value import follow_values
 from fakequant.model.prepare import attach
 from fakequant.model.state.placing import Placed, Places, check_attributes, check_values, copy_kept, give_memory
 from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
@@ -152,6 +153,7 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
     share_learned(model)
     leave_fast_paths(model)
     share_mesh(model)
+    follow_values(model)
 
 
 def settle(model: nn.Module, plan: Plan) -> None:
@@ -348,7 +350,7 @@ def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
             layer.add_module("_low_rank", LowRank.of(layer, entry.low_rank))
     for attribute, stored in entry.quantizers.items():
         quantizer: Quantizer = getattr(layer, attribute)
-        quantizer.mode = stored.mode
+        quantizer.mode, quantizer.by_value = stored.mode, stored.make_by_value()
         if (learned := stored.make_learned()) is not None:
             quantizer.attach_learned(learned)
 

@@ -16,6 +16,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.folded import FoldedLayer
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.ranges.by_value import ByValue
 from fakequant.nn.ranges.learned import LearnedRange, make_learned_range
 
 P = TypeVar("P", bound="Plan")
@@ -30,17 +31,47 @@ class LearnedEntry:
 
 
 @dataclass(frozen=True)
+class ByValueEntry:
+    """The argument by which ranges are chosen, and where their bins begin."""
+
+    by: str
+    boundaries: list[float]
+
+    @classmethod
+    def of(cls, quantizer: Quantizer) -> ByValueEntry | None:
+        """That of a quantizer; None for one range.
+
+        Raises:
+            ConfigError: a function chooses, which no file holds.
+        """
+        own = quantizer.by_value
+        if own is None:
+            return None
+        if not isinstance(own.by, str):
+            raise ConfigError(
+                f"the ranges of {quantizer.name or quantizer} follow the function {own.name}, which no file holds; "
+                'calibrate by the name of an argument, such as by="timestep"'
+            )
+        return cls(own.by, list(own.boundaries))
+
+
+@dataclass(frozen=True)
 class QuantizerEntry:
     """One quantizer."""
 
     tensor: TensorConfig
     mode: Mode = field(default=Mode.QUANTIZE, metadata=ALWAYS)
     learned: LearnedEntry | None = field(default=None, metadata=ALWAYS)
+    by_value: ByValueEntry | None = None
 
     @property
     def is_static(self) -> bool:
         """Whether its scale is fixed."""
         return self.learned is None and not self.tensor.dynamic
+
+    def make_by_value(self) -> ByValue | None:
+        """What chooses the range; None where there is one."""
+        return None if self.by_value is None else ByValue(self.by_value.by, self.by_value.boundaries)
 
     def make_learned(self) -> LearnedRange | None:
         """The object that learns the range, without parameters yet; None where nothing is learned."""
@@ -144,6 +175,7 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
         plan: P = value_of(values, "", kind)
         for _, place, held in plan.quantizers():
             _check_learned(held, f"{place}.learned.options")
+            held.make_by_value()
         return plan
     except (SpecError, ConfigError, UnexpectedValue, RecursionError) as error:
         raise CheckpointError(
@@ -171,6 +203,7 @@ def quantizer_values(quantizer: Quantizer) -> dict[str, Any]:
         "tensor": TensorConfig(quantizer.spec, quantizer.dynamic),
         "mode": quantizer.mode,
         "learned": None if learned is None else LearnedEntry(learned.method, learned.options()),
+        "by_value": ByValueEntry.of(quantizer),
     }
 
 

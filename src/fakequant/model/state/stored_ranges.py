@@ -121,9 +121,19 @@ def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: 
         raise QParamsError(f"it holds {', '.join(unknown)}, but learns no range")
     if "scale" in held:
         _check_values(spec, held["scale"], held.get("zero_point"), wide)
-        _check_shape(spec, "scale", held["scale"], weight)
+        _check_shape(spec, "scale", _of_a_bin(entry, held["scale"]), weight)
     elif "zero_point" in held:
         raise QParamsError("it has a zero point, but no scale")
+
+
+def _of_a_bin(entry: QuantizerEntry, scale: Tensor) -> Tensor:
+    """The scales of a bin, where there are several ranges by a value; else the scales."""
+    if entry.by_value is None:
+        return scale
+    count = len(entry.by_value.boundaries) + 1
+    if scale.dim() < 2 or len(scale) != count:
+        raise ShapeError(f"scale has shape {list(scale.shape)}, but there are {count} bins of {entry.by_value.by}")
+    return scale[0]
 
 
 def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:

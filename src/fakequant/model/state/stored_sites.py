@@ -84,7 +84,7 @@ def restore_sites(model: nn.Module, plan: Plan) -> None:
             first.setdefault(module_at(model, path), held)  # functions may share one
     for quantizer, held in first.items():
         assert isinstance(quantizer, Quantizer)
-        quantizer.mode, quantizer.pinned = held.mode, held.pinned
+        quantizer.mode, quantizer.pinned, quantizer.by_value = held.mode, held.pinned, held.make_by_value()
         if (learned := held.make_learned()) is not None:
             quantizer.attach_learned(learned)
 

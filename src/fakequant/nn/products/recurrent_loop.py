@@ -49,6 +49,8 @@ class LoopQuantizers(NamedTuple):
     def why_not(self) -> str | None:
         """Why a loop cannot hold them; None where it can."""
         hidden, input = active(self.hidden), active(self.input)
+        if hidden is not None and hidden.by_value is not None:
+            return "its hidden state has several ranges"
         if hidden is not None and (hidden.learned is not None or (hidden.dynamic and not _is_own_of_rows(hidden.spec))):
             return "the range of its hidden state is computed of whole steps"
         if input is not None and input.dynamic and not is_by_row(input.spec):

@@ -15,6 +15,7 @@ from fakequant.data.failures import input_named
 from fakequant.distributed import Together
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Mode
+from fakequant.nn.ranges.by_value import call_again
 from fakequant.ptq.improving.ahead import Ahead
 from fakequant.ptq.improving.finished import InputChoice
 from fakequant.ptq.inputs.call import LayerCall
@@ -108,7 +109,7 @@ class Collector:
         for name in names[names.index(stage.name) + 1 :] if all(call.has_input_of(call) for call in calls) else []:
             own = self._layers[name]
             is_fixed = name in self._with_input or (own.input_quantizer is None and own.input_transform is None)
-            if is_fixed and not own.is_stack and calls and self._sees_same(first, own, calls[0].first):
+            if is_fixed and not own.is_stack and calls and self._sees_same(first, own, calls[0]):
                 found.append(name)
         everywhere = self._processes.all(found)
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
@@ -181,6 +182,8 @@ class Collector:
         ]
         self._with_input |= {stage.name, *alike}
         own = layer.input_quantizer
+        if own is not None and own.by_value is not None:  # `improve` says so
+            return []
         if own is None or own.pinned or own.learned is not None or own.mode is Mode.OFF:
             return []
         return [self._layers[name] for name in alike]
@@ -193,7 +196,7 @@ class Collector:
         seen = None if None in self._processes.all(seen and True) else seen
         others = self._float_inputs(stage, wanted, own)
         with_drift = any(self._processes.all(bool(others)))
-        calls = self._calls(product, own, others) if with_drift or seen is None else []
+        calls = self._calls(stage, own, others) if with_drift or seen is None else []
         if product.is_stack:  # one matrix at a time
             for place in product.reads:
                 one = self._sums(stage, calls, (place,))
@@ -207,12 +210,16 @@ class Collector:
 
     def _calls(
         self,
-        product: MatrixProduct,
+        stage: Stage,
         own: Mapping[int, Sequence[tuple[Tensor, ...]]],
         others: Mapping[int, Sequence[tuple[Tensor, ...]]],
     ) -> list[_Call]:
+        def rounded(number: int, call: int) -> Sequence[Tensor]:
+            with call_again(stage.calls[number][call].bins):
+                return self._layers[stage.name].quantized_inputs(own[number][call])
+
         return [
-            _Call(number, inputs, product.quantized_inputs(inputs), others[number][call] if others else None)
+            _Call(number, inputs, rounded(number, call), others[number][call] if others else None)
             for number, calls in own.items()
             for call, inputs in enumerate(calls)
         ]
@@ -279,12 +286,13 @@ class Collector:
         last, calls, sums = self._last
         one, other, seen = self._layers[last], self._layers[stage.name], stage.all_calls
         same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
-        return sums if same and self._sees_same(one, other, seen[0].first) else None
+        return sums if same and self._sees_same(one, other, seen[0]) else None
 
-    def _sees_same(self, one: MatrixProduct, other: MatrixProduct, x: Tensor) -> bool:
-        """Whether two layers multiply the same rows of an input."""
+    def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
+        """Whether two layers multiply the same rows of the input of a call."""
         alike = one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
-        return alike and _same_transform(one, other) and _same_quantizer(one, other, x)
+        with call_again(call.bins):
+            return alike and _same_transform(one, other) and _same_quantizer(one, other, call.first)
 
 
 class _Call(NamedTuple):

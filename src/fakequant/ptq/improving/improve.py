@@ -184,6 +184,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
             result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
             effect.put_into(result, "improve")
         result.notes += [
+            *_by_value(layers.values(), steps),
             *_parted(stages.parted),
             *remarks_of(result.layers),
             *_chosen_by_part(stages.reached_later),
@@ -271,6 +272,17 @@ def _with_drift(recorded: CallOrder, processes: Together) -> tuple[list[str], li
         f'"drift" was left out for {len(after)} of {len(recorded.order)} layers, from {layer_of(after[0])} on: a batch '
         "calls it several times, and its weight is chosen before the last call"
     ]
+
+
+def _by_value(products: Iterable[MatrixProduct], steps: Sequence[str]) -> list[str]:
+    """What is left out where a value of the batch chooses the range of an input."""
+    own = [one.input_quantizer for one in products if one.input_quantizer is not None]
+    held = {one.by_value.name for one in own if one.by_value is not None}
+    left = [f'"{step}"' for step in steps if step in ("input", "smooth", "rotate")]
+    if not held or not left:
+        return []
+    where = f"inputs with ranges by {', '.join(sorted(held))}"
+    return [f"{', '.join(left)}: left out for {where}; call improve before calibrate with by="]
 
 
 def _parted(path: str) -> list[str]:

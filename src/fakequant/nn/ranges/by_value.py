@@ -1,0 +1,379 @@
+"""Several ranges of one tensor, of which each call of the model takes one by a value of its batch, such as a timestep.
+
+A hook of the model reads the value before its `forward`; the quantizers inside take the range of its bin. Outside of
+such a call they have none to take, and say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import CalibrationError, ConfigError, ShapeError, shown
+from fakequant.nn.ranges.kinds import Kind
+from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.numerics.granularity import PerChannel, PerTensor
+from fakequant.numerics.qparams import QParams, Range, choose_qparams, lend, shape_of
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+from fakequant.restore import restore_after
+
+By = str | Callable[..., Any]
+"""The name of an argument of `forward`, or a function that is called as `forward` is and gives the value."""
+
+
+class _Calls(threading.local):
+    """The bins of the calls that run in this thread."""
+
+    def __init__(self) -> None:
+        self.bins: dict[ByValue, Tensor] = {}
+
+
+_calls = _Calls()
+
+
+class ByValue:
+    """Which of several ranges a call takes.
+
+    Args:
+        by: what gives the value: a number, or a tensor of one number or of one for each row of the batch.
+        boundaries: rising; bin i holds the values from boundaries[i - 1] on to below boundaries[i], as float32.
+
+    >>> by_value = ByValue("timestep", [10.0, 100.0])
+    >>> by_value
+    ByValue('timestep', [10, 100])
+    >>> by_value.bins_of(torch.tensor([9, 10, 500]))
+    tensor([0, 1, 2])
+    """
+
+    def __init__(self, by: By, boundaries: Iterable[float]) -> None:
+        if not (isinstance(by, str) or callable(by)):
+            raise ConfigError(f'by= takes the name of an argument, such as "timestep", or a function, got {shown(by)}')
+        self.by = by
+        try:
+            edges = torch.tensor([float(edge) for edge in boundaries], dtype=torch.float32, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"boundaries= are numbers, such as [250, 500, 750], got {shown(boundaries)}") from error
+        if not len(edges) or not bool(edges.isfinite().all()) or bool((edges[1:] <= edges[:-1]).any()):
+            raise ConfigError(
+                f"boundaries= are one or more finite numbers that rise as float32, such as [250, 500, 750], got "
+                f"{shown(edges.tolist())}"
+            )
+        self.boundaries: tuple[float, ...] = tuple(edges.tolist())
+        self._traced: Tensor | None = None  # the bins of a call that is traced: compilers read no variables of threads
+
+    @property
+    def count(self) -> int:
+        """The number of bins."""
+        return len(self.boundaries) + 1
+
+    @property
+    def name(self) -> str:
+        """What the value is, for messages."""
+        return self.by if isinstance(self.by, str) else getattr(self.by, "__name__", "a value").strip("<>")
+
+    def span(self, place: int) -> str:
+        """The values of a bin, for messages.
+
+        >>> ByValue("timestep", [10, 100]).span(1)
+        'timestep from 10 to below 100'
+        """
+        edges = [f"{edge:g}" for edge in self.boundaries]
+        if place == 0:
+            return f"{self.name} below {edges[0]}"
+        return f"{self.name} from {edges[place - 1]}" + (f" to below {edges[place]}" if place < len(edges) else " on")
+
+    def __repr__(self) -> str:
+        return f"ByValue({self.name!r}, [{', '.join(f'{edge:g}' for edge in self.boundaries)}])"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a call."""
+        return {**vars(self), "_traced": None}
+
+    def is_like(self, other: ByValue | None) -> bool:
+        """Whether another one gives every call the same bin."""
+        return other is not None and (self.by, self.boundaries) == (other.by, other.boundaries)
+
+    def rows_of(self, value: Any) -> Tensor:
+        """A value as float32 [rows, 1], where there is one row for all of the batch.
+
+        Raises:
+            ConfigError: no number, and no tensor of numbers with at most one axis that is longer than 1.
+        """
+        if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat)):
+            number: Any = value
+            value = torch.full((1,), number, dtype=torch.float32)
+        good = isinstance(value, Tensor) and not value.is_complex() and sum(n != 1 for n in value.shape) <= 1
+        if not good or not value.numel():
+            raise ConfigError(
+                f"the ranges follow {self.name}, which must be a number or a tensor of one number, or of one for each "
+                f"row of the batch, got {shown(value)}"
+            )
+        return value.detach().reshape(-1, 1).to(torch.float32)
+
+    def bins_of(self, value: Any) -> Tensor:
+        """The bin of a value, int64 [1], or those of the rows of a batch, int64 [rows]."""
+        rows = self.rows_of(value)
+        edges = torch.tensor(self.boundaries, dtype=torch.float32, device=rows.device)
+        found = (rows >= edges).sum(-1)
+        is_eager = not (torch.compiler.is_compiling() or library.needs_tracing(found))
+        return found[:1] if is_eager and len(found) > 1 and bool((found == found[0]).all()) else found
+
+    def enter(self, bins: Tensor) -> None:
+        """Begin a call."""
+        if torch.compiler.is_compiling():
+            self._traced = bins
+        else:
+            self._traced = None
+            _calls.bins[self] = bins
+
+    def leave(self) -> None:
+        """End a call."""
+        self._traced = None
+        if not torch.compiler.is_compiling():
+            _calls.bins.pop(self, None)
+
+    def now(self) -> Tensor | None:
+        """The bins of the call that runs, see `bins_of`; None outside of one."""
+        if torch.compiler.is_compiling():
+            return self._traced
+        found = _calls.bins.get(self)
+        return self._traced if found is None else found
+
+
+class Reader:
+    """The hook of a model that reads the value of its calls."""
+
+    def __init__(self, model: nn.Module, by_value: ByValue) -> None:
+        self.by_value, self._place, self._default = by_value, None, None
+        if isinstance(by_value.by, str):
+            parameters = inspect.signature(model.forward).parameters
+            own = parameters.get(by_value.by)
+            if own is None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                raise ConfigError(
+                    f"by={by_value.by!r} names no argument of {type(model).__name__}.forward, which takes "
+                    f"{', '.join(parameters)}; or give a function that is called with the same arguments"
+                )
+            if own is not None:
+                self._default = None if own.default is own.empty else own.default
+                self._place = None if own.kind is own.KEYWORD_ONLY else [*parameters].index(by_value.by)
+
+    def value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The value of a call."""
+        by, place = self.by_value.by, self._place
+        if not isinstance(by, str):
+            return by(*args, **kwargs)
+        if by in kwargs:
+            return kwargs[by]
+        return args[place] if place is not None and place < len(args) else self._default
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the value before `forward`."""
+        self.by_value.enter(self.by_value.bins_of(self.value(args, kwargs)))
+
+    def leave(self, *_: Any) -> None:
+        """Forget it after `forward`, also after an error."""
+        self.by_value.leave()
+
+    def put(self, model: nn.Module) -> None:
+        """Hook the model."""
+        model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.leave, always_call=True)
+
+
+def _reader(hook: object) -> Reader | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, Reader) else None
+
+
+def read_values(model: nn.Module, wanted: Iterable[ByValue]) -> None:
+    """Have the calls of a model read some values, and no other one."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if _reader(hook) is not None]:
+            hooks.pop(key)
+            for others in (model._forward_pre_hooks_with_kwargs, model._forward_hooks_always_called):
+                others.pop(key, None)
+    for by_value in dict.fromkeys(wanted):
+        Reader(model, by_value).put(model)
+
+
+class CallEnded(BaseException):
+    """Ends a call of a model before its `forward`, by a hook that has seen enough."""
+
+
+def bins_of_call(model: nn.Module, run: Callable[[], object]) -> dict[ByValue, Tensor]:
+    """The bins of the call that a function makes of a model, without its `forward`."""
+    readers = [reader for hook in model._forward_pre_hooks.values() if (reader := _reader(hook)) is not None]
+    found: dict[ByValue, Tensor] = {}
+
+    def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.update({own.by_value: own.by_value.bins_of(own.value(args, kwargs)) for own in readers})
+        raise CallEnded
+
+    if readers:
+        handle = model.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+        with restore_after(handle.remove), suppress(CallEnded):
+            run()
+    return found
+
+
+def calls_now() -> dict[ByValue, Tensor]:
+    """The bins of the calls that run in this thread, for `call_again`."""
+    return dict(_calls.bins)
+
+
+@contextmanager
+def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
+    """A context in which quantizers take the ranges of an earlier call."""
+    before = _calls.bins
+
+    def restore() -> None:
+        _calls.bins = before
+
+    with restore_after(restore):
+        _calls.bins = {**before, **bins}
+        yield
+
+
+class RangesByValue(QuantizerPart):
+    """The part of a quantizer of an input that may have several ranges; its buffers then have a first axis of bins."""
+
+    by_value: ByValue | None = None
+
+    if TYPE_CHECKING:
+        name: str
+        spec: QuantSpec
+        kind: Kind
+        dynamic: bool
+        pinned: bool
+
+        @property
+        def learned(self) -> object | None: ...
+
+        def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None: ...
+
+        scale: Tensor | None
+        zero_point: Tensor | None
+
+    def fake_quantize_by_value(self, x: Tensor) -> Tensor:
+        """x quantized by the range of the call, or each row by its own."""
+        params, spec = self._by_row(x)
+        return library.quantize_by(x, spec, *params[:2])
+
+    def params_by_value(self, x: Tensor) -> QParams:
+        """The parameters of the call for x.
+
+        Raises:
+            ConfigError: rows of x have others.
+        """
+        params, spec = self._by_row(x)
+        if spec is not self.spec:
+            raise ConfigError(
+                f"{self._named()} has ranges by {self._by().name}, and rows of one batch have other ranges, which "
+                f"only simulation can do; give batches of one {self._by().name}, or call "
+                'fakequant.set_execution(model, "simulate")'
+            )
+        return params
+
+    def _by_row(self, x: Tensor) -> tuple[QParams, QuantSpec]:
+        """The parameters of the call, and the specification with which they fit x."""
+        bins, scale, zero_point = self.bins_now(), self._buffers["scale"], self._buffers["zero_point"]
+        assert scale is not None
+        groups, shape = scale.shape[1:], shape_of(x)
+        if bins.numel() == 1:
+            expected = self.spec.granularity.group_shape(shape)
+            groups = expected if groups.numel() == 1 == torch.Size(expected).numel() else groups
+            if tuple(groups) != tuple(expected):
+                raise ShapeError(
+                    f"{self._named()} has scales of shape {list(groups)} in each of {self._by().count} bins, which "
+                    f"do not fit {self.spec.granularity} on a tensor of shape {list(shape)}; calibrate it on tensors "
+                    "of that shape"
+                )
+            return QParams(_taken(scale, bins, groups), _taken(zero_point, bins, groups)), self.spec
+        spec = self._spec_of_rows(x, len(bins))
+        # The axis of bins takes the place of the first axis, of which there is one group.
+        own = (len(bins), *(groups[1:] if len(groups) == len(shape) else [1] * (len(shape) - 1)))
+        return QParams(_taken(scale, bins, own), _taken(zero_point, bins, own)), spec
+
+    def _spec_of_rows(self, x: Tensor, rows: int) -> QuantSpec:
+        granularity, scale = self.spec.granularity, self._buffers["scale"]
+        assert scale is not None
+        axes = (0,)
+        if isinstance(granularity, PerChannel):
+            axes = (0, *(axis % x.dim() for axis in granularity.axes))
+        known = isinstance(granularity, PerTensor) or (isinstance(granularity, PerChannel) and axes.count(0) == 1)
+        if not known or not self.spec.is_plain or scale.shape[1:].numel() not in (1, *x.shape[1:]):
+            raise ConfigError(
+                f"{self._named()} is {self.spec}, which has no ranges for single rows; give batches of one "
+                f"{self._by().name}"
+            )
+        if not x.dim() or x.shape[0] != rows:
+            raise ConfigError(
+                f"{self._named()} got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different "
+                f"bins of {self._by().name}: its first axis is not that of the batch; give batches of one "
+                f"{self._by().name}"
+            )
+        return self.spec.replace(granularity=PerChannel(*sorted(axes)))
+
+    def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
+        """Set scale and zero point of each bin by its range, as `set_range` does for one.
+
+        Raises:
+            ConfigError: the quantizer has one range by its nature, or learns it.
+
+        >>> quantizer = fq.nn.Quantizer("int8")
+        >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
+        >>> quantizer.set_ranges(ranges, ByValue("timestep", [500]))
+        >>> quantizer
+        Quantizer(int8 per_tensor, input, scale 0.01 to 0.02 [2], by timestep in 2 bins)
+        """
+        if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
+            raise ConfigError(f"{self._named()} has no ranges by a value: only fixed ranges of activations can be that")
+        found = [choose_qparams(lend(range, self.spec), self.spec) for range in ranges]
+        points = [own.zero_point for own in found if own.zero_point is not None]
+        table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
+        self.set_qparams(table, by_value)
+
+    def check_learns(self) -> None:
+        """Raise a ConfigError where the ranges are those of bins."""
+        if self.by_value is not None:
+            raise ConfigError(
+                f"{self._named()} has ranges by {self._by().name}, which cannot be learned; keep them by "
+                "Scales.FIXED, or call fakequant.calibrate without by="
+            )
+
+    def words_by_value(self) -> list[str]:
+        """What a representation says of it."""
+        return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
+
+    def bins_now(self) -> Tensor:
+        """The bins of the call that runs.
+
+        Raises:
+            CalibrationError: none runs.
+        """
+        bins = self._by().now()
+        if bins is None:
+            raise CalibrationError(
+                f"{self._named()} has ranges by {self._by().name}, which only a call of the model that was calibrated "
+                "has: call that model, not a part of it, and neither its forward nor a checkpointed part again in "
+                "backward"
+            )
+        return bins
+
+    def _by(self) -> ByValue:
+        assert self.by_value is not None
+        return self.by_value
+
+    def _named(self) -> str:
+        return f"the quantizer {self.name or self}"
+
+
+def _taken(table: Tensor | None, bins: Tensor, shape: Iterable[int]) -> Any:
+    return None if table is None else table.index_select(0, bins.to(table.device)).reshape([*shape])
