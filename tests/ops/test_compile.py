@@ -183,3 +183,25 @@ def test_a_compiled_result_is_no_tensor_of_another_operation(dtype):
     with Seen():
         y = Decomposed.forward(x, *tensors_of(params), spec)
     assert sum(one is y for one in seen) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "uint8 per_token", "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"]
+)
+def test_large_tensors_are_quantized_by_their_range_as_one_node(text):
+    spec, graphs = fq.QuantSpec.parse(text), []
+
+    def backend(graph, _):
+        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    def quantize(x):
+        return library.fake_quantize_dynamic(x, spec)
+
+    for rows in (4, 512):
+        x = torch.randn(rows, 256)
+        assert_same_bits(torch.compile(quantize, fullgraph=True, backend=backend, dynamic=False)(x), quantize(x))
+    assert ["fakequant.fake_quantize" in graph for graph in graphs] == [False, True]
+    compiled = torch.compile(lambda inputs: [quantize(inputs[0])], fullgraph=True)
+    for pairs in zip(*(with_gradients(f, [x]) for f in (compiled, lambda inputs: [quantize(inputs[0])])), strict=True):
+        assert_same_bits(*(one[0] for one in pairs))
