@@ -163,15 +163,15 @@ def loss(logits: Tensor, text: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), text.flatten())
 
 
-def train(corpus: Corpus, steps: int, features: int = FEATURES) -> Transformer:
+def train(corpus: Corpus, steps: int, features: int = FEATURES, seed: int = SEED) -> Transformer:
     """A float model, trained with one cycle of AdamW that ends at a learning rate of nearly zero."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = Transformer(features)
     optimizer = adamw(model.parameters(), LEARNING_RATE)
     rates = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1, cycle_momentum=False
     )
-    fit(model, Windows(corpus.training, steps), optimizer, rates)
+    fit(model, Windows(corpus.training, steps, seed), optimizer, rates)
     return model
 
 

@@ -209,3 +209,24 @@ def test_batches_without_a_length() -> None:
             return iter(BATCHES)
 
     assert len(finetune(calibrated(), Stream(), nn.functional.cross_entropy, SCHEDULE)) == 4
+
+
+def test_a_frozen_weight_with_chosen_codes_moves_no_scale() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 16), torch.randn(32, 4)
+    model = prepare(nn.Linear(16, 4), Config("test", (Rule(weight=TensorConfig("int2_midrise per_channel(0)")),)))
+    calibrate(model, [x], progress=False)
+    (quantizer,) = quantizers(model).values()
+    codes = quantizer.codes(model.weight)
+    assert codes is not None
+    quantizer.fix_codes(codes[0], model.weight)
+    set_scales(model, Scales.LEARNED)
+    (step,) = (one for name, one in model.named_parameters() if name.endswith("step"))
+    nn.functional.mse_loss(model(x), y).backward()
+    assert step.grad is not None
+    assert float(step.grad.abs().max()) < 1e-6 * float(model.weight.grad.abs().max())
+    with torch.no_grad():
+        model.weight.mul_(1.1)
+    step.grad = None
+    nn.functional.mse_loss(model(x), y).backward()
+    assert float(step.grad.abs().max()) > 1e-3

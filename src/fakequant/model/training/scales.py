@@ -27,7 +27,8 @@ class Scales(Enum):
     """Those of weights are taken from the weights anew at the start of every epoch. The first one starts with the codes
     that `fakequant.ptq` chose."""
     LEARNED = "learned"
-    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`."""
+    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale is what
+    rounding changes: a frozen weight that has the codes of `fakequant.ptq` already gives it none."""
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
