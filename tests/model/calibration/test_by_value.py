@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, CalibrationWarning, CheckpointError, ConfigError, ExportError
+from fakequant.errors import CalibrationError, CalibrationWarning, CheckpointError, ConfigError, ExportError, ShapeError
 from fakequant.model.calibration.by_value import boundaries_of
 from fakequant.nn import Kind, quantizers
 
@@ -159,6 +159,26 @@ def test_a_file_and_a_copy_keep_the_ranges(tmp_path: Path) -> None:
     assert all(torch.equal(other(**batch), model(**batch)) for batch in batches())
     torch.save(model, tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=False)(**batches()[3]), model(**batches()[3]))
+
+
+def test_states_of_other_bins_are_refused() -> None:
+    model = calibrated()
+    for other in (one_bin(0), calibrated(bins=5)):
+        with pytest.raises(RuntimeError, match="calibrated alike"):
+            model.load_state_dict(other.state_dict())
+    plain = one_bin(0)
+    plain.load_state_dict(calibrated().state_dict())
+    with pytest.raises(ShapeError, match="_input_quantizer has a scale"):
+        plain(**batches()[0])
+
+
+def test_files_of_other_programs_have_one_range(tmp_path: Path) -> None:
+    model = Modes()
+    model.decoder = nn.Identity()
+    model = fq.prepare(model, "INT8")
+    fq.calibrate(model, [{"x": torch.randn(2, 4), "decoding": flag} for flag in (False, True)], by="decoding")
+    with pytest.raises(ExportError, match="its ranges follow decoding, and files have one; calibrate without by="):
+        fq.deliver(model, tmp_path / "out", "torchao")
 
 
 def test_files_that_lie_are_refused(tmp_path: Path) -> None:

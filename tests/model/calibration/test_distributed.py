@@ -57,6 +57,12 @@ def merges(rank: int, folder: Path) -> None:
         for name, calibrator in expected.items():
             state = found[name].state_dict()
             assert all(torch.equal(value, state[key]) for key, value in calibrator.state_dict().items()), name
+    alone, wrapped = fq.prepare(net(), "int8"), DistributedDataParallel(fq.prepare(net(), "int8"))
+    by = {"by": lambda input: input.abs().max(), "bins": 2}  # the lower bin has no batch of the second process
+    fq.calibrate(alone, batches(), group=False, **by)
+    fq.calibrate(wrapped, of_rank(rank), **by)
+    assert same(alone, wrapped)
+    assert all(torch.equal(alone(x), wrapped(x)) for x in batches())
     given = fq.prepare(net(), "int8")
     fq.calibrate(given, of_rank(rank), group=dist.group.WORLD)
     alone = fq.prepare(net(), "int8")

@@ -367,6 +367,17 @@ class RangesByValue(QuantizerPart):
             )
         return bins
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load, and refuse one range, or those of other bins, where there are several."""
+        given, own = state_dict.get(prefix + "scale"), self.by_value
+        if own is None or given is None or (given.dim() > 1 and len(given) == own.count):
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
+        args[-1].append(
+            f"{self._named()} has ranges by {own.name} in {own.count} bins, and {prefix}scale is {list(given.shape)}; "
+            "load it into a model that was calibrated alike"
+        )
+
     def _by(self) -> ByValue:
         assert self.by_value is not None
         return self.by_value
