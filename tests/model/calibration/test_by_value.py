@@ -1,9 +1,11 @@
 """Ranges by a value of the batch: each bin is a model that was calibrated on the batches of that bin alone."""
 
+import threading
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,17 @@ class Denoiser(nn.Module):
     def forward(self, x: Tensor, timestep: Any, classes: Tensor | None = None) -> Tensor:
         time = torch.as_tensor(timestep, dtype=torch.float32).reshape(-1, 1, 1, 1)
         return self.last(torch.relu(self.first(x)) * (1 + time / 100))
+
+
+class Whole(nn.Module):
+    """Calls a model inside of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Tensor:
+        return self.model(**batch)
 
 
 class Modes(nn.Module):
@@ -207,6 +220,56 @@ def test_the_compiled_graphs_of_one_bin_serve_all() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     x, times = batches()[0]["x"], torch.tensor([0, 300, 900])
     assert torch.equal(compiled(x, times), model(x, times))
+
+
+@pytest.mark.parametrize("part", ["model", "wrapper", "layer"])
+def test_threads_of_compiled_models_take_their_own_bins(part: str) -> None:
+    import torch._dynamo
+
+    model = calibrated().requires_grad_(False)
+    wanted = [model(**batch) for batch in batches()[::5]]
+    torch._dynamo.reset()
+    compiled: nn.Module = model
+    if part == "layer":
+        model.last.compile(backend="eager", fullgraph=True)
+    else:
+        whole = Whole(model) if part == "wrapper" else model
+        compiled = torch.compile(whole, backend="eager", fullgraph=True)
+    assert all(torch.equal(compiled(**batch), y) for batch, y in zip(batches()[::5], wanted, strict=True))
+    wrong: list[object] = []
+
+    def run(place: int) -> None:
+        try:
+            wrong.extend(place for _ in range(300) if not torch.equal(compiled(**batches()[5 * place]), wanted[place]))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_values_of_numpy_are_numbers_and_nan_is_none() -> None:
+    model, x = calibrated(), batches()[0]["x"]
+    for value in (np.int64(300), np.float32(300), np.float64(300)):
+        assert torch.equal(model(x, value), model(x, 300))
+    for value in (
+        float("nan"),
+        torch.tensor(float("nan")),
+        torch.tensor([3.0, float("nan"), 900.0]),
+        np.float32("nan"),
+    ):
+        with pytest.raises(ConfigError, match="timestep, which is NaN"):
+            model(x, value)
+    with pytest.raises(ConfigError, match=r"got shape \[0\]"):
+        model(x[:0], torch.zeros(0))
+    with pytest.raises(ConfigError, match="timestep, which is NaN"):
+        fq.calibrate(
+            fq.prepare(Denoiser(), "INT8"), [{"x": x, "timestep": t} for t in (3, float("nan"))], by="timestep"
+        )
 
 
 @pytest.mark.parametrize("config", ["INT8", "INT8_AFFINE"])

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as _frames
 
 from fakequant.errors import CalibrationError, ConfigError, ShapeError, shown
 from fakequant.nn.ranges.kinds import Kind
@@ -66,7 +68,6 @@ class ByValue:
                 f"{shown(edges.tolist())}"
             )
         self.boundaries: tuple[float, ...] = tuple(edges.tolist())
-        self._traced: Tensor | None = None  # the bins of a call that is traced: compilers read no variables of threads
 
     @property
     def count(self) -> int:
@@ -92,10 +93,6 @@ class ByValue:
     def __repr__(self) -> str:
         return f"ByValue({self.name!r}, [{', '.join(f'{edge:g}' for edge in self.boundaries)}])"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to a call."""
-        return {**vars(self), "_traced": None}
-
     def is_like(self, other: ByValue | None) -> bool:
         """Whether another one gives every call the same bin."""
         return other is not None and (self.by, self.boundaries) == (other.by, other.boundaries)
@@ -106,45 +103,30 @@ class ByValue:
         Raises:
             ConfigError: no number, and no tensor of numbers with at most one axis that is longer than 1.
         """
-        if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat)):
+        if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating, torch.SymInt, torch.SymFloat)):
             number: Any = value
             value = torch.full((1,), number, dtype=torch.float32)
         good = isinstance(value, Tensor) and not value.is_complex() and sum(n != 1 for n in value.shape) <= 1
         if not good or not value.numel():
             raise ConfigError(
                 f"the ranges follow {self.name}, which must be a number or a tensor of one number, or of one for each "
-                f"row of the batch, got {shown(value)}"
+                f"row of the batch, got {f'shape {[*value.shape]}' if isinstance(value, Tensor) else shown(value)}"
             )
-        return value.detach().reshape(-1, 1).to(torch.float32)
+        rows = value.detach().reshape(-1, 1).to(torch.float32)
+        if _is_eager(rows) and bool(rows.isnan().any()):
+            raise ConfigError(f"the ranges follow {self.name}, which is NaN; no range is that of NaN")
+        return rows
 
     def bins_of(self, value: Any) -> Tensor:
         """The bin of a value, int64 [1], or those of the rows of a batch, int64 [rows]."""
         rows = self.rows_of(value)
         edges = torch.tensor(self.boundaries, dtype=torch.float32, device=rows.device)
         found = (rows >= edges).sum(-1)
-        is_eager = not (torch.compiler.is_compiling() or library.needs_tracing(found))
-        return found[:1] if is_eager and len(found) > 1 and bool((found == found[0]).all()) else found
-
-    def enter(self, bins: Tensor) -> None:
-        """Begin a call."""
-        if torch.compiler.is_compiling():
-            self._traced = bins
-        else:
-            self._traced = None
-            _calls.bins[self] = bins
-
-    def leave(self) -> None:
-        """End a call."""
-        self._traced = None
-        if not torch.compiler.is_compiling():
-            _calls.bins.pop(self, None)
+        return found[:1] if _is_eager(found) and len(found) > 1 and bool((found == found[0]).all()) else found
 
     def now(self) -> Tensor | None:
         """The bins of the call that runs, see `bins_of`; None outside of one."""
-        if torch.compiler.is_compiling():
-            return self._traced
-        found = _calls.bins.get(self)
-        return self._traced if found is None else found
+        return _calls.bins.get(self)
 
 
 class Reader:
@@ -175,16 +157,24 @@ class Reader:
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the value before `forward`."""
-        self.by_value.enter(self.by_value.bins_of(self.value(args, kwargs)))
+        bins = self.by_value.bins_of(self.value(args, kwargs))
+        _calls.bins = {**_calls.bins, self.by_value: bins}
 
     def leave(self, *_: Any) -> None:
         """Forget it after `forward`, also after an error."""
-        self.by_value.leave()
+        _calls.bins = {other: bins for other, bins in _calls.bins.items() if other is not self.by_value}
 
     def put(self, model: nn.Module) -> None:
         """Hook the model."""
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
+
+
+# A compiled model runs its hooks before the graph of its `forward`, and torch would compile them, too; what they
+# write then is not in the thread's variables, which that graph reads. In a larger graph they are a part of it.
+for _hook in (Reader.enter, Reader.leave):
+    _eager = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+    _frames.set_code_exec_strategy(_hook.__code__, _eager)
 
 
 def _reader(hook: object) -> Reader | None:
@@ -388,3 +378,8 @@ class RangesByValue(QuantizerPart):
 
 def _taken(table: Tensor | None, bins: Tensor, shape: Iterable[int]) -> Any:
     return None if table is None else table.index_select(0, bins.to(table.device)).reshape([*shape])
+
+
+def _is_eager(x: Tensor) -> bool:
+    """Whether the values of x can be looked at."""
+    return not (torch.compiler.is_compiling() or library.needs_tracing(x) or x.is_meta)
