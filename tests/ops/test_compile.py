@@ -205,3 +205,31 @@ def test_large_tensors_are_quantized_by_their_range_as_one_node(text):
     compiled = torch.compile(lambda inputs: [quantize(inputs[0])], fullgraph=True)
     for pairs in zip(*(with_gradients(f, [x]) for f in (compiled, lambda inputs: [quantize(inputs[0])])), strict=True):
         assert_same_bits(*(one[0] for one in pairs))
+
+
+@pytest.mark.parametrize("text", ["int8 per_token", "uint8 per_tensor", "int4 per_channel(0) input_range"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_compiled_function_transforms_have_the_eager_gradients(text, dtype):
+    spec, x, weight = fq.QuantSpec.parse(text), (3 * torch.randn(8, 32)).to(dtype), torch.randn(8, 32).to(dtype)
+    params = fq.choose_qparams(x / 2, spec)
+    scale = params.scale
+
+    def fixed(x, scale):
+        return fq.fake_quantize(x, spec, scale=scale, zero_point=params.zero_point)
+
+    def of_range(x, scale):
+        return library.fake_quantize_dynamic(x, spec)
+
+    for quantize in (fixed, of_range):
+
+        def loss(x, scale, quantize=quantize):
+            return (quantize(x, scale) * weight).sum()
+
+        def moved(x, scale, quantize=quantize):
+            return torch.func.jvp(lambda x: quantize(x, scale), (x,), (weight,))
+
+        for function in (torch.func.grad(loss), torch.func.grad(loss, (0, 1)), moved):
+            expected = function(x, scale)
+            found = torch.compile(function, fullgraph=True, backend="aot_eager")(x, scale)
+            for one, other in zip(*(y if isinstance(y, tuple) else (y,) for y in (found, expected)), strict=True):
+                assert_same_bits(one, other)

@@ -83,6 +83,27 @@ class DecomposedInTransforms(Decomposed):
         return moved
 
 
+def apply_in_transforms(x: Tensor, text: str, *tensors: Tensor | None) -> Tensor:
+    """`DecomposedInTransforms` by the text of a specification, for compiled function transforms.
+
+    A compiler that reads `torch.func.grad` differentiates what an autograd function does forward, which gave 0
+    everywhere; it does not look into this one, and the transform finds the autograd function.
+    """
+    y: Tensor = DecomposedInTransforms.apply(x, *tensors, QuantSpec.parse(text))
+    return y
+
+
+def keep_whole() -> None:
+    """Tell a compiler not to look into `apply_in_transforms`; it runs this while it reads the call.
+
+    Told at import, it would be imported itself: 3 s.
+    """
+    torch._dynamo.allow_in_graph(apply_in_transforms)
+
+
+keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  as torch.compiler.assume_constant_result does
+
+
 def tensors_of(params: QParams) -> tuple[Tensor | None, ...]:
     """The arguments of `params_of`: autograd functions know no tensors within tuples."""
     lo, hi = params.range or (None, None)

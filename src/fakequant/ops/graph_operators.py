@@ -38,7 +38,7 @@ def quantize_as_node(
     seed: Tensor | None = None,
 ) -> Tensor:
     """`library.fake_quantize` as one node of a graph; without a scale `library.fake_quantize_dynamic`."""
-    text = _text_of(spec)
+    text = text_of(spec)
     wanted = (t.requires_grad for t in (x, scale, zero_point) if t is not None)
     if not (torch.is_grad_enabled() and any(wanted)):
         return torch.ops.fakequant.fake_quantize(x, scale, zero_point, text, seed)
@@ -46,7 +46,7 @@ def quantize_as_node(
     return torch.ops.fakequant.fake_quantize_masked(x, scale, zero_point, text, seed, lo, hi)[0]
 
 
-def _text_of(spec: QuantSpec) -> str:
+def text_of(spec: QuantSpec) -> str:
     """`spec.to_text()`; a compiler that takes numbers for ones that vary cannot compare those of two formats."""
     text = str(spec)
     is_known = torch.compiler.is_compiling() and QuantSpec.parse(text).format is spec.format

@@ -28,6 +28,11 @@ def is_compiled_as_node(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type in compilers.approximate_devices
 
 
+def is_compiled_in_transforms() -> bool:
+    """Whether a compiler reads a function transform, which differentiates no node and no autograd function right."""
+    return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def is_recorded() -> bool:
     """Whether an exporter or torch.jit.trace records operators.
 

@@ -183,3 +183,15 @@ def test_compiled_products_are_the_same_bits() -> None:
         strict=True,
     ):
         assert_same_bits(one, right)
+
+
+def test_compiled_transforms_refuse_quantized_gradients_or_run_without_the_compiler() -> None:
+    model, x = prepared(nn.Linear(16, 8), OPERANDS), torch.randn(32, 16)
+    params = {name: own.detach() for name, own in model.named_parameters()}
+    function = grad(lambda params: functional_call(model, params, (x,)).square().sum())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="finds no quantized gradients"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(params)
+    found = torch.compile(function, backend="aot_eager")(params)
+    for name, right in function(params).items():
+        assert_same_bits(found[name], right)

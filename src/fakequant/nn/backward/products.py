@@ -24,7 +24,7 @@ from fakequant.numerics.philox import draw_seed
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
 from fakequant.ops.graph_operators import quantize_as_node
-from fakequant.ops.tracing import is_recorded
+from fakequant.ops.tracing import is_compiled_in_transforms, is_recorded
 
 
 class Factor(NamedTuple):
@@ -282,7 +282,7 @@ def multiplied(
         bias: added to the product.
 
     Raises:
-        ConfigError: `parallelize_module` shared the weight out.
+        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func.
     """
     in_float = x.value is x.before and weight.value is weight.before
     if config is None or in_float or not is_trained(config):
@@ -291,6 +291,11 @@ def multiplied(
         raise ConfigError(
             "gradients are quantized by the ranges of whole tensors, and parallelize_module shared this layer's out; "
             "leave gradient= out of its rule, or share the model out by fully_shard"
+        )
+    if is_compiled_in_transforms():  # the gradient of a bias was 0
+        raise ConfigError(
+            "torch.compile finds no quantized gradients within torch.func; call the transform without torch.compile, "
+            "compile a step with loss.backward() in its place, or leave gradient= out of the rule"
         )
     in_transforms = library.needs_tracing(x.before) and not torch.compiler.is_compiling()
     return (_MultipliedInTransforms if in_transforms else _Multiplied).apply(  # type: ignore[no-any-return]
