@@ -264,3 +264,50 @@ def test_kept_features_are_those_of_their_batch() -> None:
     for x in (X[:8], X[8:16], X[:8]):
         values = [float(one.student(student(), lambda model, x=x: model(x))[1]) for one in (kept, anew)]
         assert values[0] == values[1]
+
+
+class Same(nn.Module):
+    """What it gives is a view of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:]
+
+
+def test_kept_outputs_are_no_views_of_a_batch_that_is_written() -> None:
+    kept, anew = (Distillation(Same(), keep=keep) for keep in (True, False))
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    batch = x.clone()
+    first = float(kept.student(model, lambda own: own(batch))[1])
+    batch.add_(torch.randn(8, 4))  # a loader that fills one buffer
+    for one in (kept, anew):
+        assert float(one.student(model, lambda own: own(x))[1]) == first
+
+
+def test_autocast_and_what_a_step_makes_of_outputs_are_those_of_the_teacher() -> None:
+    teacher, model = Counted(), student()
+    kept, anew = (Distillation(teacher, keep=keep) for keep in (True, False))
+
+    def cast(own: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return own(X)
+
+    for forward in (lambda own: own(X), cast, lambda own: own(X), cast):
+        values = [float(one.student(model, forward)[1]) for one in (kept, anew)]
+        assert values[0] == values[1]
+    assert len(kept._kept) == 2
+
+
+def test_much_that_never_comes_again_is_said_once(monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    monkeypatch.setattr("fakequant.model.training.distillation._MUCH", 3000)
+    shuffled, model = Distillation(net(), keep=True), student()
+    again = Distillation(net(), keep=True)
+    for number in range(8):
+        for one, x in ((shuffled, X + number), (again, X + max(number - 1, 0))):
+            one.student(model, lambda own, x=x: own(x))
+    said = [str(own.message) for own in recwarn if "keep=True" in str(own.message)]
+    assert len(said) == 1
+    assert "of which none came again yet; if the loader shuffles" in said[0]

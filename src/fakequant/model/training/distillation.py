@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,16 +12,19 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fakequant.data.digest import digest
 from fakequant.data.token_mask import Mask, TokenMask
-from fakequant.errors import ConfigError, nearest
+from fakequant.errors import ConfigError, nearest, warn_user
 from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.run.outputs import float_tensors
 from fakequant.restore import restore_after
 
 _IGNORED = -100
 """The label of tokens that torch's losses leave out."""
+_MUCH = 2**30
+"""Bytes of kept outputs at which a warning comes if none was asked for again."""
 _MASK = "attention_mask"
 """The key of the mask in batches of tokenizers."""
 
@@ -47,7 +51,8 @@ class Distillation:
             axes than the mask counts as a whole.
         keep: whether what the teacher gives for a batch is kept in memory, whole and as it is, for when the same batch
             comes again. A batch is known by the digest of what the teacher gets, so that a loader that shuffles or
-            changes its samples finds nothing: give a list of batches.
+            changes its samples finds nothing: give a list of batches. Weights that are written through `.data` are not
+            seen to change. A warning comes at 1 GiB, if no batch came again by then.
 
     Raises:
         ConfigError: a weight, temperature or teacher out of these, or `keep` with the teacher "self".
@@ -65,6 +70,7 @@ class Distillation:
     mask: Mask | None = None
     keep: bool = False
     _kept: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.teacher, nn.Module) or self.teacher == "self"):
@@ -183,11 +189,24 @@ class Distillation:
             return self._run(teacher, forward)[1]
         asked = _Asked(teacher)
         forward(asked)
-        args, kwargs = asked.given[-1]
-        key = digest([args, kwargs, [(p.data_ptr(), p._version) for p in (*teacher.parameters(), *teacher.buffers())]])
-        if key not in self._kept:
-            self._kept[key] = self._run(teacher, lambda model: model(*args, **kwargs))[1]
+        key = digest([asked.given, [(p.data_ptr(), p._version) for p in (*teacher.parameters(), *teacher.buffers())]])
+        if key in self._kept:
+            self._counts["again"] += 1
+        else:
+            # Copies: an output may be a view of the batch, or of more than is kept.
+            self._kept[key] = [x.clone() for x in self._run(teacher, forward)[1]]
+            self._note_size(sum(x.nbytes for x in self._kept[key]))
         return self._kept[key]
+
+    def _note_size(self, added: int) -> None:
+        before = self._counts["bytes"]
+        self._counts["bytes"] += added
+        if before < _MUCH <= self._counts["bytes"] and not self._counts["again"]:
+            warn_user(
+                f"Distillation(keep=True) keeps {self._counts['bytes'] / 2**30:.2g} GiB for {len(self._kept)} batches, "
+                "of which none came again yet; if the loader shuffles or changes its samples, none will: give "
+                "list(loader), or leave out keep"
+            )
 
     def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
         student = F.log_softmax(own.float() / self.temperature, self.axis)
@@ -200,11 +219,15 @@ class _Asked(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.given: list[Any] = []
+        """Arguments, the devices of their tensors, and the dtypes of autocast, of each call."""
 
         @wraps(model.forward)  # whose signature says which items of a batch are its arguments
         def note(*args: Any, **kwargs: Any) -> None:
-            self.given.append((args, kwargs))
+            devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            types = sorted({x.type for x in (*devices, *(p.device for p in model.parameters()))})
+            casts = [(own, torch.get_autocast_dtype(own)) for own in types if torch.is_autocast_enabled(own)]
+            self.given.append((args, kwargs, devices, casts))
 
         self.forward = note
 
