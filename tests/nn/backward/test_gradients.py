@@ -323,7 +323,7 @@ def test_models_with_gradients_of_several_formats_are_compiled_one_after_the_oth
     torch._dynamo.reset()
     x, dy = torch.randn(64, 32), torch.randn(64, 16)
     for config in TRAINING[::-1]:
-        model = prepared(nn.Linear(32, 16), config)
+        model = copy.deepcopy(prepared(nn.Linear(32, 16), config))
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
         torch.manual_seed(0)
         found = gradients(compiled, x, dy)

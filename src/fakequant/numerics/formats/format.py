@@ -55,6 +55,10 @@ class Format(ABC):
     grid: Grid
     """Bounds and spacing, for the kernels; made once, with the format."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Format:
+        """Itself: it does not change, and compilers know a registered format by its identity."""
+        return self
+
     @property
     @abstractmethod
     def name(self) -> str:
