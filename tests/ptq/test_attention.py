@@ -220,7 +220,7 @@ def test_steps_that_need_a_transform_leave_the_projections() -> None:
     found = fq.ptq.improve(model, batches(), [step for step in STEPS if step != "adaround"], progress=False)
     rows = {row.layer: row for row in found.layers}
     for part in ("in_proj", "out_proj"):
-        assert rows[f"attention.{part}"].steps["smooth"] == rows[f"attention.{part}"].steps["rotate"] == 1.0
+        assert not {"smooth", "rotate"} & {*rows[f"attention.{part}"].steps}, "what was not tried has no error"
         assert rows[f"attention.{part}"].steps["input"] <= 1.0
 
 
