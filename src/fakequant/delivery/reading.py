@@ -20,7 +20,7 @@ from fakequant.files import check_path
 from fakequant.model.state.applying import apply_from
 from fakequant.model.state.snapshots import Made, QuantizedState
 from fakequant.nn.paths import join, module_at
-from fakequant.nn.transforms import make_transform
+from fakequant.nn.transforms import first_weights, make_transform
 
 _CALL = "read('folder', model)"
 
@@ -70,13 +70,13 @@ def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
         place, held = places[name], state.weights[name]
         held.check()
         found[name], entry = held.values(), state.layers[place.path].transform
-        if entry is not None:
-            transform = make_transform(entry.kind, module_at(model, place.path), **entry.options)
+        layer = module_at(model, place.path)
+        if entry is not None and name.rpartition(".")[2] in first_weights(layer):
+            transform = make_transform(entry.kind, layer, **entry.options)
             prefix = f"{join(place.path, '_input_transform')}."
             own = {key.removeprefix(prefix): state.tensors[key] for key in state.tensors if key.startswith(prefix)}
             transform.load_state_dict(own)
-            # x T times W transposed is x times (W times T transposed) transposed; an order moves values as they are.
-            found[name] = found[name] @ transform(torch.eye(held.shape[-1])).mT.to(held.dtype)
+            found[name] = transform.out_of_weight(layer, found[name])
     return QuantizedState(tensors=found, shared=state.shared, versions=state.versions)
 
 

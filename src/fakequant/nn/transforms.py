@@ -46,6 +46,12 @@ class InputTransform(nn.Module, ABC):
     def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
         """The weight that computes with the transformed input what the given weight computes with the plain one."""
 
+    def out_of_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        """The inverse of `into_weight`, up to rounding; here that of a linear transform of the last axis."""
+        # x T times W transposed is x times (W times T transposed) transposed; an order moves values as they are.
+        matrix = self(torch.eye(weight.shape[-1], device=weight.device))
+        return weight @ matrix.mT.to(weight.dtype)
+
 
 class ChannelScale(InputTransform):
     """The input times one factor per channel: it moves large channels into the weight (SmoothQuant, arXiv 2211.10438).
@@ -74,9 +80,16 @@ class ChannelScale(InputTransform):
         return x * self.scale.view(self._shape).to(x.dtype)
 
     def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        return weight / self._by_groups(layer, weight)
+
+    def out_of_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        return weight * self._by_groups(layer, weight)
+
+    def _by_groups(self, layer: Any, weight: Tensor) -> Tensor:
+        """The factors of a weight's inputs; each group of outputs reads its own channels."""
         groups = getattr(layer, "groups", 1)
-        parts = weight.reshape(groups, -1, weight.shape[1], weight[0, 0].numel())
-        return (parts / self.scale.reshape(groups, 1, -1, 1).to(weight.dtype)).reshape(weight.shape)
+        factors = self.scale.to(weight.dtype).reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
+        return factors.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
     def extra_repr(self) -> str:
         return f"{self.scale.numel()} channels"
@@ -188,10 +201,18 @@ class Permutation(InputTransform):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+def first_weights(layer: Any) -> list[str]:
+    """The names of the weights that multiply a layer's first input; of a recurrent layer, those of the first layer.
+
+    >>> first_weights(nn.GRU(2, 2, num_layers=2, bidirectional=True))
+    ['weight_ih_l0', 'weight_ih_l0_reverse']
+    """
+    names = ("weight", "weight_ih", "weight_ih_l0", "weight_ih_l0_reverse")
+    return [name for name in names if hasattr(layer, name)]
+
+
 def _first_weight(layer: Any) -> Tensor:
-    """The weight that multiplies a layer's first input; of a recurrent layer that of the first of its layers."""
-    name = next(name for name in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, name))
-    return cast("Tensor", getattr(layer, name))
+    return cast("Tensor", getattr(layer, first_weights(layer)[0]))
 
 
 def hadamard(size: int) -> Tensor:

@@ -118,6 +118,17 @@ def test_one_direction_in_float_keeps_the_other_without() -> None:
     assert model.own.input_transform is None
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_the_state_of_the_float_model_is_without_it(name: str) -> None:
+    model, _ = improved(name, steps=["smooth", "rotate"])
+    twin, x = Model(name).eval(), batches(1, seed=3)[0]
+    with disabled(model):
+        wanted = model(x)
+    twin.load_state_dict(fq.float_state_dict(model))
+    torch.testing.assert_close(twin(x), wanted)
+
+
 @torch.no_grad()
 def test_a_packed_sequence_goes_through_it() -> None:
     model, _ = improved("gru, both directions")

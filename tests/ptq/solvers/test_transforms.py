@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.modes import disabled
 from fakequant.nn import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
-from fakequant.nn.transforms import make_transform
+from fakequant.nn.transforms import Permutation, make_transform
 from fakequant.ptq.solvers.transforms import transform
 from tests.support.bits import assert_same_bits
 
@@ -38,6 +38,8 @@ def transformed(name: str, kind: str) -> tuple[Any, Tensor]:
         own = make_transform(kind, model[0], **({"block": 16} if "hadamard" in kind else {}))
         if isinstance(own, ChannelScale | ScaledHadamard):
             own.scale.copy_(torch.rand(own.scale.shape) + 0.5)
+        if isinstance(own, Permutation):
+            own.order.copy_(torch.randperm(len(own.order)))
         model[0].weight.copy_(own.into_weight(model[0], model[0].weight))
     model[0].input_transform = own
     fq.calibrate(model, [x], progress=False)
@@ -45,6 +47,17 @@ def transformed(name: str, kind: str) -> tuple[Any, Tensor]:
 
 
 KINDS = [(name, "channel_scale") for name in LAYERS] + [("linear", "block_hadamard"), ("linear", "scaled_hadamard")]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*KINDS, ("linear", "permutation")])
+@torch.no_grad()
+def test_the_state_of_the_float_model_is_without_transforms(name: str, kind: str) -> None:
+    model, _ = transformed(name, kind)
+    twin = nn.Sequential(copy.deepcopy(LAYERS[name][0]))
+    wanted = twin[0].weight.clone()
+    twin[0].weight.zero_()
+    twin.load_state_dict(fq.float_state_dict(model))
+    torch.testing.assert_close(twin[0].weight, wanted)
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
 from fakequant.nn.paths import join
-from fakequant.nn.quantized.layers import QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.stored.weight import StoredWeight, with_stored
+from fakequant.nn.transforms import first_weights
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched_state
 
@@ -19,7 +20,8 @@ from fakequant.offload import fetched_state
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
 
-    Weights with a product of low rank beside them (`fakequant.ptq.low_rank`) have it added.
+    Weights with a product of low rank beside them (`fakequant.ptq.low_rank`) have it added, and transforms of inputs
+    (`improve`'s "smooth" and "rotate") are taken out of weights, up to rounding.
 
     The other way round, a prepared model loads a state dict of the float model by `load_state_dict`, with `strict=True`
     too: its quantizers keep their ranges.
@@ -34,6 +36,11 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state.update({name: own.values() for name, own in state.items() if type(own) is StoredWeight})
     added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)}
     for name, module in model.named_modules(remove_duplicate=False):
+        transform = module.input_transform if isinstance(module, QuantizedLayer) else None
+        if transform is not None:
+            for path in (join(name, own) for own in first_weights(module)):
+                state[path] = transform.out_of_weight(module, state[path].detach())
+            added.add(join(name, "_input_transform"))
         if isinstance(module, QuantLinear) and module.low_rank is not None:
             weight = state[join(name, "weight")].detach()
             state[join(name, "weight")] = weight + module.low_rank.product().to(weight.dtype)
