@@ -136,7 +136,7 @@ def tasks(folder: Path) -> dict[str, Task]:
     corpus = text.load_corpus()
     model = _kept(
         folder / "byte transformer.pt",
-        lambda: text.Transformer(_FEATURES, 4),
+        lambda: text.Transformer(_FEATURES),
         lambda model: model.load_state_dict(text.train(corpus, 800, _FEATURES).state_dict()),
     )
     windows = [window for window, _ in text.Windows(corpus.training, 8, seed=1)]

@@ -52,12 +52,7 @@ class CalibratorByValue(Calibrator):
         if len(bins) == 1:
             self.bins[int(bins)].observe(x)
             return
-        if not x.dim() or len(x) != len(bins):
-            raise CalibrationError(
-                f"got a tensor of shape {list(x.shape)} in a batch whose {len(bins)} rows have different bins of "
-                f"{self.by_value.name}: its first axis is not that of the batch; give batches of one "
-                f"{self.by_value.name}"
-            )
+        self.by_value.check_rows(x, len(bins))
         for place in bins.unique().tolist():
             self.bins[place].observe(x[(bins == place).to(x.device)])
 

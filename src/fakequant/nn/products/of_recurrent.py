@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.transforms import InputTransform
+from fakequant.nn.transforms import InputTransform, first_weights
 from fakequant.numerics.spec import QuantSpec
 
 _PREFIX = "weight_"
@@ -28,9 +28,8 @@ class GateProduct(MatrixProduct):
     @property
     def readers(self) -> int:  # type: ignore[override]
         """Those of both directions; 0 for the inputs of inner layers and for hidden states."""
-        if self._seen not in ("ih", "ih_l0"):
-            return 0
-        return 2 if getattr(self.layer, "bidirectional", False) else 1
+        names = first_weights(self.layer)
+        return len(names) if self.name in names else 0
 
     @property
     def _ending(self) -> str:

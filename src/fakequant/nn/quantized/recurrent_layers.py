@@ -23,6 +23,7 @@ from fakequant.nn.products.of_recurrent import GateProduct
 from fakequant.nn.products.recurrent_loop import LoopQuantizers, is_exporting_loops, looped, why_no_loop
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
 from fakequant.nn.quantized.recurrent import GateWeights, StepQuantizers, step, unroll
+from fakequant.nn.transforms import first_weights
 
 
 class _Separate(NamedTuple):
@@ -99,8 +100,7 @@ class Recurrent(Watched, QuantizedLayer):
         found = []
         for suffix in suffixes:
             held = tuple(getattr(self, name) or _as_it_is for name in _names(suffix))
-            is_first = suffix.removesuffix("_reverse") in ("", "_l0")
-            transform = self._transformed if is_first else _as_it_is
+            transform = self._transformed if f"weight_ih{suffix}" in first_weights(self) else _as_it_is
             found.append(_Separate(*held, transform=transform, gradient=self.gradient))
         return found
 

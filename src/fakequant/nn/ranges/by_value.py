@@ -124,6 +124,18 @@ class ByValue:
         found = (rows >= edges).sum(-1)
         return found[:1] if _is_eager(found) and len(found) > 1 and bool((found == found[0]).all()) else found
 
+    def check_rows(self, x: Tensor, rows: int, named: str = "") -> None:
+        """Raise a ShapeError where the first axis of x is not that of the rows of a batch.
+
+        Args:
+            named: the start of the message, "the quantizer ... ".
+        """
+        if not x.dim() or len(x) != rows:
+            raise ShapeError(
+                f"{named}got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different bins of "
+                f"{self.name}: its first axis is not that of the batch; give batches of one {self.name}"
+            )
+
     def now(self) -> Tensor | None:
         """The bins of the call that runs, see `bins_of`; None outside of one."""
         return _calls.bins.get(self)
@@ -172,8 +184,8 @@ class Reader:
 
 # A compiled model runs its hooks before the graph of its `forward`, and torch would compile them, too; what they
 # write then is not in the thread's variables, which that graph reads. In a larger graph they are a part of it.
+_eager = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 for _hook in (Reader.enter, Reader.leave):
-    _eager = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
     _frames.set_code_exec_strategy(_hook.__code__, _eager)
 
 
@@ -303,12 +315,7 @@ class RangesByValue(QuantizerPart):
                 f"{self._named()} is {self.spec}, which has no ranges for single rows; give batches of one "
                 f"{self._by().name}"
             )
-        if not x.dim() or x.shape[0] != rows:
-            raise ConfigError(
-                f"{self._named()} got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different "
-                f"bins of {self._by().name}: its first axis is not that of the batch; give batches of one "
-                f"{self._by().name}"
-            )
+        self._by().check_rows(x, rows, f"{self._named()} ")
         return self.spec.replace(granularity=PerChannel(*sorted(axes)))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:

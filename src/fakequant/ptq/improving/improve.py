@@ -22,7 +22,7 @@ from fakequant.model.scale_floor import raise_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.improving.collector import Collector
+from fakequant.ptq.improving.collector import TRANSFORMS, Collector
 from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.improving.finished import Finished, run_of
 from fakequant.ptq.inputs.beside import Beside
@@ -278,7 +278,7 @@ def _by_value(products: Iterable[MatrixProduct], steps: Sequence[str]) -> list[s
     """What is left out where a value of the batch chooses the range of an input."""
     own = [one.input_quantizer for one in products if one.input_quantizer is not None]
     held = {one.by_value.name for one in own if one.by_value is not None}
-    left = [f'"{step}"' for step in steps if step in ("input", "smooth", "rotate")]
+    left = [f'"{step}"' for step in steps if step in ("input", *TRANSFORMS)]
     if not held or not left:
         return []
     where = f"inputs with ranges by {', '.join(sorted(held))}"
