@@ -12,6 +12,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.ptq.improving import collector
 from fakequant.ptq.solvers import layer as solver
+from fakequant.ptq.solvers.problem import DAMPING
 from fakequant.ptq.solvers.sums import InputSums
 from tests.support.bits import assert_same_bits
 
@@ -115,3 +116,19 @@ def test_wide_layers_keep_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damping_is_that_of_a_solver() -> None:
     with pytest.raises(ConfigError, match='the step "damping" is that of a solver; add one of gptq'):
         improved([rows(100, 0)], ["ranges", "damping"])
+
+
+def test_a_half_gets_twice_the_damping_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, seen = solver.Problem, list[float]()
+
+    def kept(weight: Tensor, sums: InputSums, damping: float | None = None) -> Any:
+        if damping is not None:
+            seen.append(damping)
+        return plain(weight, sums, damping)
+
+    monkeypatch.setattr(solver, "Problem", kept)
+    improved([rows(2000, seed) for seed in range(4)], ["gptq", "damping"])
+    *of_halves, chosen = seen
+    assert of_halves[2:] == [0.4, 0.4, 0.02, 0.02]
+    assert of_halves[:2] == pytest.approx([2 * DAMPING] * 2, rel=1e-6)  # 8,000 rows for 48 columns add next to nothing
+    assert chosen == 0.01
