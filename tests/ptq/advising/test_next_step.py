@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.advising.made_by import made_by
-from fakequant.ptq.advising.method import weight_methods_of
 from fakequant.ptq.advising.next_step import Known, next_step
 from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial
 from tests.support.kept import kept
@@ -259,23 +257,6 @@ def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["INT8", "FP8", "MXFP4", "INT4_GROUP32", "NVFP4", "INT8_WEIGHT_ONLY"])
-def test_the_preset_of_a_model_is_found_by_its_quantizers(name: str) -> None:
-    model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Conv1d(3, 8, 3), nn.MaxPool1d(2), nn.Linear(31, 4))
-    found = made_by(fq.prepare(model, name, skip=["4"]))
-    assert found is not None
-    assert (found.preset.name, found.skip) == (name, ("4",))
-
-
-def test_own_rules_are_of_no_preset() -> None:
-    rules = fq.Config("own", (fq.Rule("*", "int8"), fq.Rule("1.0", weight="int2 per_channel(0)")))
-    model = fq.prepare(deep(4), rules)
-    assert made_by(model) is None
-    fq.calibrate(model, [rows(0)], progress=False)
-    tried = next_step(model, Halves([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
-    assert 'config, skip=["1.0"])' in tried[-1].code
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -360,35 +341,6 @@ def test_no_method_is_advised_for_the_batches_that_made_it(activation: Any, spre
     own = fq.prepare(copy.deepcopy(exact), "int8", batches[0])
     fq.calibrate(own, batches[0:8:2], progress=False)
     assert advice.error == error(own, exact, batches[1:8:2])
-
-
-@pytest.mark.parametrize("method", ["mse", "max", "percentile", "entropy"])
-@pytest.mark.parametrize("again", [False, True])
-def test_the_method_of_a_model_is_not_advised_and_its_code_keeps_it(method: str, again: bool) -> None:
-    torch.manual_seed(0)
-    model, batches = fq.prepare(perceptron(), "int4"), [rows(seed) for seed in range(4)]
-    fq.calibrate(model, batches, "mse" if again else method, progress=False, weight_method="mse")
-    if again:
-        fq.recalibrate(model, method=method)
-    tried = tried_on(model, batches, "4").tried
-    named = {name for name in ("mse", "max", "percentile", "entropy") if any(f"by {name!r}" in t.what for t in tried)}
-    assert method not in named
-    assert len(named) >= 2  # the highest percentile may be the maximum
-    assert not any(one.failed for one in tried)
-    for one in tried:
-        if one.what.startswith("Calibrate"):
-            exec(one.code, {"fq": fq, "model": copy.deepcopy(model), "batches": batches})
-    same = {"mse", "max", "percentile", "entropy"} - named
-    said = ["" if one == "mse" else f', method="{one}"' for one in same]
-    assert tried[-1].code.endswith(tuple(f'fq.calibrate(model, batches{one}, weight_method="mse")' for one in said))
-
-
-@pytest.mark.parametrize("preset", ["gguf_q4_k", "gguf_q8_0", "gguf_iq4_xs"])
-@pytest.mark.parametrize("method", [None, "max", "mse"])
-def test_the_method_of_weights_on_a_lattice_is_known(preset: str, method: str | None) -> None:
-    model = fq.prepare(nn.Sequential(nn.Linear(256, 4)), preset)
-    fq.calibrate(model, weight_method=method)
-    assert weight_methods_of(model) == ["max" if method == "max" else None]
 
 
 def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() -> None:

@@ -81,7 +81,7 @@ class GradientConfig:
         return f"GradientConfig.parse({str(self)!r})"
 
     def _others(self) -> Iterator[tuple[str, object]]:
-        for one in fields(self)[1:-1]:
+        for one in [own for own in fields(self) if own.init][1:]:
             if value := getattr(self, one.name):
                 yield one.name, value
 
@@ -101,7 +101,7 @@ class GradientConfig:
             SpecError: a specification that cannot be read.
         """
         gradient, *others = (part.strip() for part in text.split(";"))
-        known = [one.name for one in fields(cls)][1:-1]
+        known = [one.name for one in fields(cls) if one.init][1:]
         found: dict[str, str] = {}
         for part in others:
             name, equals, value = part.partition("=")
