@@ -9,7 +9,7 @@ import fakequant as fq
 from fakequant.ptq.advising.made_by import made_by
 from fakequant.ptq.advising.next_step import Known, next_step
 from fakequant.ptq.advising.trial import Halves
-from tests.ptq.advising.test_next_step import deep, rows, run
+from tests.support.advised import deep, rows, run
 
 
 @pytest.mark.parametrize("name", ["INT8", "FP8", "MXFP4", "INT4_GROUP32", "NVFP4", "INT8_WEIGHT_ONLY"])

@@ -10,7 +10,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.ptq.advising.method import weight_methods_of
-from tests.ptq.advising.test_next_step import perceptron, rows, tried_on
+from tests.support.advised import perceptron, rows, tried_on
 
 
 @pytest.mark.parametrize("method", ["mse", "max", "percentile", "entropy"])

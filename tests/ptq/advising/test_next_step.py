@@ -16,12 +16,9 @@ import fakequant as fq
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.advising.next_step import Known, next_step
-from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial
+from fakequant.ptq.advising.trial import Aim, Change, Halves, Trial
+from tests.support.advised import deep, perceptron, rows, run, tried_on
 from tests.support.kept import kept
-
-
-def run(model: nn.Module, batch: Any) -> Any:
-    return model(batch)
 
 
 class Recurrent(nn.Module):
@@ -70,10 +67,6 @@ def tokens(seed: int) -> Tensor:
     return x * torch.where(torch.arange(12) == 0, 200.0, 1.0).view(1, 12, 1)
 
 
-def rows(seed: int) -> Tensor:
-    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) @ torch.diag(torch.logspace(-1, 1, 16))
-
-
 SIZES = torch.logspace(0, 3, 16)
 """Of the columns of inputs, of which a scale of 8 bits for all columns leaves the small ones nothing."""
 
@@ -97,10 +90,6 @@ def words(seed: int) -> Tensor:
     return torch.randint(512, (64, 4), generator=torch.Generator().manual_seed(seed))
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 8)
@@ -115,13 +104,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str, s
     "uneven columns, int8": (uneven, columns, "int8", "Take the preset fp8, with weights of float8_e4m3fn: "),
     "convolutions, int4": (convolutions, images, "int4_weight_only", "Choose the weights by the error"),
 }
-
-
-def deep(blocks: int) -> nn.Module:
-    layers = [nn.Linear(16, 16) for _ in range(blocks)]
-    for layer in layers:
-        nn.init.kaiming_normal_(layer.weight)
-    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
 
 
 def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
@@ -309,12 +291,6 @@ class Own(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight) + self.bias
-
-
-def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
-    advice = next_step(model, Halves(batches), run, Known(worst=worst))
-    assert advice is not None
-    return advice
 
 
 def loud(number: int, seed: int, spread: float) -> list[Tensor]:

@@ -1,0 +1,41 @@
+"""Small models, their inputs, and what is advised for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.ptq.advising.next_step import Known, next_step
+from fakequant.ptq.advising.trial import Halves, NextStep
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The output of a model for a batch."""
+    return model(batch)
+
+
+def rows(seed: int) -> Tensor:
+    """Inputs [32, 16] whose columns differ in size by 100."""
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) @ torch.diag(torch.logspace(-1, 1, 16))
+
+
+def perceptron() -> nn.Module:
+    """Three linear layers."""
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def deep(blocks: int) -> nn.Module:
+    """As many layers of 16 features, one after the other."""
+    layers = [nn.Linear(16, 16) for _ in range(blocks)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight)
+    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
+
+
+def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
+    """What is advised for batches."""
+    advice = next_step(model, Halves(batches), run, Known(worst=worst))
+    assert advice is not None
+    return advice
