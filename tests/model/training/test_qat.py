@@ -104,6 +104,51 @@ def test_learned_ranges_move_and_lower_the_loss(method: str, config: Config) -> 
     assert all(q.learned is not None and q.learned.method == method for q in quantizers(model).values())
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "own groups"])
+def test_scales_have_their_own_learning_rate(kind: str) -> None:
+    def plain(rates: list[float], groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        named = [{"params": group, "lr": lr} for group, lr in zip(groups, rates, strict=True)]
+        return torch.optim.SGD(named, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(named, weight_decay=0.1)
+
+    def own(parameters: Any) -> torch.optim.Optimizer:
+        if kind != "own groups":
+            return plain([1.0], [[*parameters]])
+        scales = [p for p in parameters if p.dim() != 1]
+        made.append(plain([1.0, 1.0], [scales, [p for p in parameters if p.dim() == 1]]))
+        return made[0]
+
+    made: list[torch.optim.Optimizer] = []
+    ours, theirs = calibrated(), calibrated()
+    options = Options(scales=Scales.LEARNED, scale_lr=0.25, optimizer=own, freeze_batch_norm_after=1.0)
+    finetune(ours, BATCHES, nn.functional.cross_entropy, SCHEDULE, options)
+    if made:
+        stored = made[0].state_dict()["param_groups"]
+        assert sum(group.get("scale_lr") == 0.25 for group in stored) == len(stored) - 2 > 0
+
+    set_scales(theirs, Scales.LEARNED)
+    named = dict(theirs.named_parameters())
+    scales = [p for name, p in named.items() if "lsq" in name]
+    optimizer = plain([1.0, 0.25], [[p for name, p in named.items() if "lsq" not in name], scales])
+    steps = SCHEDULE.epochs * len(BATCHES)
+    for step in range(steps):
+        theirs.train()
+        for group, share in zip(optimizer.param_groups, (1.0, 0.25), strict=True):
+            group["lr"] = SCHEDULE.lr(step / (steps - 1)) * share
+        optimizer.zero_grad()
+        x, y = BATCHES[step % len(BATCHES)]
+        nn.functional.cross_entropy(theirs(x), y).backward()
+        optimizer.step()
+    trained = dict(ours.named_parameters())
+    assert scales
+    assert all(torch.equal(trained[name], p) for name, p in named.items())
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, "fast"], ids=str)
+def test_a_learning_rate_of_scales_is_a_positive_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Options\(scale_lr=.*must be positive"):
+        Options(scale_lr=value)
+
+
 def test_options_of_the_method_arrive() -> None:
     model = calibrated()
     set_scales(model, Scales.LEARNED, "lsq", gradient_factor=False)

@@ -31,9 +31,13 @@ from fakequant.model.training.scales import Scales as Scales
 from fakequant.model.training.scales import freeze_batch_norm as freeze_batch_norm
 from fakequant.model.training.scales import set_scales as set_scales
 from fakequant.model.training.steps import Training as Training
+from fakequant.model.training.steps import learned_scales
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 
 _CALL = "finetune(model, batches, loss, Schedule(original_lr=0.1, original_epochs=90))"
+
+_SHARE = "scale_lr"
+"""The key of a group of an optimizer that has a share of the learning rate."""
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -100,6 +104,7 @@ class Options:
         scales: when scales may move.
         method: how they are learned with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
         method_options: of that method, such as {"gradient_factor": False}.
+        scale_lr: the learning rate of learned scales over that of all other parameters.
         freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
         optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
@@ -113,12 +118,17 @@ class Options:
     scales: Scales = Scales.FIXED
     method: str = "lsq"
     method_options: Mapping[str, Any] = field(default_factory=dict)
+    scale_lr: float = 1.0
     freeze_batch_norm_after: float = 0.5
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: torch.optim.SGD(
         parameters, lr=1.0, momentum=0.9
     )
     on_epoch: Callable[[int, float], bool | None] | None = None
     progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scale_lr, Real) or not 0 < float(self.scale_lr) < math.inf:
+            raise ConfigError(f"Options(scale_lr={self.scale_lr!r:.40}): must be positive, a number such as 0.1")
 
 
 def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Options]:
@@ -211,6 +221,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     with restore_on_error(attributes_of(model.modules(), "training")), restore_after(training.leave):
         training.prepare(model)
         optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
+        _split(optimizer, learned_scales(model), float(options.scale_lr))
         history: list[float] = []
         for epoch in range(schedule.epochs):
             model.train()
@@ -221,6 +232,18 @@ def finetune(  # noqa: PLR0913  all but the first five by name
                 break
         training.end()
     return history
+
+
+def _split(optimizer: Optimizer, scales: Iterable[nn.Parameter], share: float) -> None:
+    """Give scales groups of their own with a share of the learning rate, and the other options of their old groups."""
+    known = {id(parameter) for parameter in scales}
+    for group in list(optimizer.param_groups if share != 1.0 else ()):
+        others, own = ([p for p in group["params"] if (id(p) in known) is wanted] for wanted in (False, True))
+        if not others:
+            group[_SHARE] = share
+        elif own:
+            group["params"] = others
+            optimizer.add_param_group({**group, "params": own, _SHARE: share})
 
 
 def _loss(
@@ -315,7 +338,7 @@ def _epoch(
         # Without a length the learning rate moves once per epoch.
         done = (epoch * total + index) / steps if total and steps else epoch / max(1, schedule.epochs - 1)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.lr(done)
+            group["lr"] = schedule.lr(done) * group.get(_SHARE, 1.0)
         optimizer.zero_grad(set_to_none=True)
         value = measure(batch)
         if not isinstance(value, Tensor) or value.numel() != 1:

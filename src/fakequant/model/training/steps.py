@@ -247,7 +247,7 @@ class Training:
     def drop_held(self) -> None:
         """Take the gradients of scales that do not move yet from the optimizer, which may decay what has one."""
         if self._held:
-            for parameter in _learned(self._prepared()):
+            for parameter in learned_scales(self._prepared()):
                 parameter.grad = None
 
     def _settings_for(self, model: nn.Module) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Training:
         """Let the gradients of learned scales be zero, or what they are."""
         # Not `requires_grad`: DistributedDataParallel waits for the gradients of all that it was made with.
         if held and not self._held:
-            self._held = [parameter.register_hook(_zeros) for parameter in _learned(self._prepared())]
+            self._held = [parameter.register_hook(_zeros) for parameter in learned_scales(self._prepared())]
         elif not held:
             for handle in self._held:
                 handle.remove()
@@ -323,7 +323,8 @@ def _words(quantizer: Quantizer) -> str:
     return f"{quantizer.spec!r}, {quantizer.kind}, dynamic={quantizer.dynamic}, {how}"
 
 
-def _learned(model: nn.Module) -> list[nn.Parameter]:
+def learned_scales(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all learned ranges of a model, those that quantizers share once."""
     found = (quantizer.learned for quantizer in quantizers(model).values())
     return [parameter for learned in dict.fromkeys(found) if learned is not None for parameter in learned.parameters()]
 
@@ -338,7 +339,7 @@ def _check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     known = any(id(parameter) in held for parameter in model.parameters())  # else it has shards of them
-    if known and any(id(parameter) not in held for parameter in _learned(model) if parameter.requires_grad):
+    if known and any(id(parameter) not in held for parameter in learned_scales(model) if parameter.requires_grad):
         raise ConfigError(
             "the optimizer was made before the scales became parameters, and would not move them; have the trainer "
             "make the optimizer, or call prepare(model) of the callback before you make it"
