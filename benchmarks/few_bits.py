@@ -22,6 +22,8 @@ import fakequant as fq
 from examples.demo import text
 from fakequant.nn.backward.config import GradientConfig
 
+DELAYED = "delayed_max:16"
+
 
 def variants() -> dict[str, Any]:
     """The rule of the linear layers of the blocks, by what is trained; the recipes leave other layers in float, too."""
@@ -39,6 +41,11 @@ def variants() -> dict[str, Any]:
                 "without both": replace(nearest, hadamard=0),
             }
             found |= {f"{name}, {how}": replace(rule, gradient=gradient) for how, gradient in without.items()}
+        if name == "FP8_TRAINING":
+            for scale in (DELAYED, "delayed_most_recent:16"):
+                found[f"{name}, gradients {scale}"] = replace(rule, gradient=replace(own, scale=scale))
+            in_all = replace(rule, **dict.fromkeys(("input", "weight"), "float8_e4m3fn"))
+            found[f"{name}, all {DELAYED}"] = replace(in_all, gradient=replace(own, scale=DELAYED))
     return found
 
 
@@ -59,6 +66,10 @@ def trained(corpus: text.Corpus, rule: fq.Rule | None, given: argparse.Namespace
     model = text.Transformer(features, 4)
     if rule is not None:
         fq.prepare(model, fq.Config(replace(rule, pattern="blocks.*", layers=("Linear",))))
+        if any(not own.dynamic for own in fq.nn.quantizers(model).values()):
+            fq.calibrate(model, [windows for windows, _ in text.Windows(corpus.training, 1, seed)])
+            method, _, count = DELAYED.partition(":")
+            fq.qat.set_scales(model, fq.qat.Scales.LEARNED, method, steps=int(count))
     optimizer = text.adamw(model.parameters(), 3e-3)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False)
     if given.compiled:

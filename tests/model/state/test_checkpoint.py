@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fakequant import FloatFormat, Specials, files
+from fakequant import Config, FloatFormat, Rule, Specials, files
 from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
@@ -69,7 +69,8 @@ def test_learned_scales_modes_and_shared_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", learned_ranges())
 def test_learned_ranges_come_back_with_method_and_parameters(method: str, tmp_path: Path) -> None:
-    model = prepare(small_net(), presets.INT8_AFFINE if "lsq" in method else presets.INT8)
+    by_method = {"lsq": presets.INT8_AFFINE, "lsq_plus": presets.INT8_AFFINE, "pact": presets.INT8, "tqt": presets.INT8}
+    model = prepare(small_net(), by_method.get(method, Config(Rule("*", input="int8", weight="int8"))))
     calibrate(model, [images()])
     set_scales(model, Scales.LEARNED, method)
     with torch.no_grad():

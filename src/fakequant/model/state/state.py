@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fakequant.data.arguments import check_model
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
-from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.transforms import first_weights
 from fakequant.nn.wrappers import unwraps
@@ -34,7 +34,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     check_model(model, "float_state_dict", "float_state_dict(model)")
     state = with_stored(model, fetched_state(model))
     state.update({name: own.values() for name, own in state.items() if type(own) is StoredWeight})
-    added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)}
+    added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, QuantizerPart)}
     for name, module in model.named_modules(remove_duplicate=False):
         transform = module.input_transform if isinstance(module, QuantizedLayer) else None
         if transform is not None:

@@ -164,7 +164,8 @@ def _check_learned(
             _check_dtype(key, parameter, wide)
             if not bool(parameter.isfinite().all()):
                 raise QParamsError(f"{key} must be finite in every group")
-            _check_shape(spec, key, parameter, weight)
+            if learned.by_group:
+                _check_shape(spec, key, parameter, weight)
     if (zero_point := held.get(prefix + "zero_point")) is not None:
         _check_zero_point(spec, zero_point)
 

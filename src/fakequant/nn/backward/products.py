@@ -20,10 +20,8 @@ from fakequant.distributed import is_sharded
 from fakequant.errors import ConfigError
 from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.rotation import rotated
-from fakequant.numerics.philox import draw_seed
-from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.nn.backward.trained import Backward
 from fakequant.ops import library
-from fakequant.ops.graph_operators import quantize_as_node
 from fakequant.ops.tracing import is_compiled_in_transforms, is_recorded
 
 
@@ -48,35 +46,31 @@ class Factor(NamedTuple):
 class Gradients(NamedTuple):
     """The backward products of one product, and what quantizes their operands."""
 
-    config: GradientConfig
+    how: Backward
     product: WeightedSum
 
-    def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def rounded(self, dy: Tensor) -> Tensor | None:
+        """dy quantized for both products; None where each has another."""
+        return self.how.quantized("gradient", 0, dy) if self.how.rounds_once else None
+
+    def of_input(self, dy: Tensor, rounded: Tensor | None, weight: Tensor, shape: torch.Size) -> Tensor:
         """dx = dy W in a shape, for dy [rows, out, ...] and a weight of the product."""
-        dy, weight = self._operands(dy, 1, self.product.by_output(weight), "weight")
+        dy, weight = self._operands(dy, rounded, 1, self.product.by_output(weight), "weight")
         return self.product.of_input(dy, weight, shape)
 
-    def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    def of_weight(self, dy: Tensor, rounded: Tensor | None, x: Tensor, shape: torch.Size) -> Tensor:
         """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
-        return self.product.of_weight(*self._operands(dy, 0, x, "input"), shape)
+        return self.product.of_weight(*self._operands(dy, rounded, 0, x, "input"), shape)
 
-    def _operands(self, dy: Tensor, axis: int, other: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    def _operands(
+        self, dy: Tensor, rounded: Tensor | None, axis: int, other: Tensor, name: str
+    ) -> tuple[Tensor, Tensor]:
         """Operands of a sum over an axis of dy and the first of the other, the other quantized if it has a spec."""
-        block, spec = self.config.hadamard if self.product.rotates else 0, self.config.operands[name, 0]
-        if spec is not None:
-            if block:
-                dy, other = rotated(dy, block, axis), rotated(other, block)
-            other = _quantized(other, spec)
-        of_dy = self.config.operands["gradient", axis]
-        assert of_dy is not None, "a configuration has one of the gradient"
-        return _quantized(dy, of_dy), other.to(dy.dtype)
-
-
-def _quantized(x: Tensor, spec: QuantSpec) -> Tensor:
-    if not torch.compiler.is_compiling():
-        return library.fake_quantize_dynamic(x, spec)
-    # One node of the graph: as operations of torch 1M elements take twice as long, and the compiler many times.
-    return quantize_as_node(x, spec, seed=draw_seed() if spec.rounding is Rounding.STOCHASTIC else None)
+        config = self.how.config
+        if config.hadamard and self.product.rotates and config.operands[name, 0] is not None:
+            dy, other = rotated(dy, config.hadamard, axis), rotated(other, config.hadamard)
+        other = self.how.quantized(name, 0, other)
+        return self.how.quantized("gradient", axis, dy) if rounded is None else rounded, other.to(dy.dtype)
 
 
 class WeightedSum(ABC):
@@ -237,10 +231,11 @@ class _Multiplied(torch.autograd.Function):
         dx = dw = db = None
         # Quantizers clip infinity, and a GradScaler would not see that float16 overflowed: they keep NaN.
         dy = rows(grad_outputs[0]).nan_to_num(math.nan, math.nan, math.nan)
+        rounded = gradients.rounded(dy) if any(ctx.needs_input_grad[:2]) else None
         if ctx.needs_input_grad[0]:
-            dx = gradients.of_input(dy, weight, ctx.shapes[0])
+            dx = gradients.of_input(dy, rounded, weight, ctx.shapes[0])
         if ctx.needs_input_grad[1]:
-            dw = gradients.of_weight(dy, rows(x), ctx.shapes[1])
+            dw = gradients.of_weight(dy, rounded, rows(x), ctx.shapes[1])
         if ctx.needs_input_grad[2]:
             db = dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dx, dw, db, None, None, None
@@ -270,22 +265,23 @@ def is_trained(config: GradientConfig | None) -> bool:
 
 
 def multiplied(
-    product: WeightedSum, config: GradientConfig | None, x: Factor, weight: Factor, bias: Tensor | None = None
+    product: WeightedSum, how: Backward | None, x: Factor, weight: Factor, bias: Tensor | None = None
 ) -> Tensor:
     """The product of two factors; its backward products are quantized where they are wanted, and one of both is.
 
     Args:
         product: how the factors are multiplied.
-        config: how its backward products are quantized; None leaves them in float.
+        how: how its backward products are quantized; None leaves them in float.
         x: the input.
         weight: the weight, or the other input.
         bias: added to the product.
 
     Raises:
-        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func.
+        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func; or
+            any transform, with a delayed scale in training mode.
     """
     in_float = x.value is x.before and weight.value is weight.before
-    if config is None or in_float or not is_trained(config):
+    if how is None or in_float or not is_trained(how.config):
         return product.output(x.value, weight.value, bias)
     if is_sharded(weight.before):
         raise ConfigError(
@@ -302,21 +298,21 @@ def multiplied(
         _by_autocast(x.value),
         _by_autocast(weight.value),
         bias,
-        None if config.input is None else x.before,
-        None if config.weight is None else weight.before,
-        Gradients(config, product),
+        None if how.config.input is None else x.before,
+        None if how.config.weight is None else weight.before,
+        Gradients(how, product),
     )
 
 
-def matmul(config: GradientConfig | None, x: Factor, other: Factor) -> Tensor:
+def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
     """`x @ other`, as `multiplied`; a sum over rows is one over all but the last axis where the other is a matrix."""
     if other.value.dim() == 1:
-        return matmul(config, x, other.map(lambda own: own[:, None])).squeeze(-1)
+        return matmul(how, x, other.map(lambda own: own[:, None])).squeeze(-1)
     if other.value.dim() == 2:
-        return multiplied(TurnedSum(), config, x, other)
+        return multiplied(TurnedSum(), how, x, other)
     if x.value.dim() == 1:
-        return matmul(config, x.map(lambda own: own[None]), other).squeeze(-2)
-    return multiplied(BatchedSum(), config, x, other)
+        return matmul(how, x.map(lambda own: own[None]), other).squeeze(-2)
+    return multiplied(BatchedSum(), how, x, other)
 
 
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
@@ -338,7 +334,7 @@ def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | N
     if (transform := layer.input_transform) is not None:
         x = transform(x)
     factor = Factor.of(layer, "_input_quantizer", x).map(product.padded)
-    return multiplied(product, config, factor, Factor.of(layer, "_weight_quantizer", weight), layer.bias)
+    return multiplied(product, layer.backward_of(), factor, Factor.of(layer, "_weight_quantizer", weight), layer.bias)
 
 
 def _by_autocast(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class QuantMatMul(_QuantPair, MatMul):
             return as_leaf(self, input, other)
         if is_trained(self.gradient):
             factors = Factor.of(self, "_input_quantizer", input), Factor.of(self, "_other_quantizer", other)
-            return matmul(self.gradient, *factors)
+            return matmul(self.backward_of(), *factors)
         if (y := self.integer_product(input, other)) is not None:
             return y
         return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
-from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import LinearSum, WeightedSum, WindowSum, trained_product
+from fakequant.nn.backward.trained import Trained
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct
 from fakequant.nn.leaf import Proxy, as_leaf
@@ -39,7 +39,7 @@ _ATTRIBUTES["low_rank"] = "_low_rank"
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
-class QuantizedLayer(StoringLayer):
+class QuantizedLayer(StoringLayer, Trained):
     """What quantized layers share; always combined with the float layer's class.
 
     A quantizer that is None leaves its tensor in float.
@@ -64,8 +64,6 @@ class QuantizedLayer(StoringLayer):
     """How codes are multiplied; None where they cannot be."""
     execution: Execution = Execution.SIMULATE
     """How the product is computed, see `Execution`."""
-    gradient: GradientConfig | None = None
-    """How the products of the backward pass are quantized; None leaves them in float."""
 
     weight: Tensor
     _input_quantizer: Quantizer | None

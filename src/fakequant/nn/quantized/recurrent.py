@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import Factor, LinearSum, is_trained, multiplied
+from fakequant.nn.backward.trained import Backward
 from fakequant.nn.products.recurrent_loop import after_step
 
 State = tuple[Tensor, ...]
@@ -44,8 +44,8 @@ class StepQuantizers(Protocol):
     """How one layer in one direction, or a cell, is quantized."""
 
     @property
-    def gradient(self) -> GradientConfig | None:
-        """How the products of the backward pass are quantized; None leaves them in float."""
+    def backward(self) -> tuple[Backward, Backward] | None:
+        """How the backward products of both products of a step are quantized; None leaves them in float."""
         ...
 
     def weights(self, weights: GateWeights) -> GateWeights:
@@ -70,7 +70,7 @@ class GateQuantizers(NamedTuple):
     """Applied to their weights, joined [gates * hidden, in + hidden]."""
 
     @property
-    def gradient(self) -> None:
+    def backward(self) -> None:
         """None: gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
@@ -99,10 +99,11 @@ def step(
     """
     plain_x = quantizers.transformed(x)
     x, hidden = quantizers.factors(plain_x, state[0])
-    if is_trained(quantizers.gradient):
-        multiply = partial(multiplied, LinearSum(), quantizers.gradient)
-        own = multiply(Factor(x, plain_x), Factor(weights.input, before.input), weights.input_bias)
-        kept = multiply(Factor(hidden, state[0]), Factor(weights.hidden, before.hidden), weights.hidden_bias)
+    if (both := quantizers.backward) is not None and is_trained(both[0].config):
+        pair = Factor(x, plain_x), Factor(weights.input, before.input)
+        own = multiplied(LinearSum(), both[0], *pair, weights.input_bias)
+        pair = Factor(hidden, state[0]), Factor(weights.hidden, before.hidden)
+        kept = multiplied(LinearSum(), both[1], *pair, weights.hidden_bias)
         after = after_step(mode, own, kept, hidden, state[-1])
         return after[: len(state)]
     given = (hidden, *state[1:]) if len(state) > 1 else hidden

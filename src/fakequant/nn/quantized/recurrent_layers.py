@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import CoverageWarning, ExportError, warn_user
-from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import LinearSum, WeightedSum
+from fakequant.nn.backward.trained import Backward
 from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
@@ -34,7 +34,7 @@ class _Separate(NamedTuple):
     input_weight: Callable[[Tensor], Tensor]
     hidden_weight: Callable[[Tensor], Tensor]
     transform: Callable[[Tensor], Tensor]
-    gradient: GradientConfig | None
+    backward: tuple[Backward, Backward] | None
 
     def transformed(self, x: Tensor) -> Tensor:
         return self.transform(x)
@@ -87,6 +87,9 @@ class Recurrent(Watched, QuantizedLayer):
     def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
         return LinearSum()
 
+    def trained_products(self) -> Sequence[str]:
+        return [f"{name}{suffix}" for suffix in self.suffixes(self) for name in ("ih", "hh")]
+
     def places(self, attribute: str, steps: int) -> Sequence[int] | None:
         """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
         return None
@@ -101,7 +104,9 @@ class Recurrent(Watched, QuantizedLayer):
         for suffix in suffixes:
             held = tuple(getattr(self, name) or _as_it_is for name in _names(suffix))
             transform = self._transformed if f"weight_ih{suffix}" in first_weights(self) else _as_it_is
-            found.append(_Separate(*held, transform=transform, gradient=self.gradient))
+            first, second = (self.backward_of(f"{name}{suffix}") for name in ("ih", "hh"))
+            backward = None if first is None or second is None else (first, second)
+            found.append(_Separate(*held, transform=transform, backward=backward))
         return found
 
     def _transformed(self, x: Tensor) -> Tensor:

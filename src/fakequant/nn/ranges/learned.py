@@ -1,4 +1,4 @@
-"""Ranges that training moves by gradient: which parameters there are, and the scale and zero point they stand for.
+"""Ranges that training moves: which parameters there are, and the scale and zero point they stand for.
 
 Every method computes scale and zero point from its parameters by differentiable torch operations; the gradients of
 scale and zero point are those of the operator. A new method is one class here.
@@ -70,6 +70,8 @@ class LearnedRange(QuantizerPart, ABC):
     """The name under which the class is registered."""
     names: ClassVar[tuple[str, ...]]
     """The parameters."""
+    by_group: ClassVar[bool] = True
+    """Whether these have an element for each group of the tensor."""
     _is_told = False
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -164,7 +166,7 @@ def learned_ranges() -> list[str]:
     """The names of all methods to learn ranges.
 
     >>> learned_ranges()
-    ['lsq', 'lsq_plus', 'pact', 'tqt']
+    ['delayed_max', 'delayed_most_recent', 'lsq', 'lsq_plus', 'pact', 'tqt']
     """
     return sorted(_registry)
 

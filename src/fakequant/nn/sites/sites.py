@@ -9,7 +9,7 @@ mode sees the calls of its owner alone. No function of torch is replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import SiteError
-from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import Factor, is_trained
+from fakequant.nn.backward.trained import ATTENTION, Trained
 from fakequant.nn.hooks import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
@@ -35,20 +35,17 @@ SITES = "_sites"
 """The attribute of an owner that holds its sites."""
 
 
-class Site(Watched, nn.Module):
+class Site(Watched, Trained):
     """The quantizers of one call of a function, by operand; `output` is that of the result.
 
     Attention may have one of its `probabilities`. It is computed in visible parts then, unless that quantizer is off.
     Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
-        gradient: how the products of the backward pass are quantized; None leaves them in float.
         function: the canonical name.
         operands: the arguments that are float tensors in the planned call.
         weights: the operands that are parameters which this call alone reads, with their paths in the owner.
     """
-
-    gradient: GradientConfig | None = None
 
     def __init__(
         self,
@@ -92,7 +89,7 @@ class Site(Watched, nn.Module):
             result = func(*args, **kwargs)
         else:
             factors = {name: Factor(holder[key], x) for (name, holder, key), x in zip(places, before, strict=True)}
-            result = computed(self.gradient, factors, args, kwargs)
+            result = computed(self.backward_of, factors, args, kwargs)
         if isinstance(output, Quantizer):
             result = output(result)
         if out is not None:
@@ -107,6 +104,9 @@ class Site(Watched, nn.Module):
         if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
             return partial(attend, probabilities)
         return TRAINED.get(self.function) if is_trained(self.gradient) else None
+
+    def trained_products(self) -> Sequence[str]:
+        return ATTENTION if self.function == "scaled_dot_product_attention" else super().trained_products()
 
     def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
         if self._watching:

@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from fakequant.nn.backward.config import GradientConfig
 from fakequant.nn.backward.products import Factor, LinearSum, matmul, multiplied
+from fakequant.nn.backward.trained import Backward
 from fakequant.nn.sites.attention_parts import attend_in_parts
 
 Factors = Mapping[str, Factor]
+HowTrained = Callable[..., Backward | None]
 _FACTORS = "query", "key", "value"
 
 
 def attend(
     probabilities: Callable[[Tensor], Tensor],
-    config: GradientConfig | None,
+    how: HowTrained,
     factors: Factors,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -27,17 +28,22 @@ def attend(
     others = {name: value for name, value in kwargs.items() if name not in _FACTORS}
     query, key, value = (factors[name] for name in _FACTORS)
     given: Any = args[len(_FACTORS) :]
-    return attend_in_parts(partial(matmul, config), probabilities, query, key, value, *given, **others)
+
+    def multiply(name: str, *pair: Factor) -> Tensor:
+        return matmul(how(name), *pair)
+
+    return attend_in_parts(multiply, probabilities, query, key, value, *given, **others)
 
 
-def _linear(config: GradientConfig, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _linear(how: HowTrained, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    return multiplied(LinearSum(), config, factors["input"], factors["weight"], bias)
+    return multiplied(LinearSum(), how(), factors["input"], factors["weight"], bias)
 
 
 TRAINED: dict[str, Callable[..., Tensor]] = {
     "linear": _linear,
-    "matmul": lambda config, factors, *_: matmul(config, factors["input"], factors["other"]),
+    "matmul": lambda how, factors, *_: matmul(how(), factors["input"], factors["other"]),
     "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
-"""What computes a function of a configuration, the factors by name, and all arguments; attention in visible parts."""
+"""What computes a function of what gives its backward products by name, of the factors by name, and of all arguments;
+attention in visible parts."""
