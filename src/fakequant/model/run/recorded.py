@@ -17,6 +17,8 @@ from fakequant.nn.sites.functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""
+TIMES_A_NUMBER = " times a number"
+"""The suffix of the names of sums whose second operand is multiplied, in runs of `watching`."""
 QUANTIZER, FAKE_QUANTIZE = "quantizer", "fake_quantize"
 """The functions of calls that quantize: of a quantizer in a prepared model, and of this package's functions."""
 QUANTIZED = frozenset({QUANTIZER, FAKE_QUANTIZE})
@@ -108,6 +110,7 @@ class ModuleCall:
         last: that of the first one after it.
         end: its own calls of modules, and theirs, are `modules[number + 1 : end]`, where `number` is its own place.
         output: the value of its result, as hooks leave it; None where it is no tensor.
+        results: the values of all tensors of the result.
     """
 
     path: str
@@ -116,6 +119,7 @@ class ModuleCall:
     last: int = 0
     end: int = 0
     output: int | None = None
+    results: tuple[int, ...] = ()
 
 
 class RunStep(Enum):

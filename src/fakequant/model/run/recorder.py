@@ -28,6 +28,7 @@ from fakequant.model.run.recorded import (
     FAKE_QUANTIZE,
     IN_A_BRANCH,
     QUANTIZER,
+    TIMES_A_NUMBER,
     FunctionCall,
     ModuleCall,
     Recording,
@@ -135,7 +136,8 @@ class Recorder(TorchFunctionMode):
     def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
         """What a function is in the table of sites, if the call could be one, and its name in the recording."""
         called = called_as(func)
-        return called, name_of(func) if called is None else called.function.name
+        name = name_of(func) if called is None else called.function.name
+        return called, name if kwargs.get("alpha", 1) == 1 else name + TIMES_A_NUMBER
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> Detail:
         return PLAIN
@@ -246,7 +248,8 @@ class Recorder(TorchFunctionMode):
             self.running.pop()
             one = self.open.pop()
             one.last, one.end = len(self.recording.calls), len(self.recording.modules)
-            one.output = self.value_of(result) if isinstance(result, Tensor) else None
+            one.results = tuple(map(self.value_of, tensors_in(result)))
+            one.output = one.results[0] if isinstance(result, Tensor) else None
 
 
 def _overwrites(func: Any, called: CalledAs | None, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -144,6 +144,7 @@ class _WholeRecorder(Recorder):
             one = self.ended.pop(path, None)
             if one is not None and isinstance(result, Tensor):
                 one.output = self.value_of(result)  # a hook may have given another one
+                one.results = (one.output,)
 
     def _followed(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)

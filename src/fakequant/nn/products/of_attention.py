@@ -28,6 +28,8 @@ class _Projection(MatrixProduct):
 class InProjection(_Projection):
     """The weight that makes query, key and value of an attention, or one of the three."""
 
+    is_result = False
+
     @property
     def reads(self) -> tuple[int, ...]:  # type: ignore[override]
         return _READS[self.name]
@@ -61,6 +63,10 @@ class InProjection(_Projection):
 
 class OutProjection(_Projection):
     """The weight of an attention's last projection, whose input is made inside of the attention's call."""
+
+    @property
+    def is_result(self) -> bool:  # type: ignore[override]
+        return self.layer.batch_first  # else its rows have another order
 
     @property
     def input_quantizer(self) -> Quantizer | None:

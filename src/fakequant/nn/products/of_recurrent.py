@@ -24,6 +24,7 @@ class GateProduct(MatrixProduct):
     """
 
     has_steps = True
+    is_result = False
 
     @property
     def readers(self) -> int:  # type: ignore[override]

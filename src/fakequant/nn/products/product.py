@@ -167,6 +167,9 @@ class MatrixProduct(Product):
     has_steps: ClassVar[bool] = False
     """Whether a call multiplies at each of several steps, so that its functions read the bias as often."""
 
+    is_result: bool = True
+    """Whether the first tensor that a call of the layer gives is this product, with a row for each of its input."""
+
     why_no_bias: str | None = None
     """Why there is a bias in the calls that cannot be moved."""
 

@@ -24,6 +24,7 @@ class ExpertProduct(MatrixProduct):
 
     readers = 0
     is_stack = True
+    is_result = False
 
     @property
     def input_quantizer(self) -> None:

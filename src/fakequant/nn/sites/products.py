@@ -37,6 +37,7 @@ class _Linear(SiteProduct, MatrixProduct):
     """Rows of an operand of a function multiplied with its other operand, a weight [out, in]."""
 
     readers = 0
+    is_result = False
     varies = False
     """Whether calls have other options than the first one: its rows are not those of the others."""
     _bias: nn.Parameter | None = None

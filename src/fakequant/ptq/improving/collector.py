@@ -57,6 +57,7 @@ class Collector:
         halves: bool = False,
     ) -> None:
         self._layers, self._batches, self._siblings = layers, batches, recorded.siblings
+        self._added_to = recorded.added
         self._processes, self._halves = processes, halves
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
@@ -109,7 +110,8 @@ class Collector:
         for name in names[names.index(stage.name) + 1 :] if all(call.has_input_of(call) for call in calls) else []:
             own = self._layers[name]
             is_fixed = name in self._with_input or (own.input_quantizer is None and own.input_transform is None)
-            if is_fixed and not own.is_stack and calls and self._sees_same(first, own, calls[0]):
+            is_fixed = is_fixed and not own.is_stack and name not in self._added_to  # what it is added to comes later
+            if is_fixed and calls and self._sees_same(first, own, calls[0]):
                 found.append(name)
         everywhere = self._processes.all(found)
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
@@ -200,13 +202,13 @@ class Collector:
         if product.is_stack:  # one matrix at a time
             for place in product.reads:
                 one = self._sums(stage, calls, (place,))
-                yield self._with_drift(stage, calls, one) if with_drift else stacked(one.sums)
+                yield self._with_drift(stage, calls, one, {}) if with_drift else stacked(one.sums)
             return
         if seen is None:
             seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]))
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, stage.all_calls, seen
-        yield self._with_drift(stage, calls, seen) if with_drift else stacked(seen.sums)
+        yield self._with_drift(stage, calls, seen, self._added(stage, wanted)) if with_drift else stacked(seen.sums)
 
     def _calls(
         self,
@@ -244,18 +246,40 @@ class Collector:
             if self._processes.group is not None:
                 own.merge_processes(self._processes.group, product.tensor.device)
 
-    def _with_drift(self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums) -> InputSums:
+    def _added(self, stage: Stage, wanted: Stage | None) -> dict[int, Tensor]:
+        """How far the values that the layer's result is added to are from those of the float model, by batch.
+
+        Rows of each group of outputs [groups, rows, outputs]; none where a process does not see all of them.
+        """
+        product, found = self._layers[stage.name], dict[int, Tensor]()
+        for number, own in stage.added.items() if Parts.of(product).count == 1 else ():
+            other = None if wanted is None else wanted.added.get(number)
+            if other is None or other.shape != own.shape:
+                continue
+            masks = self._batches.mask, self._batches.masks[number]
+            far = product.with_axis(masks[0].select(stage.name, product.layer, (other - own).float(), masks[1]))
+            rows = product.channels_last(far).flatten(0, -2)
+            found[number] = rows.unflatten(1, (product.groups, -1)).movedim(1, 0)
+        return found if all(self._processes.all(found.keys() == stage.calls.keys())) else {}
+
+    def _with_drift(
+        self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
+    ) -> InputSums:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
         gathered = [GatheredSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
         for call in calls:
             assert call.floats is not None
+            beside = added.get(call.number)
             with input_named(product.row_name(stage.name), call.number):
                 for sums, read, weight in zip(gathered, seen.reads, weights, strict=True):
                     floats = product.pieces(_transformed(product, call.floats[read]))
                     for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
-                        sums.add_drift(parts.rows(product.rows(x)), parts.rows(product.rows(wanted)), weight)
+                        rows, others = (parts.rows(product.rows(own)) for own in (x, wanted))
+                        count = rows.shape[1]
+                        sums.add_drift(rows, others, weight, None if beside is None else beside[:, :count])
+                        beside = None if beside is None else beside[:, count:]
         self._merge(gathered, product)
         found = [sums.joined() for sums in gathered]
         return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)

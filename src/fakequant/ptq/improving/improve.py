@@ -25,6 +25,7 @@ from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import TRANSFORMS, Collector
 from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.improving.finished import Finished, run_of
+from fakequant.ptq.inputs.added import added_operands
 from fakequant.ptq.inputs.beside import Beside
 from fakequant.ptq.inputs.order import CallOrder, call_order
 from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage, check_side_by_side
@@ -170,6 +171,8 @@ def improved(  # noqa: PLR0913  all but the first five by name
             undo.insert(0, in_order(*before.values()))
         effect = None if judging is None else Effect(model, judging, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
+        own = {name: layer_of(name) for name in with_drift if layers[name].is_result}
+        recorded.added = added_operands(recorded.first, own)
         collector = Collector(layers, split.all, recorded, processes, halves="damping" in steps)
         choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
         stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)

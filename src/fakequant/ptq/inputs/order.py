@@ -18,6 +18,7 @@ from fakequant.model.run.outputs import Place, named_tensors
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import watching
 from fakequant.nn.paths import layer_of
+from fakequant.ptq.inputs.added import AddedOperand
 from fakequant.ptq.inputs.call import LayerCall
 
 CHECKED = 2
@@ -50,6 +51,8 @@ class CallOrder:
     first: Recording = field(default_factory=Recording)
     outputs: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
     outputs_repeat: bool = True
+    added: dict[str, AddedOperand] = field(default_factory=dict)
+    """Where the values are seen that the results of layers are added to."""
     checked: dict[int, Any] = field(default_factory=dict)
     """What the first batches give, for `check_side_by_side`."""
 

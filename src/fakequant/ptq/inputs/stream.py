@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.data.batches import Batches, KeptBatches
 from fakequant.errors import ConfigError
+from fakequant.ptq.inputs.added import operands_seen
 from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CHECKED, CallOrder, Watchable, watched
 from fakequant.restore import restore_after, surely
@@ -39,11 +41,13 @@ class Stage(NamedTuple):
         name: of the layer, as it was given.
         calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
         is_first: whether no stage before it was of this layer. Batches with other orders of calls come to it later.
+        added: by the number of the batch, what the result of the layer is added to.
     """
 
     name: str
     calls: dict[int, list[LayerCall]]
     is_first: bool = True
+    added: Mapping[int, Tensor] = MappingProxyType({})
 
     @property
     def all_calls(self) -> list[LayerCall]:
@@ -124,6 +128,7 @@ class Stream:
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
+        self._model, self._added = model, recorded.added
         self.lanes = [
             _Lane(number, recorded.counts[number], lambda batch=batch: batches.run(model, batch))
             for number, batch in batches.numbered.items()
@@ -132,6 +137,7 @@ class Stream:
     def __enter__(self) -> Stream:
         self._threads = torch.get_num_threads()
         self._stack.enter_context(watched(self._layers, self._seen))
+        self._stack.enter_context(operands_seen(self._model, self._added, self._operand_seen))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -164,7 +170,8 @@ class Stream:
             lane.may_go = True
         is_first = name not in self._reached
         self._reached.add(name)
-        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first)
+        added = {lane.number: lane.added.pop(name) for lane in here if name in lane.added}
+        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first, added)
 
     def will_run(self, name: str) -> bool:
         """Whether a batch waits before a layer, or will call it again."""
@@ -180,6 +187,11 @@ class Stream:
         lane = _LANE.get()
         if lane in self.lanes:
             lane.see(name, call)
+
+    def _operand_seen(self, name: str, value: Tensor) -> None:
+        lane = _LANE.get()
+        if lane in self.lanes:
+            lane.added[name] = value
 
 
 def _give_back() -> None:
@@ -209,6 +221,7 @@ class _Lane:
         self.number, self.may_go = number, True
         self.at: str | None = None
         self.calls: dict[str, list[LayerCall]] = {}
+        self.added: dict[str, Tensor] = {}
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
         self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
@@ -227,6 +240,7 @@ class _Lane:
         finally:
             self.at = None
             self.calls.clear()
+            self.added.clear()
             self._is_over = True
             self._pauses.put(None)
             self._ends.put(None)

@@ -95,9 +95,11 @@ class Problem:
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
         """What the mean of the wanted output is above that of the output by values [outputs of all groups]."""
-        wanted, mean = self.sums.wanted_mean()[:, :, None], self.sums.mean()[:, :, None]
-        values = chosen.reshape(self._matrix_shape)
-        return (self.weight.double() @ wanted - values.double() @ mean).reshape(-1)
+        error = self.weight.double() - chosen.double().reshape(self._matrix_shape)
+        missed = (error @ self.sums.mean()[:, :, None])[:, :, 0]
+        if self.sums.drift is not None:
+            missed += self.sums.drift.output_total / max(self.sums.count, 1)
+        return missed.reshape(-1)
 
     def target(self, group: int) -> Tensor:
         """The matrix [outputs, columns] with the smallest error: W, moved to make good the drift.

@@ -58,7 +58,7 @@ class Drift:
         shapes = (groups, columns), (groups,), (groups, outputs, columns), (groups, outputs), (groups,)
         return cls(*(weight.new_zeros(shape, dtype=torch.float64) for shape in shapes))
 
-    def add(self, rows: Tensor, wanted: Tensor, weight: Tensor) -> None:
+    def add(self, rows: Tensor, wanted: Tensor, weight: Tensor, beside: Tensor | None = None) -> None:
         """Add rows [groups, rows, columns].
 
         Args:
@@ -75,6 +75,8 @@ class Drift:
             x = rows[:, start : start + _ROWS].float()
             d = wanted[:, start : start + _ROWS].float() - x
             y = d @ matrix
+            if beside is not None:
+                y += beside[:, start : start + _ROWS]
             self.total += d.sum(1, dtype=torch.float64)
             self.squares += d.double().square().sum((1, 2))
             _add_products(self.products, y, x)
@@ -240,11 +242,11 @@ class GatheredSums:
         for part, own in self._divided(rows):
             part.add(own)
 
-    def add_drift(self, rows: Tensor, wanted: Tensor, weight: Tensor) -> None:
+    def add_drift(self, rows: Tensor, wanted: Tensor, weight: Tensor, beside: Tensor | None = None) -> None:
         """Add the drift of rows that were added in the same order; arguments as those of `Drift.add`."""
-        for part, own, other in self._divided(rows, wanted):
+        for part, *own in self._divided(rows, wanted, *([] if beside is None else [beside])):
             assert part.drift is not None
-            part.drift.add(own, other, weight)
+            part.drift.add(own[0], own[1], weight, *own[2:])
 
     def _divided(self, *rows: Tensor) -> list[tuple[Any, ...]]:
         """For each part that gets some of the rows, the part and these."""
