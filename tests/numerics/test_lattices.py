@@ -7,7 +7,9 @@ import torch
 import fakequant as fq
 from fakequant.delivery.gguf import blocks as gguf_blocks
 from fakequant.errors import QParamsError, ShapeError, SpecError
+from fakequant.numerics import reference
 from fakequant.numerics.scales import OffsetSpec, ScaleSpec, StoredScales
+from fakequant.numerics.sums import is_less, is_less_by_plain_sums
 from tests.support.bits import assert_same_bits
 from tests.support.lattices import ALL, LATTICES, hostile, weights
 
@@ -282,6 +284,34 @@ def test_four_over_six_is_the_better_of_both():
     assert 0.1 < (errors[1] < errors[0]).double().mean() < 0.9
     square = [(fq.fake_quantize(x, text.format(r)) - x).square().mean() for r in ("", ":four_over_six")]
     assert square[1] < 0.95 * square[0]
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel(0)", "per_block(-1:16,pad)", "per_block(0:4,1:4)"])
+def test_four_over_six_by_plain_sums_is_that_by_order_free_ones(granularity):
+    spec = fq.QuantSpec.parse(f"float4_e2m1fn {granularity} scale=float8_e4m3fn:four_over_six@per_tensor")
+    ties = torch.randint(-3, 4, (16, 40), generator=torch.Generator().manual_seed(0)).float()
+    infinite = weights(16, 40)
+    infinite[0, 0], infinite[3, 3] = torch.inf, torch.nan
+    for x in (
+        weights(16, 40),
+        weights(16, 40).double(),
+        weights(16, 40).half(),
+        ties,
+        1e-30 * ties,
+        0 * ties,
+        infinite,
+    ):
+        expected = reference.choose(x, spec).scale
+        assert_same_bits(reference.choose_from(x, None, spec, is_less_by_plain_sums).scale, expected)
+
+
+def test_sums_that_plain_ones_round_away_are_compared():
+    large = 2.0**53
+    one = torch.tensor([[large, 1.0, 1.0], [large, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    other = torch.tensor([[1.0, 1.0, large], [large, 1.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert (one.sum(1) < other.sum(1)).tolist() == [True, False, False]
+    found = is_less_by_plain_sums(one, other, (1,))
+    assert found.tolist() == is_less(one, other, (1,)).tolist() == [False, True, False]
 
 
 def test_half_range_is_what_servers_compute():

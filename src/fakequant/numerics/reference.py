@@ -6,6 +6,7 @@ backend must return these bits. float16 and bfloat16 are computed in float32 and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from .philox import random_words
 from .qparams import QParams, Range, above, choose_qparams, compute_dtype, measure
 from .scales import ScaleRounding
 from .spec import Arithmetic, Gradient, QuantSpec, Rounding
-from .sums import order_free_sum
+from .sums import is_less, order_free_sum
 
 
 class Codes(NamedTuple):
@@ -126,8 +127,8 @@ def choose(x: Tensor, spec: QuantSpec) -> QParams:
     return choose_from(x, None, spec)
 
 
-def choose_from(x: Tensor, range: Range | None, spec: QuantSpec) -> QParams:
-    """`choose` with the measured range of x, where it is known."""
+def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callable[..., Tensor] = is_less) -> QParams:
+    """`choose` with the measured range of x, where it is known, and what compares sums: see `sums.is_less`."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
         amax = _mean_magnitude(x, spec.granularity) * spec.format.bound
@@ -140,8 +141,12 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec) -> QParams:
     if spec.scale.rounding is not ScaleRounding.FOUR_OVER_SIX:
         return params
     other = choose_qparams(range, spec, largest=largest, bound=spec.format.second)
-    errors = [_squared_error(x, tried, spec) for tried in (params, other)]
-    return params._replace(scale=torch.where(errors[1] < errors[0], other.scale, params.scale))
+    if not x.numel():
+        return params
+    errors = [_squared_errors(x, tried, spec) for tried in (other, params)]
+    axes = block_axes(x.shape, spec.granularity.block_shape(x.shape))
+    better = is_less(*errors, axes).reshape(params.scale.shape)
+    return params._replace(scale=torch.where(better, other.scale, params.scale))
 
 
 def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
@@ -153,11 +158,11 @@ def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
     )
 
 
-def _squared_error(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """The squared error of the finite values of every group, summed, float64 [groups, axes kept]."""
+def _squared_errors(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """The squared errors of finite values in blocks, float64; 0 for others."""
     x = x.detach().to(compute_dtype(x.dtype))
     error = (fake_quantize(x, params, spec.replace(rounding=Rounding.NEAREST_EVEN)) - x).double()
-    return _sums(torch.where(error.isfinite(), error, 0.0).square(), spec.granularity)
+    return blocked(torch.where(error.isfinite(), error, 0.0).square(), spec.granularity.block_shape(x.shape))
 
 
 def _sums(values: Tensor, granularity: Granularity) -> Tensor:

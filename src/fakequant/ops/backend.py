@@ -14,6 +14,7 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+from fakequant.numerics.sums import is_less_by_plain_sums
 
 from .layout import layout_of
 
@@ -136,7 +137,7 @@ class Kernels(ABC):
 
     def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """As `quantize`, with the parameters that the range of x gives."""
-        params = reference.choose_from(x, self.measure(x), self.spec)
+        params = reference.choose_from(x, self.measure(x), self.spec, is_less_by_plain_sums)
         return self.quantize(x, params._replace(seed=seed), mask=mask)
 
     def grad_params(

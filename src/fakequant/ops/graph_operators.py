@@ -20,6 +20,7 @@ from fakequant.numerics.blocks import padding
 from fakequant.numerics.compilers import is_exporting
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
+from fakequant.numerics.sums import is_less_by_plain_sums
 
 from .backend import VALUES, CallKind, Extras, KernelPlan
 from .dispatch import backends, choose_for, plan_by, plan_of
@@ -185,7 +186,7 @@ _values.register_autograd(_backward_of_values, setup_context=_setup_values)
 def _chosen_scale(x: Tensor, spec: str) -> Tensor:
     parsed = QuantSpec.parse(spec)
     measured = choose_for(x).measure(x.detach(), parsed.granularity)
-    return reference.choose_from(x, measured, parsed).scale
+    return reference.choose_from(x, measured, parsed, is_less_by_plain_sums).scale
 
 
 @_chosen_scale.register_fake

@@ -25,6 +25,7 @@ from fakequant.numerics.philox import draw_seed
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, shape_of
 from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+from fakequant.numerics.sums import is_less, is_less_by_plain_sums
 
 from .backend import CODES, RELU, Extras, KernelPlan
 from .decomposition import Decomposed, DecomposedInTransforms, apply_in_transforms, keep_whole, on_mesh_of, tensors_of
@@ -251,7 +252,8 @@ def choose(x: Tensor, spec: QuantSpec, range: Range | None = None) -> QParams:
         DTypeError: x is not a floating tensor.
         ShapeError: the granularity does not fit x.
     """
-    return reference.choose_from(x, measure(x, spec.granularity) if range is None else range, spec)
+    compare = is_less if needs_tracing(x) else is_less_by_plain_sums
+    return reference.choose_from(x, measure(x, spec.granularity) if range is None else range, spec, compare)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
