@@ -107,6 +107,8 @@ def note_weight(weight: Product) -> None:
     with in_eval_mode(weight.owner), torch.no_grad():
         tensor = weight.tensor
     if not is_sharded(tensor):
+        if weight.parameter is not None:
+            quantizer.give_values(weight.parameter)
         quantizer.fitted_to, quantizer.seen = magnitudes(quantizer.spec, tensor), None
         if quantizer.fixed_codes is not None and not quantizer.holds(tensor):
             quantizer.release_codes()

@@ -17,8 +17,9 @@ from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.nn.adapters import join_adapters
 from fakequant.nn.ranges.by_value import ByValue, RangesByValue
 from fakequant.nn.ranges.fitted import look
-from fakequant.nn.ranges.fixed_codes import UNUSUAL, FixedCodes
+from fakequant.nn.ranges.fixed_codes import UNUSUAL
 from fakequant.nn.ranges.global_scale import GlobalScale
+from fakequant.nn.ranges.kept_codes import KeptCodes
 from fakequant.nn.ranges.kinds import Kind, Mode
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.ranges.sharded import Mesh, known_part
@@ -30,7 +31,7 @@ from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
 
 
-class Quantizer(GlobalScale, FixedCodes, RangesByValue):
+class Quantizer(GlobalScale, KeptCodes, RangesByValue):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -305,11 +306,11 @@ class Quantizer(GlobalScale, FixedCodes, RangesByValue):
         """Fix the parameters at what was learned; nothing happens where nothing is learned."""
         if self.learned is None:
             return
-        with torch.no_grad():
+        with torch.no_grad(), restore_on_error(state_of([self])):
             scale, zero_point = self._current()[:2]
-        with restore_on_error(state_of([self])):
             self._take_away_learned()
             self._set(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
+            self._stop_keeping()
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)

@@ -15,10 +15,10 @@ from fakequant.distributed import is_data_parallel, parallel_group, processes_of
 from fakequant.errors import ConfigError, shown
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, give_range, note_weight, quantized_weights, warn_of_zeros
-from fakequant.nn.quantizer import Kind, quantizers
+from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.delayed import DelayedRange
 from fakequant.ops import library
-from fakequant.restore import attributes_of, restore_on_error, state_of
+from fakequant.restore import attributes_of, restore_on_error, state_of_parts
 
 
 class Scales(Enum):
@@ -33,6 +33,9 @@ class Scales(Enum):
     """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale is what
     rounding changes: a frozen weight that has the codes of `fakequant.ptq` already gives it none. The methods
     "delayed_max" and "delayed_most_recent" take it from earlier steps, see `fakequant.nn.DelayedRange`."""
+    ONLY = "only"
+    """As LEARNED, while the codes of weights stay as they are, which `fakequant.ptq.reconstruct` chose for example: the
+    gradient of a scale is the codes'. `finetune` and `Training` train nothing else, and end with fixed scales."""
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
@@ -53,8 +56,8 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
         options: of the method.
 
     Raises:
-        ConfigError: the model has no quantizers; or LEARNED for one that has no range yet, or by a method that cannot
-            serve its specification; then nothing is changed. LEARNED for a model that is wrapped in
+        ConfigError: the model has no quantizers; or LEARNED or ONLY for one that has no range yet, or by a method that
+            cannot serve its specification; then nothing is changed. LEARNED for a model that is wrapped in
             DistributedDataParallel or sharded by fully_shard already.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
@@ -66,7 +69,10 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     if not isinstance(scales, Scales):
         raise ConfigError(f"set_scales takes a policy, such as Scales.LEARNED, got {shown(scales)}")
     refuse_unprepared(model)
-    with restore_on_error(state_of(quantizers(model).values())):
+    coded = quantized_weights(model).values() if scales is Scales.ONLY else ()
+    parameters = (weight.parameter for weight in coded)
+    touched = [*quantizers(model).values(), *(parameter for parameter in parameters if parameter is not None)]
+    with restore_on_error(state_of_parts(model, touched)):
         _set_scales(model, scales, method, options)
         share_learned(model)
 
@@ -95,17 +101,44 @@ def merge_histories(model: nn.Module, group: Any = None) -> None:
 
 def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
     static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
-    if scales is not Scales.LEARNED:
-        for quantizer in quantizers(model).values():
-            quantizer.stop_learning()
-    elif not all(quantizer.learned for quantizer in static):
+    learn = scales in (Scales.LEARNED, Scales.ONLY)
+    if learn and not all(quantizer.learned for quantizer in static):
         _refuse_new_parameters(model)
+    for quantizer in quantizers(model).values():
+        if not learn or quantizer.keeps_codes is not (scales is Scales.ONLY and quantizer.kind is Kind.WEIGHT):
+            quantizer.stop_learning()
     _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
-    if scales is Scales.LEARNED:
-        for quantizer in static:
-            if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
-                quantizer.learn(method, **options)
-        warn_of_zeros(model, quantizers(model))
+    if not learn:
+        return
+    coded = _fix_codes(model) if scales is Scales.ONLY else []
+    for quantizer in static:
+        if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+            quantizer.learn(method, **options)
+    for quantizer in coded:
+        quantizer.keep_codes()
+    warn_of_zeros(model, quantizers(model))
+    if scales is Scales.ONLY and not static:
+        raise ConfigError(
+            "Scales.ONLY has nothing to train: all ranges are dynamic or given by an engine; prepare weights with "
+            "static ranges"
+        )
+
+
+def _fix_codes(model: nn.Module) -> list[Quantizer]:
+    """Fix the codes of all static weights as they are now, and return their quantizers."""
+    found = []
+    for name, weight in quantized_weights(model).items():
+        quantizer = weight.quantizer
+        if quantizer.dynamic or quantizer.pinned or not quantizer.calibrated:
+            continue
+        tensor = fresh_weight(weight, name)
+        if not weight.has_fixed_codes:
+            encoded = quantizer.encoded(tensor)
+            if encoded is None:
+                raise ConfigError(f"the weight of {name} holds NaN, which has no code")
+            weight.fix_codes(encoded[0])
+        found.append(quantizer)
+    return found
 
 
 def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
@@ -114,6 +147,7 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
         quantizer = weight.quantizer
         if quantizer.dynamic or quantizer.follows:
             continue
+        quantizer.holds(weight.tensor)  # a weight whose codes stayed until now gets their values
         if anew and not weight.has_fixed_codes:  # codes that were chosen are where training starts
             quantizer.reset()
         if not quantizer.calibrated:

@@ -84,6 +84,7 @@ class Training:
         self._settings: dict[str, Any] = {}
         self._progress, self._epoch = 0.0, -1
         self._held: list[Any] = []
+        self._frozen: list[nn.Parameter] = []
         self._distances: list[Tensor] = []
         self._begun: list[int] = []
         self._seen: dict[str, Tensor] = {}
@@ -124,6 +125,7 @@ class Training:
                     'settings, or calibration={"group": False} where they train models of their own'
                 )
         self._model, self._settings = model, settings
+        self._freeze_others(model)
         return model
 
     def begin(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -206,6 +208,8 @@ class Training:
         model = self._prepared()
         self.leave()
         model.eval()
+        if self.scales is Scales.ONLY:
+            set_scales(model, Scales.FIXED)
         raise_scales(model)
         note_weights(model)  # the training has seen what the scales do to the weights
         if finish and self.finish is not None:
@@ -216,6 +220,9 @@ class Training:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        for parameter in self._frozen:
+            parameter.requires_grad_()
+        self._frozen = []
         self._hold(held=False)
         self._forget()
 
@@ -265,6 +272,14 @@ class Training:
         if self._model is None:
             raise ConfigError("the training has no model yet; call prepare(model) before the optimizer is made")
         return self._model
+
+    def _freeze_others(self, model: nn.Module) -> None:
+        """Take what is no scale from what trains, where scales are trained only; `leave` gives it back."""
+        trained = {id(parameter) for parameter in learned_scales(model)}
+        others = model.parameters() if self.scales is Scales.ONLY else ()
+        self._frozen = [p for p in others if p.requires_grad and id(p) not in trained]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
 
     def _freeze(self) -> None:
         if self._progress >= self.freeze_batch_norm_after and self._model is not None:
