@@ -28,12 +28,14 @@ class KeptCodes(FixedCodes):
         """Let the fixed codes stay whatever training does to the learned scale.
 
         Raises:
-            ConfigError: no fixed codes, or no learned range.
+            ConfigError: no fixed codes, or no range that is learned by gradient.
         """
-        if self.fixed_codes is None or self.learned is None:
+        learned = self.learned
+        if self.fixed_codes is None or not (isinstance(learned, nn.Module) and [*learned.parameters()]):
             raise ConfigError(
-                f"the quantizer {self.name or self} has no codes that could stay, or no learned scale; call fix_codes "
-                "and then learn, or fakequant.qat.set_scales(model, fakequant.qat.Scales.ONLY)"
+                f"the quantizer {self.name or self} has no codes that could stay, or no scale that is learned by "
+                'gradient; call fix_codes and then learn("lsq"), or fakequant.qat.set_scales(model, '
+                "fakequant.qat.Scales.ONLY)"
             )
         self.keeps_codes, self._others = True, None
 
