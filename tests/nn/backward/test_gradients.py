@@ -330,3 +330,18 @@ def test_models_with_gradients_of_several_formats_are_compiled_one_after_the_oth
         torch.manual_seed(0)
         for one, other in zip(found, gradients(model, x, dy), strict=True):
             assert_same_bits(one, other, str(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_gradient_that_is_not_finite_is_that_of_eager(dtype: torch.dtype) -> None:
+    """In each element to the bit, the sign of a zero too."""
+    torch._dynamo.reset()
+    model = prepared(nn.Linear(8, 8, bias=False), "int8 per_token; input=int8; weight=int8").to(dtype)
+    dy = torch.randn(16, 8, dtype=dtype)
+    dy[0, 0], dy[1, 1], dy[2, 2], dy[3] = float("inf"), -float("inf"), float("nan"), -0.0
+    found = [
+        gradients(own, torch.ones(16, 8, dtype=dtype), dy) for own in (model, torch.compile(model, fullgraph=True))
+    ]
+    assert {row for row in range(16) if not found[0][0][row].isfinite().all()} == {0, 1, 2}
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(other, one)

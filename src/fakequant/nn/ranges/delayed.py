@@ -89,7 +89,7 @@ class DelayedRange(LearnedRange):
             in_backward: whether x is an operand of a backward product.
         """
         if not self.training:
-            scale = self.qparams(1).scale.to(compute_dtype(x.dtype))
+            scale = self.qparams(1).scale.to(x.device, compute_dtype(x.dtype))
             return scale.reshape(spec.granularity.group_shape(x.shape))
         is_compiling = torch.compiler.is_compiling()
         if is_compiled_in_transforms() or (needs_tracing(x) and not is_compiling):
@@ -179,7 +179,8 @@ def _next_scale(x: Tensor, history: Tensor, backward_pass: Tensor | None, spec: 
         own = _moved_on(history, begins & (history[:1] > 0))
         own = torch.cat([torch.where(begins, amax, torch.maximum(own[:1], amax)), own[1:]])
         history.copy_(own)
-    scale = _scale_of(history.to(compute_dtype(x.dtype)), spec, method)
+    # The history of a function, which has no parameter by which to know it, may be on another device than x.
+    scale = _scale_of(history.to(x.device, compute_dtype(x.dtype)), spec, method)
     return scale.reshape(spec.granularity.group_shape(x.shape))
 
 
