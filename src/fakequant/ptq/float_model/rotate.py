@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -105,32 +105,42 @@ def rotate(
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
     check_float_model(model, "rotate", "rotate(model, batch)", "rotate")
     outputs = OutputCheck(model, Batches([batch], "rotate", inputs=inputs, forward=forward).kept())
-    recording = record(model, outputs.run)
-    found = follow(model, recording)
-    unreached = Unreached(model, recording)
-    job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed), unreached)
-    with restore_on_error(state_of_parts(model, _all_touched(found.residuals, found.heads))):
-        rows = [job.heads(one) for one in found.heads] + [job.residual(one) for one in found.residuals]
-    return Rotations(sorted(rows, key=lambda row: -row.width))
+    job = RotationJob(model, outputs, kind, seed)
+    with restore_on_error(job.restore):
+        return Rotations(job.rows())
 
 
-def _all_touched(residuals: list[Residual], heads: list[Heads]) -> list[nn.Module | nn.Parameter]:
-    touched: list[nn.Module | nn.Parameter] = [module for one in heads for module in (one.maker, one.reader)]
-    for one in residuals:
-        touched += [*one.makers, *one.readers, *one.norms]
-    return touched
+class RotationJob:
+    """Rotates streams and heads of a model; a row for each, with the reason if it cannot.
 
+    Args:
+        model: a float model.
+        outputs: what its output is checked by.
+        kind: of rotations, one of `KINDS`.
+        seed: of the random numbers.
 
-class _Job:
-    """Rotates streams and heads; a row for each, with the reason if it cannot."""
+    Attributes:
+        restore: takes all changes back.
+        rotated: what is multiplied by one matrix each.
+    """
 
-    def __init__(
-        self, model: nn.Module, outputs: OutputCheck, kind: str, generator: torch.Generator, unreached: Unreached
-    ) -> None:
-        self._model, self._outputs, self._kind, self._generator = model, outputs, kind, generator
+    def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, seed: int) -> None:
+        recording = record(model, outputs.run)
+        self._model, self._outputs, self._kind = model, outputs, kind
+        self._generator = torch.Generator().manual_seed(seed)
         self._names: dict[Any, str] = {module: name or "(model)" for name, module in model.named_modules()}
         self._names |= {parameter: name for name, parameter in model.named_parameters()}
-        self._shared, self._unreached = shared_parameters(model), unreached
+        self._shared, self._unreached = shared_parameters(model), Unreached(model, recording)
+        self._found = follow(model, recording)
+        touched = [part for one in self._found.heads for part in (one.maker, one.reader)]
+        touched += [part for one in self._found.residuals for part in (*one.makers, *one.readers, *one.norms)]
+        self.restore = state_of_parts(model, touched)
+        self.rotated: list[Turned] = []
+
+    def rows(self) -> list[Rotated]:
+        """Rotate all, in place; the widest first."""
+        rows = [self.heads(one) for one in self._found.heads] + [self.residual(one) for one in self._found.residuals]
+        return sorted(rows, key=lambda row: -row.width)
 
     def residual(self, one: Residual) -> Rotated:
         """Rotate a residual stream (R1)."""
@@ -174,7 +184,7 @@ class _Job:
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
         """Change the model; if its output changes, undo the change and return the reason."""
-        back = state_of_parts(self._model, touched)
+        back, rotated = state_of_parts(self._model, touched), len(self.rotated)
         with restore_on_error(back):
             try:
                 change()
@@ -184,26 +194,65 @@ class _Job:
                 why = self._outputs.why_not()
         if why is not None:
             back()
+            del self.rotated[rotated:]
         return why
 
     @torch.no_grad()
     def _rotate(self, one: Residual, width: int, forms: dict[nn.Module, _Form], *, centred: bool) -> None:
         rotation = rotation_of(width, self._kind, self._generator)
         made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
-        for maker in one.makers:
-            _rotate_maker(maker, made)
+        parameters = _made_by(one.makers, width)
+        Turned(width, parameters).turn(made)
         for reader, norm in one.readers.items():
-            _rotate_reader(cast("nn.Linear", reader), rotation, None if norm is None else forms[norm])
+            read = Turned(width, [(cast("nn.Parameter", reader.weight), 1)])
+            if norm is not None:
+                _add_shift(cast("nn.Linear", reader), forms[norm])
+            read.turn(rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device))
+            parameters += read.parameters
         for norm, form in forms.items():
             _clear(self._model, norm, form)
+        self.rotated.append(Turned(width, parameters))
 
     @torch.no_grad()
     def _rotate_heads(self, one: Heads) -> None:
-        rotation = rotation_of(one.size, self._kind, self._generator)
-        whole = torch.block_diag(*[rotation] * (one.maker.out_features // one.size))
-        _rotate_maker(one.maker, whole)
-        weight = one.reader.weight
-        weight.copy_((weight.double().unflatten(1, (-1, one.size)) @ rotation.to(weight.device)).flatten(1))
+        turned = Turned(
+            one.size, [*_made_by([one.maker], one.maker.out_features), (cast("nn.Parameter", one.reader.weight), 1)]
+        )
+        turned.turn(rotation_of(one.size, self._kind, self._generator))
+        self.rotated.append(turned)
+
+
+class Turned(NamedTuple):
+    """Parameters one axis of which is multiplied by a matrix, each of its blocks if it has several."""
+
+    width: int
+    """Rows of the matrix, channels of a block."""
+    parameters: list[tuple[nn.Parameter, int]]
+    """Each with its axis."""
+
+    def rows(self, x: Tensor, axis: int) -> Tensor:
+        """A tensor of a parameter's shape as [..., width], with the axis last."""
+        return x.movedim(axis, -1).unflatten(-1, (-1, self.width))
+
+    def gradient(self) -> Tensor:
+        """The gradient of a rotation that multiplies the parameters as they are, skew-symmetric, float64.
+
+        It is the sum of x^T g over their values x and gradients g, less its transpose: what remains orthogonal.
+        """
+        found = torch.zeros(self.width, self.width, dtype=torch.float64)
+        for parameter, axis in self.parameters:
+            if parameter.grad is not None:
+                values, slopes = (
+                    self.rows(one.detach().double(), axis).flatten(0, -2) for one in (parameter, parameter.grad)
+                )
+                found += (values.T @ slopes).cpu()
+        return found - found.T
+
+    def turn(self, matrix: Tensor) -> None:
+        """Multiply the parameters by a matrix [width, width], in float64, rounded once."""
+        for parameter, axis in self.parameters:
+            turned = self.rows(parameter.detach().double(), axis) @ matrix.to(parameter.device)
+            parameter.data.copy_(turned.flatten(-2).movedim(-1, axis))
 
 
 class _WidthError(Exception):
@@ -230,33 +279,35 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
     return signs[:, None] * torch.kron(orthogonal.contiguous(), square)
 
 
-def _rotate_maker(maker: nn.Module | nn.Parameter, rotation: Tensor) -> None:
-    """Multiply a maker's output by a matrix, in float64, rounded once."""
-    if isinstance(maker, nn.Parameter):
-        rows = [maker] if maker.dim() and maker.shape[-1] == len(rotation) else []
-    elif isinstance(maker, nn.Embedding):
-        rows = [maker.weight] if maker.embedding_dim == len(rotation) else []
-    else:
-        weight = cast("Tensor", maker.weight)
-        rows = [weight.flatten(1).T] if len(weight) == len(rotation) else []
-        rows += [maker.bias] if rows and isinstance(maker.bias, Tensor) else []
-    if not rows:
-        raise _WidthError(maker)
-    for values in rows:
-        values.data.copy_(values.double() @ rotation.to(values.device))
+def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of makers, each with the axis of the channels.
 
-
-def _rotate_reader(reader: nn.Linear, rotation: Tensor, form: _Form | None) -> None:
-    """Fold the gain and shift of the preceding normalisation into a layer, then multiply its weight by a matrix."""
-    weight = reader.weight.double()
-    if form is not None and form.shift is not None:
-        bias = weight @ form.shift
-        if reader.bias is None:
-            reader.bias = nn.Parameter(bias.to(reader.weight.dtype))
+    Raises:
+        _WidthError: a maker with another number of channels.
+    """
+    found: list[tuple[nn.Parameter, int]] = []
+    for maker in makers:
+        if isinstance(maker, nn.Parameter):
+            own = [(maker, maker.dim() - 1)]
+        elif isinstance(maker, nn.Embedding):
+            own = [(cast("nn.Parameter", maker.weight), 1)]
         else:
-            reader.bias.copy_(reader.bias.double() + bias)
-    scaled = weight if form is None else weight * form.gain
-    reader.weight.copy_(scaled @ rotation.to(weight.device))
+            own = [(one, 0) for one in (maker.weight, maker.bias) if isinstance(one, nn.Parameter)]
+        if any(axis < 0 or one.shape[axis] != width for one, axis in own):
+            raise _WidthError(maker)
+        found += own
+    return found
+
+
+def _add_shift(reader: nn.Linear, form: _Form) -> None:
+    """Put the shift of the preceding normalisation into a layer's bias."""
+    if form.shift is None:
+        return
+    bias = reader.weight.double() @ form.shift
+    if reader.bias is None:
+        reader.bias = nn.Parameter(bias.to(reader.weight.dtype))
+    else:
+        reader.bias.copy_(reader.bias.double() + bias)
 
 
 class _Form(NamedTuple):
