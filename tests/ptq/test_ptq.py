@@ -115,7 +115,9 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     steps = ["input", "smooth", "rotate", "bias", "ranges", "gptq", "descend"]
     for row in found.layers:
         assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
-        assert row.after == min(row.before, *(row.steps[step] for step in steps[3:] if step in row.steps))
+        chosen = [row.before, *(row.steps[step] for step in steps[3:] if step in row.steps)]
+        assert row.after in chosen  # with what the damping adds for new rows; in error alone the last may lose more
+        assert row.after <= min(1.01 * min(chosen), row.before)
         assert row.steps.get("bias", row.before) <= row.before  # the nearest values with a better bias
     for shown in (str(found), found._repr_html_()):
         for row in found.layers:
