@@ -1,6 +1,6 @@
 """Train a small CNN in 1 and 2 bits in all layers, and count which digits of writers it never saw it reads.
 
-python -m benchmarks.digits                                         # W2A2 and W1A2, 10 seeds: about 15 CPU minutes
+python -m benchmarks.digits                                         # three rows, 10 seeds: about 12 CPU minutes
 python -m benchmarks.digits --only W2A2 --ways all --seeds 3        # beside other optimizers, scales and teachers
 """
 
@@ -21,7 +21,12 @@ from examples.demo import digits
 from fakequant import qat
 
 TRAINED, EPOCHS = 1200, 20
-ROWS = {"W2A2": "int2_midrise per_channel(0)", "W1A2": "binary per_channel(0)"}
+FOUR_LEVELS = "int2_midrise per_channel(0)"
+ROWS = {
+    "W2A2": {"weight": FOUR_LEVELS},
+    "W1A2": {"weight": "binary per_channel(0)"},
+    "W2A2, the image in 8 bits": {"weight": FOUR_LEVELS, "image": "uint8"},
+}
 RECIPE = "few_bits"
 
 
@@ -62,7 +67,8 @@ def trained(teacher: nn.Module, split: digits.Split, seed: int, epochs: int | No
     """The network in few bits, trained on from a float one, with what a way changes."""
     model = copy.deepcopy(teacher)
     weight, input = (fq.TensorConfig(given[name]) for name in ("weight", "input"))
-    fq.prepare(model, fq.Config((fq.Rule(input=input, weight=weight), fq.Rule(layers=("MaxPool2d",)))))
+    first = fq.Rule("0", input=given.get("image", given["input"]), weight=weight)
+    fq.prepare(model, fq.Config((fq.Rule(input=input, weight=weight), first, fq.Rule(layers=("MaxPool2d",)))))
     fq.calibrate(model, split.images.split(128), weight_method=given.get("weight_method"), progress=False)
     schedule, options = qat.few_bits(EPOCHS)
     schedule = replace(schedule, original_lr=given.get("lr", schedule.original_lr), original_epochs=EPOCHS)
@@ -87,11 +93,11 @@ def main() -> None:
     with digits.one_thread():
         floats = [digits.train(training, EPOCHS, network, seed) for seed in range(given.seeds)]
         _say("float", RECIPE, [digits.percent_right(model, held_out) for model in floats], 0.0)
-        for name, weight in ROWS.items():
+        for name, formats in ROWS.items():
             for way, changes in ways().items():
                 if given.only not in name or not (given.ways == "all" or given.ways in way):
                     continue
-                begun, settings = time.process_time(), {"weight": weight, "input": "uint2", **changes}
+                begun, settings = time.process_time(), {"input": "uint2", **formats, **changes}
                 models = [trained(one, training, seed, given.epochs, settings) for seed, one in enumerate(floats)]
                 seconds = (time.process_time() - begun) / given.seeds
                 _say(name, way, [digits.percent_right(model, held_out) for model in models], seconds)
