@@ -129,6 +129,13 @@ def note_weights(model: nn.Module, stale: Iterable[str] = ()) -> None:
         quantizer.fitted_to = None if quantizer.fitted_to is None else torch.zeros_like(quantizer.fitted_to)
 
 
+def give_values(model: nn.Module) -> None:
+    """Set weights whose codes stay in training to the values of these, before what writes a model reads them."""
+    for weight in quantized_weights(model).values():
+        if weight.quantizer.keeps_codes:
+            note_weight(weight)
+
+
 def warn_stale_scales(model: nn.Module) -> list[str]:
     """Warn, in one line, of weights that no longer have the range for which their scales were made.
 

@@ -336,6 +336,12 @@ def test_what_cannot_be_delayed_is_refused(text: str, message: str) -> None:
         GradientConfig.parse(text)
 
 
+def test_what_is_no_text_is_refused() -> None:
+    for wrong in (16, True):
+        with pytest.raises(ConfigError, match="scale must be such as 'delayed_max:16'"):
+            GradientConfig("int8", scale=wrong)  # type: ignore[arg-type]
+
+
 def test_the_text_form() -> None:
     config = GradientConfig("float8_e5m2", scale="delayed_most_recent:16")
     assert str(config) == "float8_e5m2 per_tensor; scale=delayed_most_recent:16"

@@ -151,6 +151,34 @@ def test_a_checkpoint_of_the_middle_goes_on_with_equal_bits(tmp_path: Path) -> N
         assert all(map(torch.equal, codes_of(other), codes))
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_written_in_the_middle_has_the_scales_of_now(spec: str, tmp_path: Path) -> None:
+    def steps(model: nn.Module) -> None:
+        qat.set_scales(model, qat.Scales.ONLY)
+        optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "lsq" in n], 0.1)
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model.train()(x), y).backward()
+            optimizer.step()
+
+    model = coded(spec)
+    codes = codes_of(model)
+    steps(model)
+    expected = model.eval()(X)
+    copied = floats()
+    copied.load_state_dict(fq.float_state_dict(model))
+    torch.testing.assert_close(copied(X), expected)
+    again = fq.apply(floats(), fq.snapshot(model))
+    fq.save(model, tmp_path / "model.safetensors")
+    for other in (again, fq.load(floats(), tmp_path / "model.safetensors")):
+        assert torch.equal(other.eval()(X), expected)
+        steps(other)
+    steps(model)
+    for other in (again, model):
+        assert all(map(torch.equal, codes_of(other), codes))
+        assert torch.equal(other.eval()(X), model.eval()(X))
+
+
 def test_quantizers_without_codes_or_scales_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no codes that could stay"):
         fq.nn.Quantizer("int4 per_channel(0)", kind=fq.nn.Kind.WEIGHT).keep_codes()

@@ -81,6 +81,7 @@ def test_a_model_that_no_rotation_helps_is_as_it_was() -> None:
     found = learn_rotations(model, [torch.arange(19)], A4, steps=2, progress=False)
     assert found.kept == "none"
     assert "as it was: no rotation helps" in str(found)
+    assert [row.note for row in found.rows] == ["no rotation helps"]
     assert [type(one) for one in model] == [type(one) for one in before]
     for name, value in before.state_dict().items():
         assert_same_bits(model.state_dict()[name], value)
@@ -120,6 +121,16 @@ def test_batches_with_labels_and_a_forward_of_the_users_own() -> None:
     assert_same_bits(found[2], found[0])
 
 
+def test_inference_mode_changes_nothing() -> None:
+    x, found = batches(3), []
+    for mode in (False, True):
+        model = decoder()
+        with torch.inference_mode(mode):
+            learn_rotations(model, x, A4, steps=3, progress=False)
+        found.append(model.head.weight.detach())
+    assert_same_bits(found[1], found[0])
+
+
 def test_half_precision_is_rounded_no_more_often_by_more_steps() -> None:
     model, x = decoder().bfloat16(), batches(2)
     wanted = decoder().double()(x[0])
@@ -131,6 +142,12 @@ def test_what_cannot_be_learned_is_refused() -> None:
     model, x = decoder(), batches(2)
     with pytest.raises(ConfigError, match="steps must be 1 or more, got 0"):
         learn_rotations(model, x, A4, steps=0)
+    for wrong in (2.5, "5"):
+        with pytest.raises(ConfigError, match=f"steps must be 1 or more, got {wrong!r}"):
+            learn_rotations(model, x, A4, steps=wrong)  # type: ignore[arg-type]
+    for wrong in (0.0, -1.0, float("nan"), "0.1"):
+        with pytest.raises(ConfigError, match="angle must be positive, in radians such as"):
+            learn_rotations(model, x, A4, angle=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the config quantizes no layer of the model"):
         learn_rotations(model, x, fq.Config("none", (fq.Rule("*"),)))
     assert "nothing to rotate" in str(learn_rotations(nn.Sequential(nn.Linear(8, 8)), [torch.randn(2, 8)], A4))

@@ -57,6 +57,18 @@ def test_the_float_function_stays(norm: type[nn.Module], bias: bool, kind: str) 
     assert str(found).splitlines()[1].split()[-1] == "rotated"
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, Gemma])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_normalisation_in_half_precision_is_known(norm: type[nn.Module], dtype: torch.dtype) -> None:
+    model, x = decoder(norm).to(dtype), tokens()
+    wanted = copy.deepcopy(model).double()(x)
+    note = next(row.note for row in rotate(model, x).rows if row.what == "residual stream")
+    assert note == "" or note.endswith("half precision alone may do it: try model.float()")
+    assert relative(model.double()(x), wanted) < 4 * torch.finfo(dtype).eps
+    rotate(wide := decoder(norm).to(dtype).float(), x)
+    assert relative(wide.double()(x), wanted) < 1e-5
+
+
 class Grouped(nn.Module):
     """Attention whose heads share the keys and values of two."""
 

@@ -7,6 +7,7 @@ from collections.abc import Container
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
+from fakequant.model.weights import give_values
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.ranges.precise import QuantizerPart
@@ -32,6 +33,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     <All keys matched successfully>
     """
     check_model(model, "float_state_dict", "float_state_dict(model)")
+    give_values(model)
     state = with_stored(model, fetched_state(model))
     state.update({name: own.values() for name, own in state.items() if type(own) is StoredWeight})
     added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, QuantizerPart)}

@@ -144,7 +144,7 @@ def delayed_range(text: str, spec: QuantSpec) -> DelayedRange:
     >>> delayed_range("delayed_max:16", QuantSpec("float8_e5m2")).qparams(1).scale
     tensor([1.])
     """
-    method, _, steps = text.partition(":")
+    method, _, steps = str(text).partition(":")
     if method not in _AMAX_OF or not steps.isdecimal():
         raise ConfigError(f"scale must be such as 'delayed_max:16' or 'delayed_most_recent:16', got {text!r}")
     made = (DelayedMax if method == "delayed_max" else DelayedMostRecent)(spec, int(steps))

@@ -6,7 +6,8 @@ import copy
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -55,11 +56,8 @@ class LearnedRotations(Rotations):
             "none": "as it was: no rotation helps",
             "hadamard": "with Hadamard matrices",
             "learned": "with the learned",
-        }
-        line = (
-            f"error of the quantized model's output: {errors}; the model is {kept.get(self.kept, 'with the learned')}"
-        )
-        return f"{super().__str__()}\n{line}"
+        }[self.kept]
+        return f"{super().__str__()}\nerror of the quantized model's output: {errors}; the model is {kept}"
 
     __repr__ = __str__  # what notebooks and consoles show
 
@@ -98,7 +96,7 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
         progress: whether a bar is shown; None: on a terminal.
 
     Raises:
-        ConfigError: no positive number of steps, a config that quantizes no layer, and what `rotate` refuses.
+        ConfigError: no positive number of steps or angle, a config that quantizes no layer, and what `rotate` refuses.
 
     The model is unchanged after any error or interrupt.
 
@@ -109,8 +107,10 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
     >>> found.learned <= found.rotated or found.kept != "learned"
     True
     """
-    if steps < 1:
-        raise ConfigError(f"steps must be 1 or more, got {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"steps must be 1 or more, got {steps!r:.40}")
+    if not isinstance(angle, Real) or not 0 < float(angle) < math.inf:
+        raise ConfigError(f"angle must be positive, in radians such as 0.17, got {angle!r:.40}")
     check_float_model(model, "learn_rotations", "learn_rotations(model, batches, config)", "learn_rotations")
     given = Batches(batches, "learn_rotations", inputs=inputs, forward=forward).kept()
     numbers = HeldBack(given.numbered, _EVERY)
@@ -124,10 +124,7 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
     def quantized() -> nn.Module:
         return _quantized(model, config, example, inputs)
 
-    def error() -> float:
-        return judge.of(quantized()).mean
-
-    with restore_on_error(job.restore):
+    with torch.inference_mode(mode=False), restore_on_error(job.restore):
         before = judge.of(quantized()).mean
         found = LearnedRotations(job.rows(), before, before, before)
         if not job.rotated:
@@ -146,6 +143,7 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
             found.kept = "hadamard"
         else:
             job.restore()
+            found.rows = [replace(row, note=row.note or "no rotation helps") for row in found.rows]
     return found
 
 

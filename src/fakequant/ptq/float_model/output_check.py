@@ -90,4 +90,7 @@ class OutputCheck(OutputDistance):
     def why_not(self) -> str | None:
         """The reason to reject the model's present state, or None."""
         found = self.difference()
-        return None if found <= self._allowed else f"the model's output would change by {found:.1e} of its size"
+        if found <= self._allowed:
+            return None
+        half = "; half precision alone may do it: try model.float()" if self._allowed > _TOLERANCE else ""
+        return f"the model's output would change by {found:.1e} of its size{half}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -19,7 +20,7 @@ from fakequant.nn.transforms import hadamard
 from fakequant.ptq.float_model.output_check import OutputCheck
 from fakequant.ptq.float_model.residual import Heads, Residual, follow
 from fakequant.ptq.weights import shared_parameters
-from fakequant.restore import restore_after, restore_on_error, state_of_parts
+from fakequant.restore import restore_on_error, state_of_parts
 from fakequant.text import listed, table
 
 KINDS = ("hadamard", "random")
@@ -335,16 +336,17 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
         return (
             _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0) if width == len(gain) else None
         )
-    if bias is not None or len(weight) != width:
+    if bias is not None or len(weight) != width or norm._parameters.get("weight") is not weight:
         return None
-    own, generator = weight.detach().clone(), torch.Generator().manual_seed(0)
+    twin, generator = copy.deepcopy(norm).double(), torch.Generator().manual_seed(0)  # half precision differs by more
+    own = cast("nn.Parameter", twin.weight)
     x, rotation = torch.randn(64, width, generator=generator).to(own), rotation_of(width, "random", generator).to(own)
     for plain in (1.0, 0.0):  # normalisations multiply by their weight, or by 1 + weight
-        with restore_after(lambda: weight.data.copy_(own)), torch.no_grad():
-            weight.data.fill_(plain)
-            found, turned = norm(x).double(), norm(x @ rotation).double()
+        with torch.no_grad():
+            own.fill_(plain)
+            found, turned = twin(x).double(), twin(x @ rotation).double()
         is_unit = 0.5 < float(found.square().mean()) < 2  # twice the weight is 4 times the square
-        if is_unit and float((turned - found @ rotation.double()).norm()) <= _SAME * float(found.norm()):
+        if is_unit and float((turned - found @ rotation).norm()) <= _SAME * float(found.norm()):
             return _Form(gain + (1 - plain), None, plain)
     return None
 
