@@ -209,9 +209,23 @@ def test_what_cannot_be_learned_leaves_weights_and_quantizers() -> None:
 def test_a_second_call_keeps_the_parameters_of_the_optimizer() -> None:
     model = coded(SPECS[0], "int8")
     qat.set_scales(model, qat.Scales.ONLY)
-    own = dict(model.named_parameters())
+    own, codes = dict(model.named_parameters()), codes_of(model)
+    with torch.no_grad():
+        model[0]._weight_quantizer.learned.step.mul_(1.5)  # as a step of training between
     qat.set_scales(model, qat.Scales.ONLY)
     assert all(own[name] is parameter for name, parameter in model.named_parameters())
+    assert all(map(torch.equal, codes_of(model), codes))
+
+
+def test_a_group_of_scales_alone_has_their_share_of_the_learning_rate() -> None:
+    made = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=1.0))
+        return made[0]
+
+    finetune(coded(SPECS[0]), scale_lr=0.5, optimizer=optimizer)
+    assert [group["lr"] for group in made[0].param_groups] == [0.5 * SCHEDULE.lr(1.0)]
 
 
 def test_a_failed_training_leaves_all_parameters_trainable() -> None:

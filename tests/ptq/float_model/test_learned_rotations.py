@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.ptq import learn_rotations
-from fakequant.ptq.float_model.learned_rotations import _cayley
+from fakequant.ptq.float_model.learned_rotations import _cayley, _LearnedTurns
 from fakequant.ptq.float_model.rotate import Turned
 from tests.support.architectures import relative
 from tests.support.bits import assert_same_bits
@@ -68,6 +68,23 @@ def test_what_does_not_help_goes_back() -> None:
     fq.ptq.rotate(hadamard, x[0])
     for name, value in hadamard.state_dict().items():
         assert_same_bits(model.state_dict()[name], value)
+
+
+def test_learned_rotations_that_change_the_float_function_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _LearnedTurns.run
+
+    def skewed(self: _LearnedTurns, *args: Any) -> float:
+        least = run(self, *args)
+        self.best = [2 * matrix for matrix in self.best]
+        return least
+
+    monkeypatch.setattr(_LearnedTurns, "run", skewed)
+    model, x = decoder(), batches()
+    wanted = model(x[0]).detach()
+    found = learn_rotations(model, x, A4, steps=30, progress=False)
+    assert found.learned < found.rotated
+    assert found.kept == "hadamard"
+    assert relative(model(x[0]), wanted) < 1e-5
 
 
 def test_a_model_that_no_rotation_helps_is_as_it_was() -> None:
