@@ -66,7 +66,7 @@ def trained(corpus: text.Corpus, rule: fq.Rule | None, given: argparse.Namespace
     model = text.Transformer(features, 4)
     if rule is not None:
         fq.prepare(model, fq.Config(replace(rule, pattern="blocks.*", layers=("Linear",))))
-        if any(not own.dynamic for own in fq.nn.quantizers(model).values()):
+        if rule.input is not None and not rule.input.dynamic:  # the weights' ranges follow them in all other rows
             fq.calibrate(model, [windows for windows, _ in text.Windows(corpus.training, 1, seed)])
             method, _, count = DELAYED.partition(":")
             fq.qat.set_scales(model, fq.qat.Scales.LEARNED, method, steps=int(count))
