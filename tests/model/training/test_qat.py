@@ -1,11 +1,15 @@
+import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import ConfigError
+import fakequant as fq
+from fakequant import qat
+from fakequant.errors import ConfigError, StaleScaleWarning
 from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -143,7 +147,7 @@ def test_scales_have_their_own_learning_rate(kind: str) -> None:
     assert all(torch.equal(trained[name], p) for name, p in named.items())
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, "fast"], ids=str)
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, "fast", True], ids=str)
 def test_a_learning_rate_of_scales_is_a_positive_number(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"Options\(scale_lr=.*must be positive"):
         Options(scale_lr=value)
@@ -275,3 +279,24 @@ def test_a_frozen_weight_with_chosen_codes_moves_no_scale() -> None:
     step.grad = None
     nn.functional.mse_loss(model(x), y).backward()
     assert float(step.grad.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("scales", [qat.Scales.LEARNED, qat.Scales.ONLY])
+def test_scales_that_training_drives_below_zero_are_named(scales: qat.Scales) -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), "int4_weight_only")
+    fq.calibrate(model, [], progress=False)
+    batches = [(torch.randn(8, 16), torch.arange(8) % 4)] * 4
+
+    def train(rate: float, twin: nn.Module) -> None:
+        schedule = qat.Schedule(original_lr=rate, original_epochs=1, fraction=1.0, start=1.0)
+        options = qat.Options(scales=scales, optimizer=torch.optim.SGD, progress=False)
+        qat.finetune(twin, batches, lambda out, y: nn.functional.cross_entropy(out, y), schedule, options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleScaleWarning)
+        train(1e-4, copy.deepcopy(model))
+    with pytest.warns(
+        StaleScaleWarning, match=r"drove learned scales to zero: \d+ of \d+ in \d\._weight.*scale_lr=0\.1"
+    ):
+        train(100.0, model)

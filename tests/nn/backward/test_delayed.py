@@ -321,7 +321,7 @@ def test_transforms_of_functions_are_refused_in_training_alone() -> None:
         ("int8; scale=delayed", "scale must be such as 'delayed_max:16'"),
         ("int8; scale=delayed_max", "scale must be such as 'delayed_max:16'"),
         ("int8; scale=delayed_min:3", "scale must be such as 'delayed_max:16'"),
-        ("int8; scale=delayed_max:0", "the number of steps that count, such as 16, got 0"),
+        ("int8; scale=delayed_max:0", "the number of steps that count, 1 to 65536, such as 16, got 0"),
         ("int8 per_token; scale=delayed_max:4", "int8 per_token cannot have a delayed scale"),
         ("uint8; scale=delayed_max:4", "uint8 .* cannot have a delayed scale"),
         (

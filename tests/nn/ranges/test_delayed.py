@@ -73,8 +73,10 @@ def test_what_has_several_scales_is_refused() -> None:
     quantizer.set_range(fq.Range(-torch.ones(4, 1), torch.ones(4, 1)))
     with pytest.raises(ConfigError, match="cannot have a delayed scale"):
         quantizer.learn("delayed_max")
-    with pytest.raises(ConfigError, match="the number of steps that count, such as 16, got 0"):
+    with pytest.raises(ConfigError, match="the number of steps that count, 1 to 65536, such as 16, got 0"):
         delayed("int8", steps=0)
+    with pytest.raises(ConfigError, match="1 to 65536, such as 16, got 99999999999"):
+        delayed("int8", steps=99999999999)
 
 
 def test_a_state_dict_makes_a_quantizer_alike() -> None:

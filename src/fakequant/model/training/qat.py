@@ -128,7 +128,11 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scale_lr, Real) or not 0 < float(self.scale_lr) < math.inf:
+        if (
+            isinstance(self.scale_lr, bool)
+            or not isinstance(self.scale_lr, Real)
+            or not 0 < float(self.scale_lr) < math.inf
+        ):
             raise ConfigError(f"Options(scale_lr={self.scale_lr!r:.40}): must be positive, a number such as 0.1")
 
 

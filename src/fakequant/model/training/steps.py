@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.digest import digest
-from fakequant.distributed import Together, all_processes
-from fakequant.errors import CheckpointError, ConfigError
+from fakequant.distributed import Together, all_processes, is_sharded
+from fakequant.errors import CheckpointError, ConfigError, StaleScaleWarning, warn_user
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
@@ -208,6 +208,7 @@ class Training:
         model = self._prepared()
         self.leave()
         model.eval()
+        _warn_of_vanished(model)
         if self.scales is Scales.ONLY:
             set_scales(model, Scales.FIXED)
         raise_scales(model)
@@ -342,6 +343,28 @@ def learned_scales(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all learned ranges of a model, those that quantizers share once."""
     found = (quantizer.learned for quantizer in quantizers(model).values())
     return [parameter for learned in dict.fromkeys(found) if learned is not None for parameter in learned.parameters()]
+
+
+@torch.no_grad()
+def _warn_of_vanished(model: nn.Module) -> None:
+    """Say which learned scales training drove to zero or below: nothing but the largest codes is left there."""
+    found = dict[str, tuple[int, int]]()
+    for path, quantizer in quantizers(model).items():
+        parameter = next(iter(quantizer.learned.parameters()), None) if quantizer.learned is not None else None
+        if quantizer.learned is None or parameter is None or is_sharded(parameter):
+            continue
+        # A logarithm may be below zero, and a scale as small may be that of a dead channel.
+        scale = quantizer.learned.qparams(1).scale.reshape(-1)
+        if count := int(((parameter.reshape(-1) <= 0) & (scale <= torch.finfo(torch.float32).tiny ** 0.5)).sum()):
+            found[path] = count, len(scale)
+    if found:
+        counts = ", ".join(f"{count} of {total} in {path}" for path, (count, total) in [*found.items()][:3])
+        more = f" and {len(found) - 3} more quantizers" if len(found) > 3 else ""
+        warn_user(
+            f"training drove learned scales to zero: {counts}{more}; what they quantize is lost. Train with a lower "
+            "learning rate, or Options(scale_lr=0.1)",
+            StaleScaleWarning,
+        )
 
 
 @torch.utils.hooks.unserializable_hook

@@ -21,6 +21,7 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import text_of
 from fakequant.ops.tracing import is_compiled_in_transforms, needs_tracing
 
+_MOST_STEPS = 1 << 16
 _PROCESS = int.from_bytes(os.urandom(3), "big") + 1 << 32
 """Added to the number of a backward pass, which begins again in each process that loads a model."""
 
@@ -55,13 +56,18 @@ class DelayedRange(LearnedRange):
                 f"{spec} cannot have a delayed scale, which is one float32 number for the whole tensor; use per_tensor "
                 "without a format of the scales and without a zero point, such as float8_e5m2"
             )
-        if type(steps) is not int or steps < 1:
-            raise ConfigError(f"a delayed scale needs the number of steps that count, such as 16, got {steps!r}")
+        if type(steps) is not int or not 1 <= steps <= _MOST_STEPS:
+            raise ConfigError(
+                f"a delayed scale needs the number of steps that count, 1 to {_MOST_STEPS}, such as 16, got {steps!r}"
+            )
         super().__init__(spec)
         self.steps = steps
         del self._parameters["history"]
         self.register_buffer("history", None)
         self.register_buffer("backward_pass", torch.zeros(1, dtype=torch.int64), persistent=False)
+
+    def extra_repr(self) -> str:
+        return f"steps={self.steps}"
 
     def start(self, params: QParams) -> None:
         scale = params.scale.detach().reshape(1)
