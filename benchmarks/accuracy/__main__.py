@@ -50,10 +50,10 @@ def measure(task: Task, case: Case) -> list[dict[str, Any]]:
         named |= runs(case) | language_runs(case, task.model)
     for name, run in named.items():
         row: dict[str, Any] = {"model": task.name, "case": case.name, "by": name}
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             model = quiet(run, task.model, task.batches)
-            seconds = round(time.perf_counter() - started, 1)
+            seconds = round(time.process_time() - started, 1)
             error = output_error(model, task.model, task.held_out)
             row |= {"seconds": seconds, "error": error, "score": round(task.score(model), 2)}
         except Exception as error:  # a library that cannot do a case is a row of the table

@@ -14,7 +14,7 @@ row quantizes the same tensors in every library: the weights, and with A8 or A4 
 channel, and in groups in networks of convolutions, theirs too: a group is whole kernels of as many channels as fit,
 which no other library here has); all else stays in float. Every library gets the same 8 batches to choose by. The first
 figure is the squared error of the model's output on other data as a share of that by rounding to nearest here (`max`
-ranges); the second is accuracy in percent (top 1, or the next byte).
+ranges, for weights below 4 bits those of the least error); the second is accuracy in percent (top 1, or the next byte).
 
 Source of the algorithms: `fakequant.ptq` here; ModelOpt {modelopt}; Brevitas {brevitas}, GPTQ and Qronos with
 activation order and quantized inputs; on the language model, which they get in the shape of a model of transformers,
