@@ -1,5 +1,6 @@
 """An interrupt leaves a model as it was; `tests/hostile/interrupts.py` tries more functions, at every line."""
 
+import inspect
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from types import MappingProxyType
 
@@ -52,6 +53,15 @@ def test_an_interrupt_leaves_the_model_as_it_was(name):
     case = CASES[name]
     chosen = moments(lines_of(case), each=2)
     assert failures(case, [*chosen[:: max(1, len(chosen) // 20)], *chosen[-3:]]) == []
+
+
+@pytest.mark.parametrize("method", ["end", "leave"])
+def test_an_interrupt_at_every_line_of_the_end_of_a_training_leaves_no_hook(method):
+    case, (source, first) = CASES["finetune"], inspect.getsourcelines(getattr(fq.qat.Training, method))
+    passed = enumerate(lines_of(case))
+    stops = [n for n, (file, line) in passed if file.endswith("/steps.py") and first <= line < first + len(source)]
+    assert len(stops) >= 6
+    assert failures(case, stops) == []
 
 
 def test_an_interrupt_at_every_line_of_a_call_leaves_no_mode():

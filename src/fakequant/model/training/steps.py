@@ -218,9 +218,9 @@ class Training:
 
     def leave(self) -> None:
         """Stop to watch the model, as after an error that ends the training."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        if self._watch is not None:  # until it is closed: an interrupt may come in between, and this runs again
+            self._watch.close()
+            self._watch = None
         for parameter in self._frozen:
             parameter.requires_grad_()
         self._frozen = []
