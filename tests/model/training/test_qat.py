@@ -300,3 +300,16 @@ def test_scales_that_training_drives_below_zero_are_named(scales: qat.Scales) ->
         StaleScaleWarning, match=r"drove learned scales to zero: \d+ of \d+ in \d\._weight.*scale_lr=0\.1"
     ):
         train(100.0, model)
+
+
+def test_scales_alone_leave_the_statistics_of_a_batch_normalisation() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)), "int4_weight_only")
+    fq.calibrate(model, [], progress=False)
+    before, step = model[1].running_mean.clone(), model[0]._weight_quantizer.scale.clone()
+    batches = [(torch.randn(8, 16) + 3.0, torch.arange(8) % 4)] * 4
+    options = qat.Options(scales=qat.Scales.ONLY, freeze_batch_norm_after=1.0, progress=False)
+    schedule = qat.Schedule(original_lr=0.01, original_epochs=1, fraction=1.0, start=1.0)
+    qat.finetune(model, batches, lambda out, y: nn.functional.cross_entropy(out, y), schedule, options)
+    assert torch.equal(model[1].running_mean, before)
+    assert not torch.equal(model[0]._weight_quantizer.scale, step)

@@ -84,6 +84,7 @@ def test_learned_rotations_that_change_the_float_function_go_back(monkeypatch: p
     found = learn_rotations(model, x, A4, steps=30, progress=False)
     assert found.learned < found.rotated
     assert found.kept == "hadamard"
+    assert "the model is with Hadamard matrices; learned ones go back: the model's output would change by" in str(found)
     assert relative(model(x[0]), wanted) < 1e-5
 
 

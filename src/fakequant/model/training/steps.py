@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.digest import digest
-from fakequant.distributed import Together, all_processes, is_sharded
+from fakequant.distributed import Together, all_processes
 from fakequant.errors import CheckpointError, ConfigError, StaleScaleWarning, warn_user
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -283,7 +283,8 @@ class Training:
             parameter.requires_grad_(False)
 
     def _freeze(self) -> None:
-        if self._progress >= self.freeze_batch_norm_after and self._model is not None:
+        trains_others = self.scales is not Scales.ONLY and self._progress < self.freeze_batch_norm_after
+        if not trains_others and self._model is not None:
             freeze_batch_norm(self._model)
 
     def _hold(self, *, held: bool) -> None:
@@ -348,15 +349,8 @@ def learned_scales(model: nn.Module) -> list[nn.Parameter]:
 @torch.no_grad()
 def _warn_of_vanished(model: nn.Module) -> None:
     """Say which learned scales training drove to zero or below: nothing but the largest codes is left there."""
-    found = dict[str, tuple[int, int]]()
-    for path, quantizer in quantizers(model).items():
-        parameter = next(iter(quantizer.learned.parameters()), None) if quantizer.learned is not None else None
-        if quantizer.learned is None or parameter is None or is_sharded(parameter):
-            continue
-        # A logarithm may be below zero, and a scale as small may be that of a dead channel.
-        scale = quantizer.learned.qparams(1).scale.reshape(-1)
-        if count := int(((parameter.reshape(-1) <= 0) & (scale <= torch.finfo(torch.float32).tiny ** 0.5)).sum()):
-            found[path] = count, len(scale)
+    found = {path: own.learned.vanished() for path, own in quantizers(model).items() if own.learned is not None}
+    found = {path: (count, total) for path, (count, total) in found.items() if count}
     if found:
         counts = ", ".join(f"{count} of {total} in {path}" for path, (count, total) in [*found.items()][:3])
         more = f" and {len(found) - 3} more quantizers" if len(found) > 3 else ""

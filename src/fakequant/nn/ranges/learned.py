@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration.calibrator import registered_in
+from fakequant.distributed import whole
 from fakequant.errors import ConfigError, nearest, warn_user
 from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
@@ -107,6 +108,10 @@ class LearnedRange(QuantizerPart, ABC):
         Args:
             elements: how many elements share a scale.
         """
+
+    def vanished(self) -> tuple[int, int]:
+        """How many scales a gradient drove to zero or below, so that their values are lost, and of how many."""
+        return 0, 0
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
         """x quantized with what `qparams` returned, shaped to fit x."""
@@ -204,6 +209,11 @@ def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
     return step.clamp(min=smallest**0.5 if spec.arithmetic is Arithmetic.MULTIPLIER else smallest)
 
 
+def _not_positive(parameter: Tensor) -> tuple[int, int]:
+    values = whole(parameter.detach())
+    return int((values <= 0).sum()), values.numel()
+
+
 def _need_symmetric(method: str, spec: QuantSpec) -> None:
     if not spec.symmetric:
         raise ConfigError(
@@ -234,6 +244,9 @@ class LSQ(LearnedRange):
         super().__init__(spec)
         self.gradient_factor = gradient_factor
         self.register_buffer("zero_point", None)
+
+    def vanished(self) -> tuple[int, int]:
+        return _not_positive(self.step)
 
     def start(self, params: QParams) -> None:
         self._set(step=_step_of(params.scale, self.spec))
@@ -314,6 +327,9 @@ class PACT(LearnedRange):
         super().__init__(spec)
         _need_symmetric(self.method, spec)
         self.spec = spec.replace(gradient=Gradient.CLIP)
+
+    def vanished(self) -> tuple[int, int]:
+        return _not_positive(self.amax)
 
     def start(self, params: QParams) -> None:
         self._set(amax=_step_of(params.scale, self.spec) * self.spec.format.bound)

@@ -17,7 +17,6 @@ from fakequant.data.arguments import check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs, example_in
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError
-from fakequant.model.calibration.choice import HeldBack
 from fakequant.model.config import Config
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.prepare import prepare
@@ -25,12 +24,11 @@ from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.float_model.output_check import OutputCheck
 from fakequant.ptq.float_model.rotate import RotationJob, Rotations, Turned
+from fakequant.ptq.improving.effect import Split
 from fakequant.restore import restore_on_error, state_of_parts
 
-_EVERY = 8
-"""The second of every eight batches judges, as in `improve`."""
 _MOMENTS = 10
-"""How often it does: the last steps of 100 differ by up to a tenth of the error."""
+"""How often the batches that judge do so: the last steps of 100 differ by up to a tenth of the error."""
 
 
 @dataclass
@@ -38,17 +36,19 @@ class LearnedRotations(Rotations):
     """The result of `learn_rotations`; prints as a table.
 
     Attributes:
-        before: the error of the quantized model's output on the batches that judge, as a share of the output's energy,
-            of the model as it came; of several outputs the mean share. Ranges are those of each tensor.
+        before: the error of the output of a quantized copy without rotations, on the batches that judge, as a share of
+            the output's energy. Several outputs give the mean of their shares. Each tensor has its own range.
         rotated: the same with Hadamard matrices.
         learned: the same with the rotations that were learned from these; the least of ten moments.
         kept: "learned", "hadamard", or "none": the model is as it was.
+        refused: why learned rotations with the least error were not kept; "" where they were, or had not the least.
     """
 
     before: float = 0.0
     rotated: float = 0.0
     learned: float = 0.0
     kept: str = "none"
+    refused: str = ""
 
     def __str__(self) -> str:
         errors = f"{self.before:.2e}, with Hadamard matrices {self.rotated:.2e}, learned {self.learned:.2e}"
@@ -57,7 +57,8 @@ class LearnedRotations(Rotations):
             "hadamard": "with Hadamard matrices",
             "learned": "with the learned",
         }[self.kept]
-        return f"{super().__str__()}\nerror of the quantized model's output: {errors}; the model is {kept}"
+        refused = f"; learned ones go back: {self.refused}" if self.refused else ""
+        return f"{super().__str__()}\nerror of the quantized model's output: {errors}; the model is {kept}{refused}"
 
     __repr__ = __str__  # what notebooks and consoles show
 
@@ -113,11 +114,10 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
         raise ConfigError(f"angle must be positive, in radians such as 0.17, got {angle!r:.40}")
     check_float_model(model, "learn_rotations", "learn_rotations(model, batches, config)", "learn_rotations")
     given = Batches(batches, "learn_rotations", inputs=inputs, forward=forward).kept()
-    numbers = HeldBack(given.numbered, _EVERY)
-    fit = given.part(numbers)
+    split = Split.of(given, None)
     check = OutputCheck(model, given.part([*given.numbered][:1]))
     job = RotationJob(model, check, "hadamard", seed)
-    outputs, judge = OutputDistance(model, fit), OutputDistance(model, given.part(numbers.held))
+    outputs, judge = OutputDistance(model, split.fit), OutputDistance(model, split.held or split.fit)
     first = next(iter(given))
     example = None if forward is not None else first if inputs is not None else example_in(model, first)
 
@@ -133,18 +133,28 @@ def learn_rotations(  # noqa: PLR0913  all but the first three by name
         found.rotated = judge.of(student).mean
         learning = _LearnedTurns(model, job.rotated, student, outputs, judge)
         found.learned = learning.run(steps, angle, progress)
-        hadamard = state_of_parts(model, [parameter for one in job.rotated for parameter, _ in one.parameters])
-        for one, matrix in zip(job.rotated, learning.best, strict=True):
-            one.turn(matrix)
-        if found.learned < min(found.rotated, before) and check.why_not() is None:
-            found.kept = "learned"
-        elif found.rotated < before:
-            hadamard()
-            found.kept = "hadamard"
-        else:
-            job.restore()
-            found.rows = [replace(row, note=row.note or "no rotation helps") for row in found.rows]
+        _keep_best(found, model, job, learning.best, check)
     return found
+
+
+def _keep_best(
+    found: LearnedRotations, model: nn.Module, job: RotationJob, matrices: list[Tensor], check: OutputCheck
+) -> None:
+    """Leave the model, which has Hadamard matrices, with the rotations of the least error."""
+    if found.learned < min(found.rotated, found.before):
+        back = state_of_parts(model, [parameter for one in job.rotated for parameter, _ in one.parameters])
+        for one, matrix in zip(job.rotated, matrices, strict=True):
+            one.turn(matrix)
+        if (why := check.why_not()) is None:
+            found.kept = "learned"
+            return
+        back()
+        found.refused = why
+    if found.rotated < found.before:
+        found.kept = "hadamard"
+    else:
+        job.restore()
+        found.rows = [replace(row, note=row.note or "no rotation helps") for row in found.rows]
 
 
 def _quantized(model: nn.Module, config: Config | str, example: Any, inputs: Inputs | None) -> nn.Module:
