@@ -29,7 +29,6 @@ QUICK = [
     "freeze_batch_norm",
     "equalize",
     "rotate",
-    "learn_rotations",
     "fold_scales",
     "improve",
     "set_range",

@@ -71,7 +71,6 @@ TABLES: list[Any] = [
     ptq.Improvement([ptq.LayerResult("0", 0.02, 0.01)] * 9),
     ptq.Equalization(0.1, 0.05, [ptq.EqualizedPair("0", ("1",))] * 9),
     ptq.Rotations([ptq.Rotated("heads", 64, ("0",), ("1",))] * 9),
-    ptq.LearnedRotations([ptq.Rotated("heads", 64, ("0",), ("1",))] * 9, 0.3, 0.2, 0.1, "learned"),
     ptq.FoldedScales([ptq.FoldedScale("0", "norm")] * 9),
     ptq.Scores({"0": {"INT8": SCORE}}, {"0": 1000}, [], {("0", "INT8"): torch.ones(4)}),
     Fusions({"1": "0"}, {"3": "it follows no layer"}),

@@ -212,9 +212,6 @@ CASES = {
     ),
     "equalize": Case(uneven, lambda m: fq.ptq.equalize(m, X, PER_TENSOR), changes=True),
     "rotate": Case(residual, lambda m: fq.ptq.rotate(m, X), changes=True),
-    "learn_rotations": Case(
-        residual, lambda m: fq.ptq.learn_rotations(m, [X], "int4", steps=2, progress=False), changes=True
-    ),
     "fold_scales": Case(smoothed, lambda m: fq.ptq.fold_scales(m, X), changes=True),
     "advise": Case(four_bits, lambda m: next_step(m, Halves(IMPROVED_BY), lambda model, x: model(x))),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),

@@ -13,7 +13,6 @@ from .blocks.blocks import find_blocks, reconstruct
 from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
 from .float_model.equalize import Equalization, EqualizedPair, equalize
 from .float_model.fold_scales import FoldedScale, FoldedScales, fold_scales
-from .float_model.learned_rotations import LearnedRotations, learn_rotations
 from .float_model.rotate import Rotated, Rotations, rotate
 from .formats.allocation import scores, verify
 from .formats.compare import Ways, compare
@@ -42,7 +41,6 @@ __all__ = [
     "Improvement",
     "InputSums",
     "LayerResult",
-    "LearnedRotations",
     "Preset",
     "Rotated",
     "Rotations",
@@ -58,7 +56,6 @@ __all__ = [
     "fold_scales",
     "gptq",
     "improve",
-    "learn_rotations",
     "low_rank",
     "reconstruct",
     "reconstruct_block",

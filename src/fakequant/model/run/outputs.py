@@ -221,22 +221,6 @@ class OutputDistance:
                 found.add(wanted, outputs)
         return found
 
-    def loss(self, model: nn.Module, number: int) -> Tensor:
-        """The distance of a model on one batch, the mean of the shares of its outputs, with a gradient.
-
-        Args:
-            model: which runs in its own mode.
-            number: of the batch, from 0.
-        """
-        batch, mask = [*self.batches][number], [*self.batches.masks.values()][number]
-        outputs = _unmasked(named_tensors(self.batches.run(model, batch)), mask)
-        finite = {place: y.isfinite() for place, y in self._wanted[number].items()}
-        shares = [
-            (outputs[place] - y)[finite[place]].square().sum() / (_energy(y[finite[place]]) or 1.0)
-            for place, y in self._wanted[number].items()
-        ]
-        return torch.stack(shares).mean()
-
     def errors_of(self, model: nn.Module) -> OutputErrors:
         """The distance of a model, and the error of each row, from one run of the batches."""
         with cached_weights(model):

@@ -106,12 +106,12 @@ def rotate(
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
     check_float_model(model, "rotate", "rotate(model, batch)", "rotate")
     outputs = OutputCheck(model, Batches([batch], "rotate", inputs=inputs, forward=forward).kept())
-    job = RotationJob(model, outputs, kind, seed)
+    job = _Rotation(model, outputs, kind, seed)
     with restore_on_error(job.restore):
         return Rotations(job.rows())
 
 
-class RotationJob:
+class _Rotation:
     """Rotates streams and heads of a model; a row for each, with the reason if it cannot.
 
     Args:
@@ -122,7 +122,6 @@ class RotationJob:
 
     Attributes:
         restore: takes all changes back.
-        rotated: what is multiplied by one matrix each.
     """
 
     def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, seed: int) -> None:
@@ -136,7 +135,6 @@ class RotationJob:
         touched = [part for one in self._found.heads for part in (one.maker, one.reader)]
         touched += [part for one in self._found.residuals for part in (*one.makers, *one.readers, *one.norms)]
         self.restore = state_of_parts(model, touched)
-        self.rotated: list[Turned] = []
 
     def rows(self) -> list[Rotated]:
         """Rotate all, in place; the widest first."""
@@ -185,7 +183,7 @@ class RotationJob:
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
         """Change the model; if its output changes, undo the change and return the reason."""
-        back, rotated = state_of_parts(self._model, touched), len(self.rotated)
+        back = state_of_parts(self._model, touched)
         with restore_on_error(back):
             try:
                 change()
@@ -195,65 +193,33 @@ class RotationJob:
                 why = self._outputs.why_not()
         if why is not None:
             back()
-            del self.rotated[rotated:]
         return why
 
     @torch.no_grad()
     def _rotate(self, one: Residual, width: int, forms: dict[nn.Module, _Form], *, centred: bool) -> None:
         rotation = rotation_of(width, self._kind, self._generator)
         made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
-        parameters = _made_by(one.makers, width)
-        Turned(width, parameters).turn(made)
+        _turn(_made_by(one.makers, width), made)
         for reader, norm in one.readers.items():
-            read = Turned(width, [(cast("nn.Parameter", reader.weight), 1)])
             if norm is not None:
                 _add_shift(cast("nn.Linear", reader), forms[norm])
-            read.turn(rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device))
-            parameters += read.parameters
+            read = rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device)
+            _turn([(cast("nn.Parameter", reader.weight), 1)], read)
         for norm, form in forms.items():
             _clear(self._model, norm, form)
-        self.rotated.append(Turned(width, parameters))
 
     @torch.no_grad()
     def _rotate_heads(self, one: Heads) -> None:
-        turned = Turned(
-            one.size, [*_made_by([one.maker], one.maker.out_features), (cast("nn.Parameter", one.reader.weight), 1)]
-        )
-        turned.turn(rotation_of(one.size, self._kind, self._generator))
-        self.rotated.append(turned)
+        turned = [*_made_by([one.maker], one.maker.out_features), (cast("nn.Parameter", one.reader.weight), 1)]
+        _turn(turned, rotation_of(one.size, self._kind, self._generator))
 
 
-class Turned(NamedTuple):
-    """Parameters one axis of which is multiplied by a matrix, each of its blocks if it has several."""
-
-    width: int
-    """Rows of the matrix, channels of a block."""
-    parameters: list[tuple[nn.Parameter, int]]
-    """Each with its axis."""
-
-    def rows(self, x: Tensor, axis: int) -> Tensor:
-        """A tensor of a parameter's shape as [..., width], with the axis last."""
-        return x.movedim(axis, -1).unflatten(-1, (-1, self.width))
-
-    def gradient(self) -> Tensor:
-        """The gradient of a rotation that multiplies the parameters as they are, skew-symmetric, float64.
-
-        It is the sum of x^T g over their values x and gradients g, less its transpose: what remains orthogonal.
-        """
-        found = torch.zeros(self.width, self.width, dtype=torch.float64)
-        for parameter, axis in self.parameters:
-            if parameter.grad is not None:
-                values, slopes = (
-                    self.rows(one.detach().double(), axis).flatten(0, -2) for one in (parameter, parameter.grad)
-                )
-                found += (values.T @ slopes).cpu()
-        return found - found.T
-
-    def turn(self, matrix: Tensor) -> None:
-        """Multiply the parameters by a matrix [width, width], in float64, rounded once."""
-        for parameter, axis in self.parameters:
-            turned = self.rows(parameter.detach().double(), axis) @ matrix.to(parameter.device)
-            parameter.data.copy_(turned.flatten(-2).movedim(-1, axis))
+def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:
+    """Multiply an axis of parameters by a matrix, each of its blocks if it has several, in float64, rounded once."""
+    for parameter, axis in parameters:
+        rows = parameter.detach().double().movedim(axis, -1).unflatten(-1, (-1, len(matrix)))
+        turned = rows @ matrix.to(parameter.device)
+        parameter.data.copy_(turned.flatten(-2).movedim(-1, axis))
 
 
 class _WidthError(Exception):
