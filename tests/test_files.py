@@ -66,6 +66,23 @@ def full(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+@pytest.mark.parametrize("size", [4097, 8192, 300_000])
+def test_a_disk_that_is_full_when_the_file_is_closed(size: int, tmp_path: Path) -> None:
+    """Small parts wait in memory: closing writes them once more, and its error hid the one that says what to do."""
+    import resource
+
+    write_whole(tmp_path / "a", b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*a: File too large; choose another path"):
+            write_whole(tmp_path / "a", bytes(size))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a", b"old")]
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     write_whole(path, b"old")

@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -179,11 +178,6 @@ def test_no_module_imports_itself_through_others():
     imports = imports_inside({path: source for source, path in sources()})
     assert circles(imports) == []
     assert circles(of_rooms(imports)) == []
-
-
-def test_a_folder_has_few_files():
-    counts = Counter(path.parent for _, path in sources())
-    assert {folder: count for folder, count in counts.items() if count > 15} == {}
 
 
 def test_no_branch_on_the_name_of_a_format():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fakequant.errors import FakeQuantError, OutputError, shown
 
@@ -108,7 +108,8 @@ def temporary_file(folder: Path, parts: Iterable[bytes | memoryview], path: Path
     with ExitStack() as stack:
         with output_errors(*where):
             temporary = stack.enter_context(_temporary(folder, mode))
-            file = stack.enter_context(open(temporary, "r+b"))
+            file = open(temporary, "r+b")  # noqa: SIM115
+            stack.callback(_close, file)
         for part in parts:
             with output_errors(*where):
                 for start in range(0, len(part), _WRITTEN):
@@ -122,13 +123,20 @@ def temporary_file(folder: Path, parts: Iterable[bytes | memoryview], path: Path
         yield temporary
 
 
-def write_in_order(files: Mapping[Path, bytes | Path]) -> None:
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # of a full disk, which was reported: closing writes the rest once more
+        file.close()
+
+
+def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = False) -> None:
     """Write several files whole: first all under temporary names, then rename them in the given order.
 
     The last file may therefore refer to the others: when it is new, they are complete.
 
     Args:
         files: their content, or the path of a `temporary_file` that has it.
+        without_old: whether all old files go before the first new one comes, the last one first, so that no reader and
+            no kill meets files of both. After an error they are back. The caller has locked the folder.
 
     Raises:
         OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.
@@ -145,9 +153,56 @@ def write_in_order(files: Mapping[Path, bytes | Path]) -> None:
                     with output_errors(path):
                         os.chmod(temporary, mode)
             ready.append((path, temporary, target))
+        if without_old:
+            stack.enter_context(_moved_aside({path: target for path, _, target in reversed(ready)}))
         for path, temporary, target in ready:
             with output_errors(path):
                 os.replace(temporary, target)
+
+
+@contextmanager
+def _moved_aside(files: Mapping[Path, Path]) -> Iterator[None]:
+    """A context in which files have temporary names; they are removed at the end, or come back after an error."""
+    moved: list[tuple[Path, Path]] = []
+    begin, end = _TEMPORARY
+    are_new = False
+    with ExitStack() as stack:  # has the locks: others remove temporary files that have none
+        try:
+            for path, target in files.items():
+                if target.exists():
+                    stack.enter_context(abandoned(target))
+                    moved.append((target, target.with_name(f"{begin}{secrets.token_hex(8)}{end}")))
+                    with output_errors(path):
+                        os.rename(*moved[-1])
+            are_new = True
+            yield
+        except BaseException:
+            for target in files.values() if are_new else ():
+                with suppress(OSError):
+                    target.unlink()
+            for target, aside in reversed(moved):
+                with suppress(OSError):  # the last one may not be moved yet
+                    os.rename(aside, target)
+            raise
+        for _, aside in moved:
+            with suppress(OSError):
+                aside.unlink()
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Raise where a file of a folder is a link to a file elsewhere, as in the cache of Hugging Face.
+
+    Raises:
+        OutputError: which file, and what to do.
+    """
+    whole = Path(os.path.realpath(folder))
+    for name in names:
+        found = Path(os.path.realpath(folder / name))
+        if not found.is_relative_to(whole):
+            raise OutputError(
+                f"cannot write {_shown(folder / name)}: it is a link to {_shown(found)}, which other programs may "
+                "read; give another folder, or remove the link"
+            )
 
 
 @contextmanager

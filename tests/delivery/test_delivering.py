@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fakequant as fq
 from fakequant.delivery import DeliveryFormat, Part, delivery_formats, register_delivery
+from fakequant.delivery.delivering import refuse_replacing
 from fakequant.delivery.format import _added
 from fakequant.errors import CheckpointError, ExportError, OutputError
 from fakequant.model.state.codecs import TensorFile, write_folder
@@ -196,3 +200,170 @@ def test_a_file_has_the_same_bytes_each_time(tmp_path: Path) -> None:
         write_folder(tmp_path, {f"{name}.safetensors": tensors})
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert safe_open(tmp_path / "a.safetensors", "pt").metadata() == tensors.metadata
+
+
+def other_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64, bias=False))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def generation(folder: Path, *models: nn.Module) -> int | None:
+    """Which of some models a folder holds whole; None if it is refused."""
+    try:
+        found = fq.read(folder, net())
+    except CheckpointError:
+        return None
+    (number,) = [n for n, one in enumerate(models) if torch.equal(found(X), one(X))]
+    return number
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("place", ["itself", "link", "relative", "cache", "below a link"])
+def test_the_folder_of_the_float_model_is_not_written(
+    place: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(net().state_dict(), source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    before, target = contents(source), source
+    if place in ("link", "below a link"):
+        target = tmp_path / "link"
+        target.symlink_to(source, target_is_directory=True)
+        target = target / "." if place == "below a link" else target
+    elif place == "relative":
+        monkeypatch.chdir(source)
+        target = Path()
+    elif place == "cache":
+        target = tmp_path / "snapshot"
+        target.mkdir()
+        for name in before:
+            (target / name).symlink_to(source / name)
+    with pytest.raises(OutputError, match=r"is a link to|config\.json, model\.safetensors, which fakequant"):
+        fq.deliver(prepared(), target, format)
+    assert contents(source) == before
+    assert {path.name for path in target.iterdir()} == {*before}
+
+
+def test_a_link_out_of_the_folder_is_not_written_through(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    fq.deliver(prepared(), blobs, "compressed-tensors")
+    fq.save(prepared(), tmp_path / "saved")
+    for source in (blobs, tmp_path / "saved"):
+        before, snapshot = contents(source), tmp_path / f"{source.name} seen"
+        snapshot.mkdir()
+        for name in before:
+            (snapshot / name).symlink_to(source / name)
+        give = ("compressed-tensors",) if source == blobs else ()
+        with pytest.raises(OutputError, match=r"it is a link to .*give another folder, or remove the link"):
+            (fq.deliver if give else fq.save)(prepared(), snapshot, *give)
+        assert contents(source) == before
+
+
+def test_a_file_of_another_is_not_replaced_by_one_of_a_suffix(tmp_path: Path) -> None:
+    (tmp_path / "net.gguf").write_bytes(b"GGUF, mine")
+    with pytest.raises(OutputError, match=r"net\.gguf, which fakequant\.deliver did not write"):
+        refuse_replacing(delivery_formats()["gguf"], tmp_path / "net.gguf", ["net.gguf"])
+    refuse_replacing(delivery_formats()["gguf"], tmp_path / "other.gguf", ["other.gguf"])
+
+
+def test_a_kill_between_any_two_names_leaves_one_model_or_none(tmp_path: Path) -> None:
+    first, second = prepared(), fq.prepare(other_net(), "INT4_GROUP32")
+    for size in (5 * 10**9, 1500):
+        seen, place = set[int | None](), 0
+        while True:
+            folder = tmp_path / f"{size} {place}"
+            fq.deliver(first, folder, "compressed-tensors", max_shard_size=size)
+            child = os.fork()
+            if not child:
+                left = iter(range(place))
+
+                def counted(own: Any, left: Any = left) -> Any:
+                    def act(*args: Any) -> None:
+                        if next(left, None) is None:
+                            os._exit(9)
+                        own(*args)
+
+                    return act
+
+                os.rename, os.replace = counted(os.rename), counted(os.replace)
+                fq.deliver(second, folder, "compressed-tensors", max_shard_size=size)
+                os._exit(0)
+            was_killed = os.WEXITSTATUS(os.waitpid(child, 0)[1])
+            seen.add(generation(folder, first, second))
+            if not was_killed:
+                break
+            fq.deliver(second, folder, "compressed-tensors", max_shard_size=size)
+            assert generation(folder, first, second) == 1
+            assert not [*folder.glob(".*")]
+            place += 1
+        assert (place, seen) == (4 if size > 1500 else 2 * len([*folder.iterdir()]), {0, 1, None})
+
+
+@pytest.mark.parametrize("call", ["rename", "replace"])
+def test_a_name_that_cannot_be_given_brings_the_old_files_back(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prepared(), fq.prepare(other_net(), "INT4_GROUP32")
+    fq.deliver(first, tmp_path, "compressed-tensors", max_shard_size=1500)
+    before, own = contents(tmp_path), getattr(os, call)
+    for place in range(len(before)):
+        left = iter(range(place))
+
+        def fails(one: Any, other: Any, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise PermissionError(1, "Operation not permitted")
+            own(one, other)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails if call == "replace" else once(fails, own))
+            with pytest.raises(OutputError, match="Operation not permitted"):
+                fq.deliver(second, tmp_path, "compressed-tensors", max_shard_size=1500)
+        assert contents(tmp_path) == before
+
+
+def once(fails: Any, own: Any) -> Any:
+    """A function that fails one time, and then does what it should."""
+    failed = []
+
+    def act(*args: Any) -> None:
+        if failed:
+            return own(*args)
+        try:
+            return fails(*args)
+        except OSError:
+            failed.append(1)
+            raise
+
+    return act
+
+
+def test_two_deliveries_at_once_give_one_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, own = prepared(), fq.prepare(other_net(), "INT4_GROUP32"), os.replace
+    reached, errors = threading.Event(), list[BaseException]()
+
+    def slow(*args: Any) -> None:
+        own(*args)
+        if threading.current_thread().name == "first":
+            reached.set()
+            time.sleep(0.05)
+
+    def deliver(model: nn.Module, size: int) -> None:
+        try:
+            fq.deliver(model, tmp_path / "out", "compressed-tensors", max_shard_size=size)
+        except OutputError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(os, "replace", slow)
+    for size in (1500, 5 * 10**9):
+        thread = threading.Thread(name="first", target=deliver, args=(first, 1500))
+        thread.start()
+        assert reached.wait(30)
+        deliver(second, size)
+        thread.join()
+        assert generation(tmp_path / "out", first, second) == (1 if size == 1500 else 0)
+    assert [str(error) for error in errors if "holds weights of another model" not in str(error)] == []

@@ -239,12 +239,42 @@ def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(
         patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             streamed(decoder(), tmp_path, "int4_group32", "fast")
+    for block in range(3):
+        other = decoder()
+        with torch.no_grad():
+            other.blocks[block].up.weight[0, 0] += 1  # type: ignore[union-attr, operator, index]
+        with pytest.raises(CheckpointError, match=rf"3 blocks .* other weights in blocks\.{block}; .*remove"):
+            streamed(other, tmp_path, "int4_group32", "fast")
     other = decoder()
     with torch.no_grad():
-        other.blocks[0].up.weight[0, 0] += 1  # type: ignore[union-attr, operator, index]
+        other.embed.weight[0, 0] += 1
     for model, mask in ((other, None), (decoder(), unmasked)):
         with pytest.raises(CheckpointError, match="other weights, batches, masks or forward"):
             streamed(model, tmp_path, "int4_group32", "fast", mask)
+
+
+def test_a_buffer_that_no_state_has_counts_as_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_buffer(value: float) -> nn.Module:
+        model = decoder()
+        model.blocks[1].register_buffer("shift", torch.full((4,), value), persistent=False)  # type: ignore[union-attr]
+        return model
+
+    def run(value: float) -> None:
+        model = with_buffer(value)
+        empty = copy.deepcopy(model).to("meta")
+
+        def load(path: str) -> Any:
+            own = model.get_submodule(path)
+            return {**own.state_dict(), **dict(own.named_buffers())}
+
+        improve_folder(empty, tmp_path, "int4_group32", batches(), load=load, progress=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            run(1.0)
+    with pytest.raises(CheckpointError, match=r"other weights in blocks\.1"):
+        run(2.0)
 
 
 def test_a_target_has_one_run_at_a_time(tmp_path: Path) -> None:

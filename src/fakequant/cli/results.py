@@ -86,8 +86,9 @@ def publish(new: Path, out: Path) -> None:
     with output_errors(out, "to "):
         checkpoint.mkdir(exist_ok=True)
         with locked(checkpoint) as alone:
-            is_ours = (out / RESULTS).is_file() and named_files(checkpoint)
-            for name in set(named_files(new / CHECKPOINT)) - set(named_files(checkpoint)):
+            before = named_files(checkpoint)
+            is_ours = (out / RESULTS).is_file() and before
+            for name in set(named_files(new / CHECKPOINT)) - set(before):
                 _move(new / CHECKPOINT / name, checkpoint / name)
             write_in_order({out / RESULTS: NOT_WHOLE, out / REPORT: NOT_WHOLE})
             for part in PARTS:
@@ -96,7 +97,7 @@ def publish(new: Path, out: Path) -> None:
                 elif is_ours:  # what no run wrote is not removed
                     (out / part).unlink(missing_ok=True)
             if alone:
-                remove_unnamed(checkpoint)
+                remove_unnamed(checkpoint, before)
 
 
 def _move(source: Path, path: Path) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import PurePath
+from types import CellType, CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from fakequant.errors import ConfigError
 
 _PLAIN = (str, bytes, int, float, complex, type(None), PurePath, torch.dtype, torch.device)
+_DEPTH = 4
+"""How deep functions in functions are looked into: they may refer to themselves."""
 
 
 class NoDigestError(ConfigError):
@@ -55,6 +60,34 @@ def _of(value: Any) -> bytes:
     raise NoDigestError(
         f"a {type(value).__name__} cannot be compared with that of another run; give tensors, arrays, numbers and texts"
     )
+
+
+def function_digest(function: Any) -> str:
+    """A digest that differs for functions of another name or code, and for other numbers and tensors that they hold.
+
+    >>> limits = [lambda model, most=most: most for most in (1, 2)]
+    >>> function_digest(limits[0]) == function_digest(limits[1])
+    False
+    """
+    return digest(_described(function))
+
+
+def _described(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, (*_PLAIN, Tensor)):
+        return value
+    if isinstance(value, CodeType):
+        return [value.co_code, *value.co_names, *(_described(one, depth + 1) for one in value.co_consts)]
+    if isinstance(value, (tuple, frozenset)) and depth < _DEPTH:
+        return [_described(one, depth + 1) for one in (value if isinstance(value, tuple) else sorted(map(repr, value)))]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not callable(value) or depth >= _DEPTH:
+        return kind
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', kind)}"
+    cells = [one.cell_contents for one in getattr(value, "__closure__", None) or () if one != CellType()]
+    parts = [getattr(value, "__code__", None), getattr(value, "__defaults__", None), *cells]
+    parts += [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, (type, Module)) else []
+    parts += [value.func, value.args, *value.keywords.values()] if isinstance(value, partial) else []
+    return [name, *(_described(one, depth + 1) for one in parts)]
 
 
 def _bytes(x: Tensor) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.folder import check_shard_size, own_files, sharded
+from fakequant.delivery.beside import beside, digests, unchanged
+from fakequant.delivery.folder import check_shard_size, sharded, written_in
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
-from fakequant.errors import ExportError, OutputError
+from fakequant.errors import ExportError, OutputError, warn_user
 from fakequant.files import check_path, writable_folder
 from fakequant.model.state.codecs import write_folder
 from fakequant.model.state.snapshots import QuantizedState, snapshot
@@ -28,7 +30,8 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
 
     All that the format cannot hold is refused before anything is written. Files are made one tensor after the other,
     and appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer and other
-    small files from the folder that it was loaded from.
+    small files from the folder that it was loaded from, or from the cache of Hugging Face. It replaces files of an
+    earlier delivery alone.
 
     Args:
         model: prepared and calibrated.
@@ -42,7 +45,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     Raises:
         ExportError: what the format cannot hold, each layer with the reason and the nearest preset that it can hold.
         CheckpointError: an unknown format, or a model that is not prepared.
-        OutputError: the folder cannot be written, or holds weights of another model.
+        OutputError: the folder cannot be written, or holds weights that no delivery wrote, or those of another model.
 
     >>> from tempfile import TemporaryDirectory
     >>> net = lambda: nn.Sequential(nn.Linear(64, 64))
@@ -84,11 +87,22 @@ def deliver_state(
     out = writable_folder(target.parent if name else target)
     if chosen.suffix:
         files = {name or key: content for key, content in files.items()}
-        write_folder(out, files)
+        write_folder(out, files, lambda: _refuse_others(chosen, out, files))
         return out / next(iter(files))
-    files = {**own_files(model), **sharded(files, max_shard_size)}
-    _refuse_others(out, files)
-    write_folder(out, files)
+    small = beside(model)
+    free, kept = unchanged(out, small.files, written_in(out) or {})
+    notes = (
+        [f"the folder lacks {'; and '.join(small.missing)}; put there what loads the model"] if small.missing else []
+    )
+    if kept:
+        notes.append(
+            f"{listed(kept)} in {out} stay as they are, others than those of the model; remove them to get its"
+        )
+    copied = {one: small.files[one] for one in free}
+    files = {**copied, **sharded(files, max_shard_size, digests(copied))}
+    write_folder(out, files, lambda: _refuse_others(chosen, out, {*files} - {*free}))
+    if notes:
+        warn_user(f"{chosen.name}: {'; '.join(notes)}")
     return out
 
 
@@ -97,10 +111,27 @@ def weights_in(folder: Path) -> list[str]:
     return sorted({path.name for pattern in _WEIGHTS for path in folder.glob(pattern)})
 
 
-def _refuse_others(folder: Path, files: object) -> None:
-    """Raise where a folder holds weights that a loader may take for those of this model."""
-    if left := sorted({*weights_in(folder)} - {*files}):  # type: ignore[misc]
+def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str]) -> None:
+    """Raise where a folder has files of these names, and no delivery in the format wrote them.
+
+    Args:
+        chosen: the format.
+        path: of the folder, or of the file where the format is one.
+        names: of the files.
+    """
+    folder = path.parent if chosen.suffix else path
+    if (there := sorted(name for name in names if (folder / name).exists())) and not chosen.wrote(path):
+        raise OutputError(
+            f"cannot write to {folder}: it holds {listed(there)}, which fakequant.deliver did not write, such as the "
+            "model in float; give an empty folder, or remove them"
+        )
+
+
+def _refuse_others(chosen: DeliveryFormat, folder: Path, names: Collection[str]) -> None:
+    """Raise where a folder holds weights that a loader may take for those of this model, or files of the user."""
+    if not chosen.suffix and (left := sorted({*weights_in(folder)} - {*names})):
         raise OutputError(
             f"cannot write to {folder}: it holds weights of another model, {listed(left)}, which programs may load "
             "instead; give an empty folder, or remove them"
         )
+    refuse_replacing(chosen, folder / next(iter(names)) if chosen.suffix else folder, names)

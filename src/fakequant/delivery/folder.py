@@ -13,25 +13,13 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ExportError, not_imported, shown
 from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
-from fakequant.model.state.tensor_file import size_of
+from fakequant.model.state.tensor_file import StoredTensors, size_of
 from fakequant.nn.quantized.forms import own_class
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{WEIGHTS}.index.json"
-_LARGE = 64 * 2**20
-"""Bytes from which a JSON file is none of a tokenizer or a configuration."""
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py")
-
-
-def own_files(model: nn.Module) -> dict[str, Content]:
-    """The small files of the local folder that a model was loaded from, such as its tokenizer's, to be copied."""
-    given = str(getattr(model, "name_or_path", "") or "")
-    source = Path(given)
-    if not given or not source.is_dir():
-        generation: Any = getattr(model, "generation_config", None)
-        return {} if generation is None else {"generation_config.json": generation.to_json_string().encode()}
-    found = (path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return {path.name: path for path in found if not path.name.endswith(_NOT_COPIED) and path.name != CONFIG}
+_MARK = "fakequant"
+"""The key in the header of a file of tensors that says that `deliver` wrote it, so that the next one may replace it."""
 
 
 def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
@@ -50,16 +38,34 @@ def check_shard_size(limit: int) -> None:
         raise ExportError(f"max_shard_size is a number of bytes, such as 5 * 10**9, got {shown(limit)}")
 
 
-def sharded(files: Files, limit: int) -> dict[str, Content]:
-    """The same files, with tensors in shards of at most `limit` bytes and an index."""
+def sharded(files: Files, limit: int, beside: Mapping[str, str]) -> dict[str, Content]:
+    """The same files, with tensors in shards of at most `limit` bytes and an index.
+
+    Args:
+        files: by name.
+        limit: of a shard.
+        beside: the digests of the files that are written with them; the headers of shards have them.
+    """
     found: dict[str, Content] = {}
     for file, content in files.items():
         is_tensors = file.endswith(".safetensors") and isinstance(content, Mapping)
-        found |= _shards(file, content, limit) if is_tensors else {file: content}
+        found |= _shards(file, content, limit, json.dumps(beside)) if is_tensors else {file: content}
     return found
 
 
-def _shards(file: str, tensors: Any, limit: int) -> dict[str, Content]:
+def written_in(folder: Path) -> dict[str, str] | None:
+    """The digests of the files beside the tensors of a folder, see `sharded`; None if others wrote such tensors."""
+    found: dict[str, str] | None = None
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            values = json.loads(StoredTensors(path).metadata[_MARK])
+        except (CheckpointError, OSError, KeyError, ValueError, RecursionError):
+            return None
+        found = {**(found or {}), **(values if isinstance(values, dict) else {})}
+    return found
+
+
+def _shards(file: str, tensors: Any, limit: int, mark: str) -> dict[str, Content]:
     shards: list[dict[str, Any]] = [{}]
     held = 0
     for name, tensor in tensors.items():
@@ -68,9 +74,10 @@ def _shards(file: str, tensors: Any, limit: int) -> dict[str, Content]:
             held = 0
         shards[-1][name] = tensor
         held += size_of(tensor)
+    metadata = {**getattr(tensors, "metadata", {}), _MARK: mark}
     if len(shards) == 1:
-        return {file: tensors}
-    stem, metadata = file.removesuffix(".safetensors"), getattr(tensors, "metadata", {})
+        return {file: TensorFile(tensors, metadata)}
+    stem = file.removesuffix(".safetensors")
     names = [f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     place = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": sum(map(size_of, tensors.values()))}, "weight_map": place}

@@ -125,6 +125,10 @@ class DeliveryFormat(ABC):
     def recognizes(self, path: Path) -> bool:
         """Whether a file or folder looks like one of this format; nothing is read whole."""
 
+    def wrote(self, path: Path) -> bool:
+        """Whether `deliver` wrote a file or folder, so that the next delivery may replace it."""
+        return self.recognizes(path)
+
     @abstractmethod
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         """The state in a file or folder.

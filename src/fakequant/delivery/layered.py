@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, FileNames, Folder, build
+from fakequant.delivery.folder import CONFIG, FileNames, Folder, build, written_in
 from fakequant.delivery.format import DeliveryFormat, Part
 from fakequant.delivery.places import Place, float_names, places_of
 from fakequant.delivery.writing import written_in_float
@@ -171,6 +171,9 @@ class LayeredFormat(DeliveryFormat):
     def recognizes(self, path: Path) -> bool:
         found = Folder(path).quantization if (path / CONFIG).is_file() else None
         return isinstance(found, dict) and found.get("quant_method") == self.name
+
+    def wrote(self, path: Path) -> bool:
+        return written_in(path) is not None
 
     def build(self, path: Path) -> nn.Module:
         return build(path)

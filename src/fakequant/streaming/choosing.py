@@ -74,13 +74,17 @@ class Blocks:
         if start:
             self._floats, self._quantized = work.hidden(start)
         paths, left = [*self._blocks], range(start, self._last + 1)
+        for number in range(start):
+            with self._source.loaded(paths[number], self._blocks[paths[number]]):
+                work.check_weights(number, paths[number], _weights_of(self._blocks[paths[number]]))
         for number in track(left, "choosing blocks", len(left), progress):
             block, calls = self._blocks[paths[number]], self._calls.of_blocks[number]
             with self._source.loaded(paths[number], block), evaluating(block), torch.no_grad():
+                weights = _weights_of(block)
                 layers = self._improved(paths[number], block, calls, steps)
                 self._processes.all(None)
                 work.put_hidden(number + 1, self._floats, self._quantized)
-                work.put_block(number, block if self.quantized[number] else None, layers)
+                work.put_block(number, block if self.quantized[number] else None, layers, weights)
                 for quantizer in quantizers(block).values():
                     quantizer.release_codes()  # they are in the folder
             self._processes.all(None)
@@ -121,7 +125,7 @@ class Blocks:
         """Find the calls of all blocks, and the hidden states before the first one.
 
         Returns:
-            A digest of the weights of the first block and outside of the blocks, the arguments of blocks, and masks.
+            A digest of the weights outside of the blocks, the arguments of blocks, and masks.
         """
         model, paths = self._source.model, [*self._blocks]
         with self._source.loaded("", model, self._blocks.values()), evaluating(model), _without_cache(model):
@@ -140,9 +144,7 @@ class Blocks:
                 [call.hidden, call.mask, *tree_leaves((call.args, call.kwargs))]
                 for call in self._calls.of_blocks[0].values()
             ]
-            weights = [x for x in model.state_dict().values() if not x.is_meta]
-            with self._source.loaded(paths[0], self._blocks[paths[0]]):
-                return digest([given, weights, [*self._blocks[paths[0]].state_dict().values()]])
+            return digest([given, [x for x in model.state_dict().values() if not x.is_meta]])
 
     def _improved(
         self, path: str, block: nn.Module, calls: Mapping[int, BlockCall], steps: tuple[str, ...]
@@ -189,6 +191,11 @@ class _Rest:
             return batches.run(model, self.batch)
         finally:
             _PRESENT.reset(token)
+
+
+def _weights_of(block: nn.Module) -> str:
+    """A digest of the tensors of a block that has its weights."""
+    return digest([*block.state_dict().items(), *block.named_buffers()])
 
 
 def _needs_ranges(held: Iterable[Quantizer]) -> bool:

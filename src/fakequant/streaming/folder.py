@@ -15,13 +15,13 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
-from fakequant.delivery.delivering import deliver_state, weights_in
-from fakequant.delivery.folder import check_shard_size
+from fakequant.delivery.delivering import deliver_state, refuse_replacing, weights_in
+from fakequant.delivery.folder import CONFIG, check_shard_size
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.distributed import Together, process_number, processes_of
 from fakequant.errors import ConfigError, OutputError
-from fakequant.files import check_path, locked, new_folder
+from fakequant.files import check_path, locked, new_folder, output_errors
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.state.snapshots import QuantizedState, snapshot
@@ -34,7 +34,6 @@ from fakequant.streaming.joined import joined_state
 from fakequant.streaming.source import Load, ModelSource
 from fakequant.streaming.work import Work
 from fakequant.text import listed
-from fakequant.version import __version__
 
 _NOT_MEASURED = (
     "the error of the model's output was not measured, because the blocks were never in memory together; errors of "
@@ -120,9 +119,15 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         out = Path(target)
         own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
         folder = own / ".unfinished" if work is None else Path(work)
-        _check_places(source, own, folder, is_file=bool(chosen.suffix))
+        _check_places(source, out, own, folder, chosen)
         if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
             stack.enter_context(locked(stack.enter_context(new_folder(folder)), wait=False))
+        rank = 0 if processes.group is None else processes.group.rank()
+        kept, written = Work(folder, rank), None
+        processes.all(None)  # nothing is written where a process refuses the folder
+        kept.mark()
+        if rank == 0:
+            stack.callback(lambda: kept.finished or kept.remove())  # a run that was refused leaves nothing
         copies = folder / f"copies-{process_number()}"
         stack.callback(shutil.rmtree, copies, ignore_errors=True)
         opened = ModelSource.of(source, load, copies)
@@ -133,17 +138,13 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         same = {"quantization": digest(repr(opened.model)), "steps": str(chosen_steps), "format": chosen.name}
         check_same(processes, same | dict.fromkeys(found, ""), "got other arguments")
         run = {
-            "version of fakequant": __version__,
             "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
             "weights, batches, masks or forward": chooser.begin(),
             "steps": ", ".join(chosen_steps),
         }
-        rank = 0 if processes.group is None else processes.group.rank()
-        kept, written = Work(folder, run, rank), None
-        if rank == 0:
-            stack.callback(lambda: kept.finished or kept.remove())  # a run that was refused leaves nothing
-            if kept.finished and progress is not False:
-                say(f"{kept.finished} of {len(found)} blocks are finished by an earlier call")
+        kept.begin(run)
+        if rank == 0 and kept.finished and progress is not False:
+            say(f"{kept.finished} of {len(found)} blocks are finished by an earlier call")
         chooser.improve(kept, chosen_steps, progress)
         with opened.loaded("", opened.model, found.values()):
             layers = chooser.improve_rest(chosen_steps)
@@ -156,18 +157,24 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     return Improvement(layers, notes=[_NOT_MEASURED], path=written)
 
 
-def _check_places(source: Any, target: Path, work: Path, *, is_file: bool) -> None:
+def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:
     """Raise where the files would replace those that are read, or lie beside weights of another model."""
     if not isinstance(source, nn.Module) and Path(source).resolve() == target.resolve():
         raise ConfigError(f"{target} is the source, too; give another target")
     if work.resolve() == target.resolve():
         raise ConfigError(f"{work} is the target, too; give another folder as work=, or leave it out")
-    begun = (work / "run-0.json").exists()  # a kill may have come while files got their names
-    if not is_file and not begun and (left := weights_in(target)):
-        raise OutputError(
-            f"{target} holds weights already, {listed(left)}, which programs may load instead; give an empty folder, "
-            "or remove them"
-        )
+    with output_errors(target):
+        there = sorted(target.iterdir()) if target.is_dir() else []
+    if chosen.suffix:
+        for path in [out] if out != target else [one for one in there if one.suffix == chosen.suffix]:
+            refuse_replacing(chosen, path, [path.name])
+    elif not Work.is_begun(work):  # a kill may have come while files got their names
+        if left := weights_in(target):
+            raise OutputError(
+                f"{target} holds weights already, {listed(left)}, which programs may load instead; give an empty "
+                "folder, or remove them"
+            )
+        refuse_replacing(chosen, target, [CONFIG])
 
 
 def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:

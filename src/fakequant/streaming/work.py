@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,51 +14,72 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError
-from fakequant.files import temporary_file, writable_folder, write_in_order, write_whole
+from fakequant.files import remove_abandoned, temporary_file, writable_folder, write_in_order, write_whole
 from fakequant.model.state.checkpoint import read, save
 from fakequant.model.state.json_values import plain_of, value_of
+from fakequant.model.state.manifest import remove_checkpoint
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.model.state.tensor_file import file_content
 from fakequant.ptq.results import LayerResult
 from fakequant.text import listed
+from fakequant.version import __version__
 
 _RESULTS = "layers.json"
-_OWN = "run-*.json", "block-*", "hidden-*", "copies-*"
+_MARK, _Run = "version of fakequant", dict[str, str]
+_OWN = re.compile(r"run-\d+\.json|block-\d{5}|hidden-\d{5}-\d+\.safetensors|copies-\d+")
 
 
 class Work:
     """A folder with the finished blocks of a run, and with the hidden states before the next one.
 
     Args:
-        folder: is made.
-        run: what the run depends on, by name, as texts. A folder that holds another run is refused.
+        folder: is made. It is new or empty, or an earlier call has left its files there.
         rank: of this process; each has hidden states of its own, and the first one keeps the blocks.
 
     Raises:
-        CheckpointError: the folder holds another run.
+        CheckpointError: the folder holds files that are not of this class.
         OutputError: it cannot be written.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, str], rank: int) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self._rank = writable_folder(folder), rank
-        own = {path for pattern in _OWN for path in self.folder.glob(pattern)}
-        if others := sorted(
-            path.name for path in self.folder.iterdir() if path not in own and not path.name.startswith(".")
-        ):
+        names = sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+        if others := names if not self.is_begun(folder) else [name for name in names if not _OWN.fullmatch(name)]:
             raise CheckpointError(
                 f"{self.folder} holds other files, {listed(others)}; remove them, or give another folder"
             )
-        path = self.folder / f"run-{rank}.json"
-        held = _json(path) if path.exists() else {}
+        self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number))[0])
+
+    @staticmethod
+    def is_begun(folder: Path) -> bool:
+        """Whether a folder holds a run: a file says so that comes first and goes last."""
+        return any(_is_mark(path) for path in folder.glob("run-*.json"))
+
+    def mark(self) -> None:
+        """Say that the folder holds a run, if it does not."""
+        if not self.is_begun(self.folder):
+            write_whole(self._run, json.dumps({_MARK: __version__}).encode())
+
+    def begin(self, run: Mapping[str, str]) -> None:
+        """Go on with a run, or begin it.
+
+        Args:
+            run: what it depends on, by name, as texts.
+
+        Raises:
+            CheckpointError: the folder holds another run.
+        """
+        run = {_MARK: __version__, **run}
+        held = _read(self._run, _Run) if self._run.exists() else {}
         if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other {listed(other)}; call with the same "
                 "arguments, remove the folder, or give another one"
             )
         if held != run:
-            self._clear("hidden-*")
-            write_whole(path, json.dumps(run).encode())
-        self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number))[0])
+            for path in self._hidden_files():
+                path.unlink(missing_ok=True)
+            write_whole(self._run, json.dumps(run).encode())
 
     @property
     def finished(self) -> int:
@@ -89,13 +111,32 @@ class Work:
         with temporary_file(self.folder, file_content(tensors, {})) as ready:
             write_in_order({self._hidden(number): ready})
 
-    def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult]) -> None:
-        """Keep a finished block; None where it has no quantizers."""
+    def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult], weights: str) -> None:
+        """Keep a finished block.
+
+        Args:
+            number: its place.
+            block: None where it has no quantizers.
+            layers: what was chosen.
+            weights: the digest of those in float.
+        """
         if self._rank == 0:
             if block is not None:
                 save(block, self._block(number), packed=True)
-            content = json.dumps([plain_of(layer) for layer in layers]).encode()
+            content = json.dumps(plain_of(_Results(weights, [*layers]))).encode()
             write_whole(writable_folder(self._block(number)) / _RESULTS, content)
+
+    def check_weights(self, number: int, path: str, weights: str) -> None:
+        """Raise if a finished block was made from other weights than those of now.
+
+        Raises:
+            CheckpointError: it was.
+        """
+        if self._results(number).weights != weights:
+            raise CheckpointError(
+                f"{self.folder} holds {self.finished} blocks of a call with other weights in {path}; call with the "
+                "same weights, remove the folder, or give another one"
+            )
 
     def forget_hidden(self, number: int) -> None:
         """Remove the hidden states before a block."""
@@ -108,21 +149,37 @@ class Work:
 
     def layers(self, number: int) -> list[LayerResult]:
         """What was chosen in a finished block."""
+        return self._results(number).layers
+
+    def _results(self, number: int) -> _Results:
         path = self._block(number) / _RESULTS
-        return value_of(_json(path), str(path), list[LayerResult])
+        return _read(path, _Results)
 
     def remove(self) -> None:
-        """Remove what this class wrote, and the folder if nothing else is in it."""
-        self._clear(*_OWN)
+        """Remove what this class wrote, and the folder if nothing else is in it; what says that it is a run, last."""
         with suppress(OSError):
+            remove_abandoned(self.folder)
+            for path in self._hidden_files():
+                path.unlink()
+            for path in sorted(self.folder.glob("block-*"), reverse=True):
+                if _OWN.fullmatch(path.name):
+                    (path / _RESULTS).unlink(missing_ok=True)
+                    remove_checkpoint(path)
+            for path in self.folder.glob("run-*.json"):
+                if _OWN.fullmatch(path.name):
+                    path.unlink()
             self.folder.rmdir()
 
-    def _clear(self, *patterns: str) -> None:
-        for path in [path for pattern in patterns for path in self.folder.glob(pattern)]:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif self._rank == 0 or path.name.endswith(f"-{self._rank}.safetensors"):
-                path.unlink(missing_ok=True)
+    def _hidden_files(self) -> list[Path]:
+        """The hidden states; of the first process those of all, since it removes the folder."""
+        of = r"\d+" if self._rank == 0 else str(self._rank)
+        return [
+            one for one in self.folder.glob("hidden-*") if re.fullmatch(rf"hidden-\d{{5}}-{of}\.safetensors", one.name)
+        ]
+
+    @property
+    def _run(self) -> Path:
+        return self.folder / f"run-{self._rank}.json"
 
     def _block(self, number: int) -> Path:
         return self.folder / f"block-{number:05}"
@@ -131,8 +188,23 @@ class Work:
         return self.folder / f"hidden-{number:05}-{self._rank}.safetensors"
 
 
-def _json(path: Path) -> Any:
+@dataclass
+class _Results:
+    """What a file says of a finished block: the digest of its weights in float, and what was chosen."""
+
+    weights: str
+    layers: list[LayerResult]
+
+
+def _read(path: Path, kind: Any) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        return value_of(json.loads(path.read_bytes()), path.name, kind)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; remove {path.parent}") from error
+
+
+def _is_mark(path: Path) -> bool:
+    try:
+        return _OWN.fullmatch(path.name) is not None and _MARK in _read(path, _Run)
+    except CheckpointError:
+        return False

@@ -1,6 +1,7 @@
 """Files of GGUF: what the package gguf reads, and what damage or malice leaves of them."""
 
 import struct
+import tempfile
 import tracemalloc
 
 import numpy as np
@@ -187,3 +188,8 @@ def test_a_tensor_in_two_files_and_one_too_few(path, first, tmp_path):
     first.write_bytes(many)
     with pytest.raises(CheckpointError, match="is the first of files with 4 tensors, and they have 3"):
         GgufFile(first)
+
+
+def test_no_temporary_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
+    assert next(content("llama", lambda _: None, TENSORS))[:4] == b"GGUF"

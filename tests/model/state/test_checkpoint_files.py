@@ -1,6 +1,7 @@
 """The files of a checkpoint: which stay, which go, and what other processes see meanwhile."""
 
 import itertools
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model.state import checkpoint
 from fakequant.model.state.checkpoint import load, save
+from fakequant.model.state.manifest import remove_checkpoint
 from tests.support.crashes import every_death
 from tests.support.models import images, small_net
 
@@ -70,6 +72,24 @@ def test_the_tensors_before_are_kept_until_the_next_save(tmp_path: Path) -> None
     assert met[0] < met[1] == met[2]
     assert not met[0] & met[3]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A file of tensors whose manifest never came; one of the user has another digest than its name says."""
+    save(model_of(1.0), tmp_path)
+    (tmp_path / "model-0123456789abcdef.safetensors").write_bytes(b"precious")
+    child = os.fork()
+    if not child:
+        own = os.replace
+        os.replace = lambda one, other: own(one, other) or os._exit(9)
+        save(model_of(2.0), tmp_path)
+        os._exit(0)
+    assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
+    assert (value_in(tmp_path), len(tensor_files(tmp_path))) == (1.0, 3)
+    save(model_of(3.0), tmp_path)
+    assert (value_in(tmp_path), len(tensor_files(tmp_path))) == (3.0, 3)  # that of before is kept for readers
+    remove_checkpoint(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model-0123456789abcdef.safetensors"]
 
 
 def test_a_save_that_dies_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:

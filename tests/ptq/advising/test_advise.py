@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, OutputError
+from fakequant.files import locked
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.ptq.formats.task import Task
 from tests.support.kept import kept
@@ -223,6 +225,46 @@ def test_a_folder_goes_on_to_the_same_answer(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]  # what improve kept is gone
     with pytest.raises(ConfigError, match="another path, or remove it"):
         fq.advise(net(), rows(8, seed=1), work=tmp_path, **how)
+
+
+METRICS: dict[str, Callable[[nn.Module], float]] = {
+    "other code": lambda model: 2.0 - float(model is None),
+    "other number": lambda model, whole=2.0: 1.0 if model is None else whole / 2,
+    "other function inside": lambda model: min(1.0, (lambda: 3.0 - float(model is None))()),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_folder_of_another_metric_with_the_same_float_value_is_refused(name: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"presets": SOME[:1], "floor": 0.5, "work": tmp_path}
+    for metric in (METRICS[name], METRICS[name]):
+        fq.advise(net(), rows(), metric=lambda model, own=metric: min(1.0, own(model)), **how)
+    other: dict[str, Callable[[nn.Module], float]] = {
+        "other code": lambda model: 1.0 + float(model is None),
+        "other number": lambda model, whole=4.0: 1.0 if model is None else whole / 4,
+        "other function inside": lambda model: min(1.0, (lambda: 1.0 + float(model is None))()),
+    }
+    with pytest.raises(ConfigError, match="no comparison of this model and these batches with this metric"):
+        fq.advise(net(), rows(), metric=lambda model, own=other[name]: min(1.0, own(model)), **how)
+
+
+def test_a_folder_is_of_one_process_and_what_the_user_has_in_it_stays(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"presets": ["INT4_WEIGHT_ONLY"], "floor": 200, "work": tmp_path}
+    names = ("improve-INT4_WEIGHT_ONLY-auto-fast/thesis.txt", "improve-notes/a.txt", "00000.layer")
+    fq.advise(net(), rows(), **how)
+    (row,) = {path.name for path in tmp_path.iterdir()}
+    kept = [json.loads(line) for line in (tmp_path / row).read_text().splitlines()[1:]]
+    steps = next(one for one in kept if one["steps"])
+    names = (*names, f"improve-{'-'.join([steps['preset'], steps['method'], steps['steps']])}/mine.txt")
+    (tmp_path / row).unlink()
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    with locked(tmp_path), pytest.raises(OutputError, match="another process writes to"):
+        fq.advise(net(), rows(), **how)
+    fq.advise(net(), rows(), **how)
+    assert {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()} == {row, *names}
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
 
 
 def test_it_says_what_is_tried_and_what_follows() -> None:

@@ -99,6 +99,12 @@ class Gguf(DeliveryFormat):
     def recognizes(self, path: Path) -> bool:
         return is_gguf(path)
 
+    def wrote(self, path: Path) -> bool:
+        try:
+            return is_gguf(path) and _DTYPE in GgufFile(path).metadata
+        except CheckpointError:
+            return False
+
     def build(self, path: Path) -> nn.Module:
         transformers: Any = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)

@@ -9,9 +9,9 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from io import BytesIO
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,19 +85,17 @@ def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping
         describe: adds the metadata to a `gguf.GGUFWriter`.
         tensors: by name, in the order of the file.
     """
-    gguf = require_gguf()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "header.gguf"
-        writer = gguf.GGUFWriter(path, architecture)
-        describe(writer)
-        for name, one in tensors.items():
-            kind = gguf.GGMLQuantizationType[one.kind]
-            writer.add_tensor_info(name, one.shape, np.dtype("f4"), one.size, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        header = path.read_bytes()
+    gguf, buffer = require_gguf(), BytesIO()
+    writer = gguf.GGUFWriter(None, architecture)
+    describe(writer)
+    for name, one in tensors.items():
+        kind = gguf.GGMLQuantizationType[one.kind]
+        writer.add_tensor_info(name, one.shape, np.dtype("f4"), one.size, raw_dtype=kind)
+    writer.fout, writer.state = [buffer], gguf.gguf_writer.WriterState.EMPTY  # in place of a file that it opens
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    header = buffer.getvalue()
     yield header + bytes(-len(header) % _ALIGNMENT)
     for name, one in tensors.items():
         raw = np.ascontiguousarray(one.make()).reshape(-1).view(np.uint8)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import Together, first_sharded, processes_of
 from fakequant.errors import CheckpointError
-from fakequant.files import check_path, locked, temporary_file, writable_folder, write_in_order
+from fakequant.files import check_path, locked, refuse_links, temporary_file, writable_folder, write_in_order
 from fakequant.model.state.applying import apply_from, outline_of
 from fakequant.model.state.codecs import codec, decoded, file_parts, write_folder
 from fakequant.model.state.manifest import (
@@ -26,6 +26,7 @@ from fakequant.model.state.manifest import (
     TensorEntry,
     named_files,
     read_manifest,
+    remove_unnamed,
     tensor_file_name,
 )
 from fakequant.model.state.packing import Encoded, decode, encode
@@ -124,14 +125,14 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Tog
         processes.all(None)  # none of them failed
         file = TensorEntry(tensor_file_name(digest.hexdigest()), digest.hexdigest(), size)
         with locked(folder) as alone:
+            refuse_links(folder, [file.file, MANIFEST])
             before = [name for name in named_files(folder) if name != file.file]
             manifest = Manifest(
                 tensors=file, previous=next(iter(before), None), packed=encoded.packed, **state.fields()
             )
             write_in_order({folder / file.file: written, folder / MANIFEST: manifest.to_bytes()})
-            for name in before[1:] if alone else []:
-                with suppress(OSError):
-                    (folder / name).unlink()
+            if alone:
+                remove_unnamed(folder, before)
 
 
 @unwraps

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from fakequant.errors import CheckpointError
-from fakequant.files import temporary_file, write_in_order
+from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
 from fakequant.model.state.tensor_file import StoredTensors, file_content
 
@@ -114,28 +114,42 @@ def decoded(name: str, folder: Path) -> QuantizedState:
         ) from error
 
 
-def write_folder(folder: Path, files: Files) -> None:
+def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambda: None) -> None:
     """Write the files of a codec whole, the last one last; others in the folder stay.
+
+    One process at a time writes to a folder. The old files go before the first new one comes, so that a process that
+    dies leaves all old files, all new ones, or a folder that lacks the last one.
+
+    Args:
+        folder: where they lie.
+        files: by name; that of a copied file may have a folder.
+        check: is called when the folder is locked, before anything is written.
 
     Raises:
         CheckpointError: a name that is no file of the folder, or content that does not fit it.
-        OutputError: a file cannot be written; the old ones are unchanged.
+        OutputError: a file cannot be written, or is a link to one elsewhere; the old ones are unchanged.
     """
     for name, content in files.items():
-        is_tensors = isinstance(content, Mapping)
-        if Path(name).name != name or (is_tensors is not name.endswith(_TENSORS) and not isinstance(content, Path)):
+        is_tensors, is_copy = isinstance(content, Mapping), isinstance(content, Path)
+        is_inside = Path(name).name == name or (is_copy and not {"", "..", "."} & {*name.split("/")})
+        if not is_inside or (is_tensors is not name.endswith(_TENSORS) and not is_copy):
             raise CheckpointError(
                 f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
                 f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
             )
     with ExitStack() as stack:
+        stack.enter_context(locked(folder))
+        refuse_links(folder, files)
+        check()
         ready: dict[Path, bytes | Path] = {}
         for name, content in files.items():
+            if (folder / name).parent != folder:
+                writable_folder((folder / name).parent)
             if isinstance(content, bytes):
                 ready[folder / name] = content
             else:
                 ready[folder / name] = stack.enter_context(temporary_file(folder, _parts(content)))
-        write_in_order(ready)
+        write_in_order(ready, without_old=len(ready) > 1)
 
 
 def _parts(content: Tensors | Path | Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,8 @@ VERSION = 1
 _ORDER = ("tensors", "previous", "shared", "versions", "layers", "sites", "packed", "stale")
 _OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ = 1 << 18
+"""Bytes of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +92,32 @@ def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, and its folder if nothing else is in it; also what a process that was killed left."""
     with suppress(OSError):
         remove_abandoned(folder)
-        for path in list(folder.iterdir()):
-            if path.name == MANIFEST or _OWN_NAME.fullmatch(path.name):
-                path.unlink()
+        if held := named_files(folder):
+            (folder / MANIFEST).unlink()
+        remove_unnamed(folder, held)
         folder.rmdir()
 
 
-def remove_unnamed(folder: Path) -> None:
-    """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before."""
-    named = named_files(folder)
+def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
+    """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before.
+
+    Args:
+        known: the names of those that a manifest named; of others the content must have the digest in the name.
+    """
+    named, known = named_files(folder), {*known}
     for path in list(folder.iterdir()):
         if _OWN_NAME.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):
-                path.unlink()
+                if path.name in known or (path.is_file() and tensor_file_name(_digest(path)) == path.name):
+                    path.unlink()
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(_READ):
+            found.update(part)
+    return found.hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

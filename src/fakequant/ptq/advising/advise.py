@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import nn
 
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, example_arguments, example_in
-from fakequant.data.digest import digest
+from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import tell
 from fakequant.data.token_mask import Mask
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
-from fakequant.files import check_path, writable_folder
+from fakequant.files import check_path, locked, writable_folder
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.model.modes import evaluating
@@ -33,7 +33,7 @@ from fakequant.ptq.advising.result import Advice, TriedWay, judged_by, reason, s
 from fakequant.ptq.formats.comparison import Compared, Way, keep_row, kept_rows
 from fakequant.ptq.formats.mixes import check_budget
 from fakequant.ptq.formats.task import Preparation, Task, has_static_inputs, quantizes_inputs
-from fakequant.ptq.improving.finished import run_of
+from fakequant.ptq.improving.finished import remove_finished, run_of
 
 FLOOR = 20.0
 """The signal over the error of the output in dB that is enough by default: an error of 1 % of the output's energy."""
@@ -83,7 +83,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
             number, no preset that the model can have, a folder of another search, or `forward` with a target that
             places quantizers, which needs an example.
         CalibrationError: no batches, or the float model fails on one or gives NaN.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or another process works in it.
         KeyboardInterrupt: before the first result.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -110,11 +110,13 @@ def advise(  # noqa: PLR0913  all but the first two by name
     task = Task(model, made, given.part(held.held), scorer, preparation, mask, times=False)
     exact = _float_score(task)
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - _MAY_LOSE * abs(exact)
-    with warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
         search = _WaySearch(task, kinds, enough, progress, scorer)
         if folder is not None:
-            search.keep_in(folder, digest([run_of(model, given), exact, str(target), preparation.folds]))
+            stack.enter_context(locked(folder, wait=False))
+            measure = function_digest(metric), exact
+            search.keep_in(folder, digest([run_of(model, given), measure, str(target), preparation.folds]))
         interrupted = search.run()
         code = Code(preparation, [*held.held] if len(given) > 1 else [], len(given), inputs, forward, mask)
         return search.advice(code, target, judged_by(held), interrupted)
@@ -233,7 +235,7 @@ class _WaySearch:
         if self._folder is not None:
             keep_row(self._folder / _ROWS, row)
             if own is not None:
-                shutil.rmtree(own, ignore_errors=True)
+                remove_finished(own)
         return row
 
     def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:

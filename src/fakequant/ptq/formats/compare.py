@@ -12,7 +12,7 @@ from torch import nn
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.data.arguments import Metric, check_float_model, check_metric, named
 from fakequant.data.batches import Batches, Forward, Inputs
-from fakequant.data.digest import digest
+from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError, shown, warn_renamed
 from fakequant.files import check_path, writable_file
@@ -95,7 +95,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
         result.metric, result.negated = named(metric).name, named(metric).negated
     known = {}
     if path is not None:
-        measure = getattr(metric, "__qualname__", getattr(metric, "name", "")), result.float_metric
+        measure = function_digest(metric), result.float_metric
         known = kept_rows(path, digest([run_of(model, given), measure]), negated=result.negated)
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fakequant.data.batches import KeptBatches
 from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.files import writable_folder, write_whole
+from fakequant.files import remove_abandoned, writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.run.outputs import named_tensors
 from fakequant.model.state.json_values import value_of
@@ -142,7 +143,7 @@ class Finished:
             data = path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; give another folder") from error
-        if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+        if not _is_whole(data):
             raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
         try:
             found = torch.load(io.BytesIO(data[_DIGEST:]), map_location="cpu", weights_only=True)
@@ -158,6 +159,21 @@ class Finished:
                 "another folder"
             )
         return found
+
+
+def remove_finished(folder: Path) -> None:
+    """Remove the layers that a run of `improve` keeps in a folder, and the folder if nothing else is in it."""
+    with suppress(OSError):
+        remove_abandoned(folder)
+        for path in folder.glob(f"*{_SUFFIX}"):
+            if path.is_file() and _is_whole(path.read_bytes()):
+                path.unlink()
+        folder.rmdir()
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether the content of a file begins with the digest of the rest, as those of `Finished` do."""
+    return hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST]
 
 
 def _listed(names: list[str]) -> str:
