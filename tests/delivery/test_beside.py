@@ -79,7 +79,7 @@ def test_a_file_of_the_user_stays_and_is_named(name: str, tmp_path: Path) -> Non
 
 
 def test_a_name_of_the_hub_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants: Any = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed").constants
+    constants: Any = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "cache" / "models--some--llama"
     snapshot = folder(repository / "snapshots" / ("a" * 40), "config.json", "tokenizer.json")

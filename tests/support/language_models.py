@@ -49,7 +49,7 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Modul
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
-def mixtral() -> nn.Module:
+def mixtral(**values: Any) -> nn.Module:
     """Four experts, whose weights a file names one by one."""
     import_torchvision()
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -57,7 +57,7 @@ def mixtral() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).eval()
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **heads, "pad_token_id": 0, **values})).eval()
 
 
 def logits(model: nn.Module) -> Tensor:

@@ -131,7 +131,9 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
     if height >= rows and width >= columns:
         return {**args, "strategy": "tensor"}
     if height == 1:
-        return {**args, **({"strategy": "channel"} if width >= columns else {"strategy": "group", "group_size": width})}
+        # Programs give all experts of a layer one scheme: also a stack whose groups are whole rows has groups.
+        is_group = width < columns or (width == columns and stack and isinstance(spec.granularity, PerBlock))
+        return {**args, **({"strategy": "group", "group_size": width} if is_group else {"strategy": "channel"})}
     if is_float:
         return {**args, "strategy": "block", "block_structure": [height, width]}
     return "files have scales of integers for all, for rows, or for groups of inputs"

@@ -38,6 +38,24 @@ def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[P
     return [part for part in parts if part.weight and (isinstance(part.module, nn.Embedding) or part.weight in tied)]
 
 
+def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
+    """Why files cannot hold stacks of weights piece by piece: a scale that belongs to several pieces."""
+    names, reasons = FileNames(model), dict[str, str]()
+    for part in (one for one in parts if one.is_stack and "weight" in one.operands):
+        grid = part.operands["weight"].spec.granularity
+        high, wide = grid.block_shape(part.shape)[-2:]
+        try:
+            scales = names.split(part.weight, torch.empty(grid.group_shape(part.shape), device="meta"))
+        except ValueError:  # of transformers, which cannot divide them
+            scales = {}
+        for key, piece in names.split(part.weight, torch.empty(part.shape, device="meta")).items():
+            expected = (-(-piece.shape[-2] // high), -(-piece.shape[-1] // wide))
+            if key not in scales or tuple(scales[key].shape[-2:]) != expected:
+                why = f"files have {key} by itself, of {piece.shape[-2]} rows, and scales are of {high}"
+                reasons.setdefault(part.name, why)
+    return reasons
+
+
 class LayeredWriter:
     """The tensors of a model by their names in files, of stacked experts one for each.
 

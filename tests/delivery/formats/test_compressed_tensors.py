@@ -14,6 +14,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.delivery.folder import by_transformers
+from fakequant.delivery.formats import compressed_tensors
 from fakequant.errors import ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, logits, mixtral
@@ -127,12 +128,42 @@ def test_experts_are_written_one_by_one(weight: str, tmp_path: Path) -> None:
     assert_same_tensors(folder, fq.deliver(again, tmp_path / "two", "compressed-tensors"))
 
 
+@pytest.mark.parametrize(("inner", "is_loaded"), [(32, True), (128, True), (16, False)])
+def test_experts_whose_weights_have_different_widths_are_read(inner: int, is_loaded: bool, tmp_path: Path) -> None:
+    """Groups that are whole rows of the one weight and not of the other: they had one pattern for two schemes."""
+    net = mixtral(intermediate_size=inner)
+    model = prepared(fq.Config("own", [fq.Rule("*experts", weight="int4 per_block(-1:32,pad)")]), net)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    assert any("transformers loads experts of one scheme alone" in str(one.message) for one in said) is not is_loaded
+    assert fq.verify_delivery(folder, model, BATCHES).passed is is_loaded
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+
+
+@pytest.mark.parametrize("inner", [16, 48])
+def test_tiles_over_two_weights_of_a_stack_are_refused_before_the_work(inner: int, tmp_path: Path) -> None:
+    tiles = fq.Config("own", [fq.Rule("*experts", weight="float8_e4m3fn per_block(-2:32,-1:32,pad)")])
+    model = prepared(tiles, mixtral(intermediate_size=inner))
+    with pytest.raises(ExportError, match=rf"w1\.weight by itself, of {inner} rows, and scales are of 32"):
+        fq.deliver(model, tmp_path / "new", "compressed-tensors")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_configuration_that_gives_a_layer_another_scheme_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    config = [fq.Rule("*proj", weight="int8 per_channel(0)"), fq.Rule("*experts", weight="int4 per_block(-1:32)")]
+    monkeypatch.setattr(compressed_tensors, "_pattern", lambda bases: "re:.*")
+    with pytest.raises(ExportError, match=r"cannot say in config\.json how .* is quantized: programs would take"):
+        fq.deliver(prepared(fq.Config("own", config), mixtral()), tmp_path, "compressed-tensors")
+
+
 def test_experts_and_other_layers_have_schemes_of_their_own(tmp_path: Path) -> None:
     config = [fq.Rule("*proj", weight="int8 per_channel(0)"), fq.Rule("*experts", weight="int4 per_block(-1:32)")]
     model = prepared(fq.Config("own", config), mixtral())
     folder = fq.deliver(model, tmp_path, "compressed-tensors")
     targets = [group["targets"] for group in quantization(folder)["config_groups"].values()]
-    assert targets == [[r"re:model\.layers\.0\.block_sparse_moe\.experts\..*"], ["Linear"]]
+    experts = r"re:model[.]layers[.]0[.]block_sparse_moe[.]experts[.]\d+[.]"
+    assert targets == [[rf"{experts}(w1|w3)$", rf"{experts}w2$"], ["Linear"]]
     assert "model.layers.0.block_sparse_moe.gate" in quantization(folder)["ignore"]
     assert fq.verify_delivery(folder, model, BATCHES).passed
     assert torch.equal(logits(fq.read(folder)), logits(model))

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from operator import eq
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ from fakequant.delivery.schemes import (
     shift_of,
     stored,
 )
-from fakequant.delivery.writing import LayeredWriter, Stored
-from fakequant.errors import warn_user
+from fakequant.delivery.writing import LayeredWriter, Stored, undivided
+from fakequant.errors import ExportError, warn_user
 from fakequant.model.sites.planned import site_path
 from fakequant.model.state.codecs import Files
 from fakequant.model.state.plan import SitesEntry
@@ -83,22 +83,23 @@ class CompressedTensors(LayeredFormat):
             for part in parts
             if _is_local(part) and part.paths["input"] not in fixed
         }
-        return {**found, **super().conflicts(model, parts)}
+        return {**undivided(model, parts), **found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         writer = LayeredWriter(state, model, parts, _stored)
         groups: dict[str, dict[str, int]] = {}
         for name, bases in writer.pieces.items():
             scheme = json.dumps(_add_beside(writer, writer.coded[name], bases))
-            (first, last) = min(bases), max(bases)
-            alike = first[: [*map(eq, first, last), False].index(False)]
-            groups.setdefault(scheme, {})[first if len(bases) == 1 else f"re:{re.escape(alike)}.*"] = len(bases)
+            groups.setdefault(scheme, {})[bases[0] if len(bases) == 1 else _pattern(bases)] = len(bases)
         calls = [part for part in parts if part.call]
         for call in calls:
             for name, path in call.paths.items():
                 writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(1)
         _say(model, writer, [json.loads(scheme) for scheme in groups])
-        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, _quantization(groups, calls, writer.ignored))}
+        said = _quantization(groups, calls, writer.ignored)
+        for name, bases in writer.pieces.items():
+            _check_said(said, bases, writer.coded[name])
+        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said)}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         scheme = scheme_for(module.folder, (module.base, module.path), module.classes)
@@ -206,6 +207,34 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
     return scheme
 
 
+def _pattern(bases: Sequence[str]) -> str:
+    """The pattern of the names of a stack's pieces, `...experts.12.up_proj`, and of no others."""
+    parts = [base.split(".") for base in bases]
+    if len({*map(len, parts)}) > 1:
+        return f"re:({'|'.join(map(re.escape, bases))})$"
+    found = list[str]()
+    for names in zip(*parts, strict=True):
+        ones = [*dict.fromkeys(names)]
+        several = r"\d+" if all(map(str.isdecimal, ones)) else f"({'|'.join(map(re.escape, ones))})"
+        found.append(re.escape(ones[0]) if len(ones) == 1 else several)
+    return f"re:{'[.]'.join(found)}$"
+
+
+def _check_said(said: Mapping[str, Any], bases: Sequence[str], part: Part) -> None:
+    """Raise if the configuration of a file gives a weight another scheme than it has, before the file appears."""
+    folder: Any = SimpleNamespace(quantization=said, path=CompressedTensors.name)
+    own = scheme_of(part)
+    assert not isinstance(own, str), own
+    expected = normalized({"targets": [], **own}, None)
+    for base in dict.fromkeys((bases[0], bases[-1])):
+        found = scheme_for(folder, (base, part.path), ("Linear",))
+        if found is None or {**found, "targets": []} != expected:
+            raise ExportError(
+                f"compressed-tensors cannot say in config.json how {base} is quantized: programs would take {found}; "
+                "give layers whose names are alike one preset"
+            )
+
+
 def _quantization(
     found: Mapping[str, Mapping[str, int]], calls: Sequence[Part], ignored: Sequence[str]
 ) -> dict[str, Any]:
@@ -237,7 +266,10 @@ def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme]) -> 
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    if way := how_to_load(schemes, writer.tensors, next(model.parameters()).dtype):
+    stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
+    if len({json.dumps(scheme_of(part)) for part in stacks.values()}) > 1:
+        notes.append("transformers loads experts of one scheme alone, and these have several")
+    elif way := how_to_load(schemes, writer.tensors, next(model.parameters()).dtype):
         notes.append(f"transformers loads these files {way}")
     if notes:
         warn_user(f"compressed-tensors: {'; '.join(notes)}")
