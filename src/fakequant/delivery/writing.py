@@ -50,7 +50,8 @@ def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
             scales = {}
         for key, piece in names.split(part.weight, torch.empty(part.shape, device="meta")).items():
             expected = (-(-piece.shape[-2] // high), -(-piece.shape[-1] // wide))
-            if key not in scales or tuple(scales[key].shape[-2:]) != expected:
+            is_cut = piece.shape[-2] < part.shape[-2] and piece.shape[-2] % high
+            if is_cut or key not in scales or tuple(scales[key].shape[-2:]) != expected:
                 why = f"files have {key} by itself, of {piece.shape[-2]} rows, and scales are of {high}"
                 reasons.setdefault(part.name, why)
     return reasons

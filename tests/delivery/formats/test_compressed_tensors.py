@@ -141,7 +141,7 @@ def test_experts_whose_weights_have_different_widths_are_read(inner: int, is_loa
     assert torch.equal(logits(fq.read(folder)), logits(model))
 
 
-@pytest.mark.parametrize("inner", [16, 48])
+@pytest.mark.parametrize("inner", [16, 24, 48])
 def test_tiles_over_two_weights_of_a_stack_are_refused_before_the_work(inner: int, tmp_path: Path) -> None:
     tiles = fq.Config("own", [fq.Rule("*experts", weight="float8_e4m3fn per_block(-2:32,-1:32,pad)")])
     model = prepared(tiles, mixtral(intermediate_size=inner))
