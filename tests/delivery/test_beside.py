@@ -14,6 +14,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.delivery.beside import beside
+from tests.support.language_models import BATCHES, logits, mixtral
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -133,3 +134,45 @@ def test_a_model_without_a_source_gets_its_generation_config(tmp_path: Path) -> 
     assert beside(model) == ({"generation_config.json": b"{}"}, [])
     assert torch.equal(model[0].weight, model[0].weight)
     assert beside(nn.Linear(2, 2)) == ({}, [])
+
+
+EXTRA = {
+    "MTP layers": {"model.layers.92.eh_proj.weight": (64, 128), "model.layers.92.enorm.weight": (64,)},
+    "another prefix": {"mtp.fc.weight": (64, 64)},
+    "a tower": {"visual.blocks.0.attn.proj.weight": (8, 8), "visual.blocks.0.attn.proj.bias": (8,)},
+}
+
+
+@pytest.mark.parametrize("what", EXTRA)
+def test_what_the_class_does_not_load_is_copied_or_named(what: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    mixtral(intermediate_size=32).save_pretrained(source)
+    extra = {name: torch.randn(shape) for name, shape in EXTRA[what].items()}
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    held = load_file(source / "model.safetensors")
+    save_file({**held, **extra, **buffers}, source / "model.safetensors", {"format": "pt"})
+    config = fq.presets.INT4_GROUP32.with_rule(fq.Rule("lm_head"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = fq.prepare(transformers.MixtralForCausalLM.from_pretrained(source).eval(), config)
+        fq.calibrate(model)
+        plain = fq.deliver(model, tmp_path / "plain", "compressed-tensors")
+        path = fq.improve_folder(source, tmp_path / "out", config, BATCHES, ("ranges",), progress=False).path
+    assert [str(one.message) for one in said if "plain lacks" in str(one.message)] == [
+        f"{plain} lacks {', '.join(sorted(extra))} of {source}, which MixtralForCausalLM does not load, as layers for "
+        "speculative decoding; improve_folder copies them"
+    ]
+    assert path is not None
+    found = load_file(path / "model.safetensors")
+    assert {*found} - {*load_file(plain / "model.safetensors")} == {*extra}
+    assert all(torch.equal(found[name], extra[name]) for name in extra)
+    ignored = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert all(name.removesuffix(".weight") in ignored for name in extra if extra[name].dim() == 2)
+    with pytest.warns(UserWarning, match="stay in the file, because MixtralForCausalLM does not load them"):
+        again = fq.read(path)
+    assert torch.equal(logits(again), logits(fq.read(path, mixtral(intermediate_size=32))))
+    assert torch.equal(logits(transformers.MixtralForCausalLM.from_pretrained(path).eval()), logits(again))

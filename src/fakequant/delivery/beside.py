@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from fakequant.delivery.folder import CONFIG
+from fakequant.delivery.folder import CONFIG, Folder
+from fakequant.delivery.places import float_names
+from fakequant.errors import CheckpointError
 from fakequant.model.state.codecs import Content
+from fakequant.model.state.snapshots import LazyTensor, lazy
 from fakequant.text import listed
 
 _KNOWN = (
@@ -24,6 +27,8 @@ _KNOWN = (
 _OF_MODULES = ("config.json", "*_config.json", "model.safetensors", "pytorch_model.bin")
 _LARGE = 64 * 2**20
 """Bytes from which a file is none of a tokenizer, a configuration or a small module."""
+_BUFFERS = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
+"""Ends of names of buffers that older files have, and that models make by themselves."""
 _MODULES, _GENERATION = "modules.json", "generation_config.json"
 
 
@@ -46,7 +51,7 @@ def beside(model: nn.Module) -> SmallFiles:
     made = {} if generation is None else {_GENERATION: generation.to_json_string().encode()}
     if not given:
         return SmallFiles(made, _without_code(model, {}))
-    source = _folder_of(model, given)
+    source = folder_of(model)
     if source is None:
         return SmallFiles(
             made,
@@ -65,6 +70,30 @@ def beside(model: nn.Module) -> SmallFiles:
     if source != Path(given) and is_text and not any(_is_known(name, _KNOWN[:8]) for name in files):
         missing.append(f"the tokenizer of {given}, which is not in the cache of Hugging Face")
     return SmallFiles({**made, **files} if _GENERATION not in files else files, missing)
+
+
+def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder that the class of a model of transformers does not load, such as those of MTP layers.
+
+    Empty where the folder is quantized, or holds pickles.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        folder = Folder(source)
+        tensors = {} if folder.quantization else folder.tensors()
+    except (ImportError, CheckpointError):
+        return {}
+    own, any_model = dict.fromkeys(float_names(model), True), cast("Any", model)
+    mapping = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(any_model)
+    kinds = [[one for one in mapping if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)]
+    prefix, found = getattr(model, "base_model_prefix", None), dict[str, LazyTensor]()
+    for name in tensors:
+        is_known = any(rename_source_key(name, *how, prefix, own)[0] in own for how in (kinds, ([], [])))  # type: ignore[arg-type]
+        if not is_known and not name.endswith(_BUFFERS):
+            found[name] = lazy(tensors, name)
+    return found
 
 
 def digests(files: Mapping[str, Content]) -> dict[str, str]:
@@ -101,10 +130,11 @@ def _is_known(name: str, patterns: Iterable[str]) -> bool:
     return not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _folder_of(model: Any, given: str) -> Path | None:
-    """The folder of a name: a local one with a model of this type, or that of the cache."""
+def folder_of(model: Any) -> Path | None:
+    """The folder that a model was loaded from: a local one with a model of its type, or that of the cache."""
+    given = str(getattr(model, "name_or_path", "") or "")
     own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
-    if Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
+    if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
         return Path(given)
     try:
         from huggingface_hub import try_to_load_from_cache

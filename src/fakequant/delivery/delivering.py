@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.beside import beside, digests, unchanged
+from fakequant.delivery.beside import beside, digests, folder_of, skipped, unchanged
 from fakequant.delivery.folder import check_shard_size, sharded, written_in
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.errors import ExportError, OutputError, warn_user
 from fakequant.files import check_path, writable_folder
 from fakequant.model.state.codecs import write_folder
-from fakequant.model.state.snapshots import QuantizedState, snapshot
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState, snapshot
 from fakequant.nn.wrappers import unwraps
 from fakequant.text import listed
 
@@ -59,7 +59,15 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     check_path(folder, _CALL)
     check_shard_size(max_shard_size)
     chosen, state = delivery_format(format), snapshot(model)
-    return deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
+    source = folder_of(model)
+    left = {} if source is None else skipped(model, source)
+    path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
+    if left:
+        warn_user(
+            f"{path} lacks {listed(left)} of {source}, which {type(model).__name__} does not load, as layers for "
+            "speculative decoding; improve_folder copies them"
+        )
+    return path
 
 
 def deliver_state(
@@ -69,6 +77,7 @@ def deliver_state(
     chosen: DeliveryFormat,
     *,
     max_shard_size: int,
+    others: Mapping[str, LazyTensor] | None = None,
 ) -> Path:
     """Write a state in a format, see `deliver`.
 
@@ -78,12 +87,18 @@ def deliver_state(
         folder: where the files are written.
         chosen: the format.
         max_shard_size: the largest number of bytes of a file of tensors.
+        others: tensors that the model does not load, to be written as they are.
     """
     target = Path(folder)
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
     files = dict(chosen.encode(state, model, parts))
+    if others:
+        with_others = chosen.with_others(files, others)
+        files = files if with_others is None else dict(with_others)
+        if with_others is None:
+            warn_user(f"{chosen.name} files cannot hold {listed(others)}, which {type(model).__name__} does not load")
     out = writable_folder(target.parent if name else target)
     if chosen.suffix:
         files = {name or key: content for key, content in files.items()}

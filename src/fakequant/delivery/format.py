@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, nearest
 from fakequant.model.state.codecs import Files
-from fakequant.model.state.snapshots import QuantizedState
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.operands import Operand
 from fakequant.nn.paths import join
@@ -120,6 +120,15 @@ class DeliveryFormat(ABC):
         mapping of tensors, is written in shards where it is larger than `max_shard_size`. Say what one should know
         about the file by `warn_user`.
         """
+
+    def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files | None:
+        """The files with tensors that the model does not load; None where they cannot hold any.
+
+        Args:
+            files: of `encode`.
+            tensors: in float, by the names that the model's source has.
+        """
+        return None
 
     @abstractmethod
     def recognizes(self, path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ Codes = tuple[Tensor, Tensor, "Tensor | None"]
 FLOATS = {torch.float16: ScaleSpec("float16"), torch.bfloat16: ScaleSpec("bfloat16"), torch.float32: ScaleSpec()}
 """Types in which files have scales."""
 _INPUTS = "_input_transform"
+OTHERS = "tensors that the model does not load"
+"""The key in the header of a file with the names of such tensors, as those of MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,9 @@ class _LayeredReader:
     def _check_left(self) -> None:
         left = [name for name in self.tensors if name not in self.used]
         reasons = {name: self.format.skips(name) for name in left}
+        if others := [name for name, reason in reasons.items() if reason is None and self._is_other(name)]:
+            why = f"{listed(others)} stay in the file, because {type(self.model).__name__} does not load them"
+            reasons |= dict.fromkeys(others, why)
         for name, reason in reasons.items():
             if reason is None and name.endswith(".bias") and not self.tensors[name].any():
                 reasons[name] = ""  # which some writers add to layers that have none
@@ -301,6 +307,12 @@ class _LayeredReader:
             )
         for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
             warn_user(f"{self.format.name}: {reason}")
+
+    def _is_other(self, name: str) -> bool:
+        """Whether the class of the model, or the file, says that the model does not load a tensor."""
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        said = self.tensors.metadata.get(OTHERS, "[]")
+        return f'"{name}"' in said or any(re.search(pattern, name) for pattern in patterns)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.digest import digest
 from fakequant.data.progress import say
 from fakequant.data.token_mask import Mask
+from fakequant.delivery.beside import skipped
 from fakequant.delivery.delivering import deliver_state, refuse_replacing, weights_in
 from fakequant.delivery.folder import CONFIG, check_shard_size
 from fakequant.delivery.format import DeliveryFormat, delivery_format
@@ -150,7 +151,10 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
             layers = chooser.improve_rest(chosen_steps)
             if rank == 0:
                 state = joined_state(opened, found, kept, chooser.quantized)
-                written = deliver_state(state, opened.model, target, chosen, max_shard_size=max_shard_size)
+                others = {} if isinstance(source, nn.Module) else skipped(opened.model, Path(source))
+                written = deliver_state(
+                    state, opened.model, target, chosen, max_shard_size=max_shard_size, others=others
+                )
         processes.all(None)
     if rank == 0:
         kept.remove()

@@ -23,7 +23,7 @@ from fakequant.delivery.attention import attention_sites, conflicts_of_calls
 from fakequant.delivery.decompressing import decompressed, engine_of, how_to_load
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
-from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import OTHERS, CodedWeight, Codes, LayeredFormat, LayerTensors
 from fakequant.delivery.places import places_of
 from fakequant.delivery.schemes import (
     EXACT,
@@ -44,9 +44,9 @@ from fakequant.delivery.schemes import (
 from fakequant.delivery.writing import LayeredWriter, Stored, undivided
 from fakequant.errors import ExportError, warn_user
 from fakequant.model.sites.planned import site_path
-from fakequant.model.state.codecs import Files
+from fakequant.model.state.codecs import Files, TensorFile
 from fakequant.model.state.plan import SitesEntry
-from fakequant.model.state.snapshots import Made, QuantizedState
+from fakequant.model.state.snapshots import LazyTensor, Made, QuantizedState
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
 from fakequant.text import listed
@@ -100,6 +100,16 @@ class CompressedTensors(LayeredFormat):
         for name, bases in writer.pieces.items():
             _check_said(said, bases, writer.coded[name])
         return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said)}
+
+    def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files:
+        weights, config = files[WEIGHTS], files[CONFIG]
+        assert isinstance(weights, TensorFile)
+        assert isinstance(config, bytes)
+        layers = [name.removesuffix(".weight") for name, one in tensors.items() if len(one.shape) == 2]
+        said = json.loads(config)
+        said["quantization_config"]["ignore"] += layers
+        held = TensorFile({**weights, **tensors}, {**weights.metadata, OTHERS: json.dumps([*tensors])})
+        return {**files, WEIGHTS: held, CONFIG: json.dumps(said, indent=2).encode()}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         scheme = scheme_for(module.folder, (module.base, module.path), module.classes)
