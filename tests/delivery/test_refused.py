@@ -171,11 +171,20 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("preset", ["FP8", "INT8_AFFINE", "W8A8_DYNAMIC", "INT8"])
 def test_inputs_of_a_tied_head(preset: str, tmp_path: Path) -> None:
-    model = fq.prepare(Tied(), preset)
-    fq.calibrate(model, [torch.arange(16)], progress=False)
-    text = refusal(model, tmp_path)
+    def ready(preset: str, skip: list[str]) -> nn.Module:
+        model = fq.prepare(Tied(), preset, skip=skip)
+        fq.calibrate(model, [torch.arange(16)], progress=False)
+        return model
+
+    text = refusal(ready(preset, []), tmp_path)
     assert "its weight is in float in these files, as tables and tied weights are, which leaves its input" in text
-    assert "without a place; leave the layer in float by prepare(..., skip=['head'])" in text
+    assert text.endswith("without a place; leave the layers in float by prepare(..., skip=['head', 'table'])")
+    assert fq.deliver(ready(preset, ["head", "table"]), tmp_path / "cured", "compressed-tensors").is_dir()
+    text = refusal(ready(preset, ["head"]), tmp_path)
+    assert text.endswith(
+        "table: head has the same weight and no quantizer; leave both in float by prepare(..., skip=['table', 'head'])"
+    )
+    assert "skip=['head', 'table'])" in refusal(ready(preset, ["table"]), tmp_path)
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])

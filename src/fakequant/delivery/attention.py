@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -19,6 +20,22 @@ from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantized.forms import own_class
 from fakequant.nn.quantizer import quantizers
+from fakequant.text import listed
+
+_CACHE = {"past_key_values", "past_key_value"}
+"""The arguments by which compressed-tensors 0.20 puts its quantized keys and values into an attention."""
+
+
+def missed_cache(modules: Iterable[nn.Module]) -> str:
+    """Why keys and values of some attentions stay in float in transformers, as a sentence; "" if they do not."""
+    classes = {own_class(module) for module in modules}
+    names = [cls.__name__ for cls in classes if not _CACHE & {*inspect.signature(cls.forward).parameters}]
+    if not names:
+        return ""
+    return (
+        f"Keys and values stay in float in transformers: {listed(sorted(names))} takes its cache by another name than "
+        f"{' or '.join(sorted(_CACHE))}, which compressed-tensors gives; transformers 5.23 has these names."
+    )
 
 
 def attention_sites(model: nn.Module, config: TensorConfig, operands: Iterable[str]) -> SitesEntry:

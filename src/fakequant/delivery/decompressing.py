@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fakequant.delivery.folder import Folder, by_transformers
 from fakequant.delivery.format import Engine
 from fakequant.delivery.schemes import PACKED, ROLES
 from fakequant.model.state.snapshots import LazyTensor
+from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.spec import Arithmetic
+from fakequant.restore import attributes_of, restore_after
 
 Scheme = Mapping[str, Any]
+OTHER_RULE = (
+    "the scale of dynamic INT8 is amax / 127.5 there, as in the preset W8A8_TRANSFORMERS, and amax / 127 in vLLM and "
+    "W8A8_DYNAMIC"
+)
 
 
 def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
@@ -70,10 +79,29 @@ def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[
     return found
 
 
-def engine_of(path: Path, dtype: torch.dtype, groups: Sequence[Scheme]) -> Engine:
-    """The model as transformers loads it."""
+@contextmanager
+def computed_by_transformers(model: nn.Module) -> Iterator[None]:
+    """The model with dynamic INT8 by the rule of transformers in place of the rule of servers."""
+    held = _computed_by_servers(model)
+    rule = ScaleSpec(None, ScaleRounding.HALF_RANGE)
+    with restore_after(attributes_of(held, "spec")):
+        for one in held:
+            one.spec = one.spec.replace(arithmetic=Arithmetic.DIVIDE, scale=rule)
+        yield
+
+
+def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> Engine:
+    """The model as transformers loads it.
+
+    Args:
+        path: of the folder.
+        model: that was delivered.
+        groups: the schemes of the folder.
+        missed: why it leaves keys and values in float; "" if it does not.
+    """
     import transformers
 
+    dtype = next(model.parameters()).dtype
     coded = [one for one in groups if "weights" in one]
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
     if any(one["weights"]["strategy"] == "tensor_group" for one in coded):
@@ -86,10 +114,18 @@ def engine_of(path: Path, dtype: torch.dtype, groups: Sequence[Scheme]) -> Engin
             note = "leaves activations in float where it dequantizes at once"
     elif dtype is not torch.float32 and any(map(_has_scales_of_inputs, coded)):
         note = f"rounds scales of dynamic inputs to {dtype}"
-    if note:
-        return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}."])
+    if note or missed:
+        return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])
     loaded: Any = by_transformers(path, dtype, **options)
     if runs_in_bfloat16(coded):  # which the first call would do, and which other dtypes need before
         loaded.hf_quantizer.compressor.decompress_model(loaded)
     # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
-    return Engine(name, model=loaded.to(dtype) if dtype is torch.float32 else loaded)
+    loaded = loaded.to(dtype) if dtype is torch.float32 else loaded
+    is_of_servers = bool(_computed_by_servers(model))
+    notes = [f"Outputs of {name} are compared by its rule: {OTHER_RULE}."] if is_of_servers else []
+    return Engine(name, model=loaded, as_it=computed_by_transformers, notes=notes)
+
+
+def _computed_by_servers(model: nn.Module) -> list[Quantizer]:
+    """The quantizers with the rule of servers for dynamic INT8."""
+    return [one for one in quantizers(model).values() if one.dynamic and one.spec.arithmetic is Arithmetic.RECIPROCAL]

@@ -153,7 +153,8 @@ class LayeredFormat(DeliveryFormat):
         )
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        in_float = written_in_float(parts, shared_names(model))
+        shared = shared_names(model)
+        in_float = written_in_float(parts, shared)
         if in_float and len(in_float) == len(parts):
             reason = "tables and tied weights are in float in these files, and nothing quantized is left beside them"
             return dict.fromkeys((part.name for part in parts), reason)
@@ -162,9 +163,11 @@ class LayeredFormat(DeliveryFormat):
             if not part.path:
                 found[part.name] = "files have tensors under the names of layers, and this has none: use a Sequential"
             elif part in in_float and (left := [name for name in part.operands if name != "weight"]):
+                tied = {name for pair in shared.items() if part.weight in pair for name in pair}
+                alike = sorted({part.path, *(name.rpartition(".")[0] for name in tied)})
                 found[part.name] = (
                     "its weight is in float in these files, as tables and tied weights are, which leaves its "
-                    f"{left[0]} without a place; leave the layer in float by prepare(..., skip=[{part.path!r}])"
+                    f"{left[0]} without a place; leave the layers in float by prepare(..., skip={alike!r})"
                 )
         return found
 

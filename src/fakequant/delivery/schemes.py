@@ -41,6 +41,8 @@ FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 """Types in which files have scales."""
 LOCAL = "local"
 """How dynamic inputs are whose blocks have their own scales under the fixed scale of the tensor."""
+HALF_RANGE = "dynamic INT8 by transformers of "
+"""Before the name of a layer in the header of a file, where the model computes its inputs as transformers does."""
 EXACT = "exact global scale of "
 """Before the name of a layer in the header of a file: the number whose rounded reciprocal the file has."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
@@ -156,8 +158,8 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
     spec, args = config.spec, _element(config.spec)
     if isinstance(args, str):
         return args
-    if spec.arithmetic is not Arithmetic.DIVIDE or spec.rounding is not Rounding.NEAREST_EVEN:
-        return "programs divide activations by their scale, and round to the nearest code"
+    if spec.rounding is not Rounding.NEAREST_EVEN:
+        return "programs round activations to the nearest code"
     args |= {"symmetric": spec.symmetric, "dynamic": config.dynamic}
     try:
         *whole, width = spec.granularity.block_shape((2, 3, columns))
@@ -176,16 +178,26 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
         args["scale_dtype"] = _DTYPES[_POWERS]
     elif spec.scale.format is not None:
         return f"scales of activations are float32, or {_POWERS} for groups of 32"
-    if config.dynamic and not _is_their_rule(spec, args):
+    return _with_their_rule(config, args)
+
+
+def _with_their_rule(config: TensorConfig, args: Args) -> Args | str:
+    """The arguments if programs choose scales and codes by this rule, or the reason why they do not."""
+    if config.dynamic and not _is_their_rule(config.spec, args):
         return (
-            "programs take other scales of dynamic ranges: for integers amax / (2**bits - 1) * 2, for floats under "
+            "programs take other scales of dynamic ranges: vLLM for INT8 amax / 127 and its reciprocal, the preset "
+            "W8A8_DYNAMIC, transformers for integers amax / (2**bits - 1) * 2, for floats under "
             f"powers of two {_POWERS}:even, and of 8 bits {_POWERS}:even_fp4"
         )
-    return args
+    is_fixed = not config.dynamic and config.spec.arithmetic is not Arithmetic.DIVIDE
+    return "programs divide activations by their scale" if is_fixed else args
 
 
 def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
-    """Whether a specification chooses the same scales from ranges as compressed-tensors."""
+    """Whether a specification chooses the same scales from ranges as compressed-tensors, or as vLLM does."""
+    theirs = config_of(args).spec
+    if spec.arithmetic is not Arithmetic.DIVIDE:
+        return (spec.arithmetic, spec.scale) == (theirs.arithmetic, theirs.scale)
     largest = torch.tensor(float(spec.format.bound))
     if not spec.symmetric:
         return spec.format.quant_max - spec.format.quant_min == (1 << spec.format.bits) - 1
@@ -238,12 +250,18 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
     return scheme
 
 
-def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> TensorConfig:
+def config_of(
+    args: Mapping[str, Any], scales: torch.dtype = torch.float32, *, half_range: bool = False
+) -> TensorConfig:
     """The configuration for a tensor that has these arguments.
+
+    Files do not say how a program computes the scales of dynamic integers. vLLM 0.32 has one rule for INT8 per token,
+    and compressed-tensors 0.20, in transformers, another one for all.
 
     Args:
         args: the arguments in a scheme, see `normalized`.
         scales: the dtype of the scales in the file.
+        half_range: whether INT8 per token has the rule of transformers, too.
 
     Raises:
         CheckpointError: arguments that this reader does not know.
@@ -267,10 +285,14 @@ def config_of(args: Mapping[str, Any], scales: torch.dtype = torch.float32) -> T
     if "scale_dtype" in args:
         powers = ScaleSpec(_POWERS, _of_powers(bits, dynamic=bool(dynamic)))
         scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers
-    elif dynamic and kind == "int" and args["symmetric"]:
-        scale = ScaleSpec(None, ScaleRounding.HALF_RANGE)
+    arithmetic = Arithmetic.DIVIDE
+    if dynamic and kind == "int" and args["symmetric"]:
+        is_of_servers = bits == 8 and strategy == "token" and not half_range
+        arithmetic = Arithmetic.RECIPROCAL if is_of_servers else arithmetic
+        scale = ScaleSpec() if is_of_servers else ScaleSpec(None, ScaleRounding.HALF_RANGE)
     format: Format = IntegerFormat.of(bits) if kind == "int" else _FORMATS[bits]
-    return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), bool(dynamic))
+    spec = QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale, arithmetic=arithmetic)
+    return TensorConfig(spec, bool(dynamic))
 
 
 def groups_of(folder: Folder) -> list[Args]:

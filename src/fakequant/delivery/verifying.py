@@ -76,7 +76,8 @@ def verify_delivery(
     Args:
         path: the result of `deliver`.
         model: the prepared model that was delivered.
-        batches: the inputs of the programs and of the model; None compares no outputs.
+        batches: the inputs of the programs and of the model; None takes the few tokens that a model of transformers has
+            as `dummy_inputs`. Where there are none, outputs are not compared, and the report says so.
         inputs: the part of a batch that is their input, as for `calibrate`.
 
     Raises:
@@ -97,7 +98,9 @@ def verify_delivery(
     source, kept = Path(path), None if batches is None else list(batches)
     format = format_of(source)
     live, stored = snapshot(model), decoded(format, source, model)
-    report = DeliveryReport(str(path), "none" if kept is None else "given", [], format.name, "this package's reader")
+    report = DeliveryReport(str(path), "given", [], format.name, "this package's reader")
+    if kept is None:
+        kept, report.inputs = _dummy_batches(model)
     weights = {path for path, one in quantizers(model).items() if one.kind is Kind.WEIGHT}
     _compare_codes(report, live, stored, weights)
     if missing := [name for name in format.packages if find_spec(name) is None]:
@@ -108,10 +111,28 @@ def verify_delivery(
         report.not_run += engine.notes
         with _failing(report, f"The weights are not read by {engine.name}"):
             _compare_weights(report, live, engine)
-        if kept is not None and engine.model is not None:
+        if kept and engine.model is not None:
             _compare_outputs(report, model, engine, kept, inputs)
+        elif engine.model is not None:
+            report.not_run.append(
+                f"Outputs of {engine.name} are not compared: {report.inputs}; give batches of inputs."
+            )
     report.batches = len(kept or ())
     return report
+
+
+def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
+    """The inputs that a model of transformers has as examples, and where they are from; or none, and why."""
+    batch = getattr(model, "dummy_inputs", None)
+    if not isinstance(batch, Mapping):
+        return [], "the model has no inputs of its own"
+    try:
+        batch = {name: x.to(next(model.parameters()).device) for name, x in batch.items()}
+        with evaluating(model), torch.no_grad():
+            model(**batch)
+    except Exception as error:  # as of a model of images, or of fewer tokens: these are no inputs of it
+        return [], f"the model does not run on its dummy_inputs ({type(error).__name__}: {error})"
+    return [batch], "dummy_inputs"
 
 
 @contextmanager

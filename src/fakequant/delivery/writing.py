@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from fakequant.delivery.folder import FileNames
 from fakequant.delivery.format import Part
 from fakequant.delivery.places import without_quantizers
+from fakequant.errors import ExportError, QParamsError
 from fakequant.model.state.codecs import TensorFile
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.nn.paths import module_at
+from fakequant.text import listed
 
 
 class Stored(NamedTuple):
@@ -71,7 +73,9 @@ class LayeredWriter:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and what is tied.
         pieces: for each coded weight the names that it has in files.
-        ignored: layers in float, by their names in files.
+        under: of some weights, the scale of the tensor that is above the others.
+        ignored: layers in float, by their names in files, and in the model where they differ: transformers looks for
+            modules of the model.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class LayeredWriter:
         self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}
+        self.under: dict[str, Tensor] = {}
         # The pieces of a stack are made from the whole: the last one is kept.
         self.field = lru_cache(maxsize=1)(self._field)
         own = (path for path, _, _ in state.quantizers())
@@ -107,7 +112,9 @@ class LayeredWriter:
     def _add_float(self, name: str, key: str, piece: Tensor, tensor: LazyTensor) -> None:
         base, module = key.removesuffix(".weight"), module_at(self._model, name.rpartition(".")[0])
         if base != key and piece.dim() == 2 and not isinstance(module, nn.Embedding):
-            self.ignored.append(base)
+            self.ignored += dict.fromkeys(
+                [base, name.removesuffix(".weight")] if piece.shape == tensor.shape else [base]
+            )
         if name not in self.state.shared:
             is_whole = name not in self.in_float and piece.shape == tensor.shape
             plain = Stored("values", piece.shape, piece.dtype)
@@ -125,17 +132,41 @@ class LayeredWriter:
         if field == "codes":
             return self._names.split(name, state.weights[name].codes)
         part = self.coded[name]
-        spec, path = part.operands["weight"].spec, part.paths["weight"]
+        spec = part.operands["weight"].spec
         groups = spec.granularity.group_shape(part.shape)
         if field == "zero_point" and spec.symmetric:
             return self._names.split(name, torch.zeros(groups, dtype=torch.int32))
-        one = "zero_point" if field == "zero_point" else "scale"
-        if (found := state.tensors.get(f"{path}.{one}")) is None:  # of a weight that no call has shown
-            weights = state.weights
-            found = getattr(weights.params(name) if isinstance(weights, QuantizedWeights) else weights[name], one)
-        found = found.reshape(groups)
+        found = self._params(name, "zero_point" if field == "zero_point" else "scale")
         if field in ("scale_codes", "shared"):
-            codes, shared = spec.scale.split(found)
+            codes, shared = spec.scale.split(found, self.under.get(name))
             assert shared is not None
             found = codes if field == "scale_codes" else shared.expand(*groups[:-1], 1)
         return self._names.split(name, found)
+
+    def _params(self, name: str, one: str) -> Tensor:
+        """The scales or zero points [groups, axes kept] of a coded weight."""
+        part, weights = self.coded[name], self.state.weights
+        found = self.state.tensors.get(f"{part.paths['weight']}.{one}")
+        if found is None:  # of a weight that no call has shown
+            found = getattr(weights.params(name) if isinstance(weights, QuantizedWeights) else weights[name], one)
+        return found.reshape(part.operands["weight"].spec.granularity.group_shape(part.shape))
+
+    def merge_scales(self, names: Sequence[str]) -> None:
+        """Write scales of several weights that are under a scale of the tensor all under the largest, unchanged.
+
+        Raises:
+            ExportError: their scales are not numbers under it.
+        """
+        spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
+        if not spec.scale.is_under_a_tensor:
+            return
+        largest = torch.stack([x for x in map(spec.scale.shared_by, scales) if x is not None]).amax(0)
+        try:
+            for scale in scales:
+                spec.scale.split(scale, largest)
+        except QParamsError as error:
+            raise ExportError(
+                f"servers merge {listed(names)} into a matrix with a single scale of the tensor, and these have "
+                "several: call fakequant.calibrate(model), then improve, before deliver"
+            ) from error
+        self.under |= dict.fromkeys(names, largest)

@@ -203,7 +203,12 @@ def _lend(range: Range, lo: Tensor, hi: Tensor) -> Range:
 
 
 def choose_qparams(
-    range: Range, spec: QuantSpec, *, largest: float | None = None, bound: float | None = None
+    range: Range,
+    spec: QuantSpec,
+    *,
+    largest: float | None = None,
+    bound: float | None = None,
+    shared: Tensor | None = None,
 ) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
@@ -218,6 +223,7 @@ def choose_qparams(
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
         bound: the code that amax is mapped to instead of the one that the specification says.
+        shared: the scale above symmetric scales, see `ScaleSpec.choose`.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -241,7 +247,7 @@ def choose_qparams(
     if spec.symmetric:
         amax = range.amax
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
-        return QParams(_symmetric_scale(range, spec, limit, bound), None, Range(-amax, amax))
+        return QParams(_symmetric_scale(range, spec, limit, bound, shared), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
     if spec.offset is None or not spec.offset.needs_values:
         lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
@@ -262,10 +268,10 @@ def choose_qparams(
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
 
 
-def _symmetric_scale(range: Range, spec: QuantSpec, limit: float, bound: float | None) -> Tensor:
+def _symmetric_scale(range: Range, spec: QuantSpec, limit: float, bound: float | None, shared: Tensor | None) -> Tensor:
     """The scale that maps the range to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
     if spec.arithmetic.is_linear:
-        return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound)
+        return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound, shared)
     amax = range.amax
     tiny = torch.finfo(amax.dtype).tiny
     if spec.arithmetic is not Arithmetic.MULTIPLIER:

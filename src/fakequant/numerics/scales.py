@@ -205,7 +205,41 @@ class ScaleSpec:
             return torch.where(-lo > hi, lo, hi)
         return torch.maximum(-lo, hi) + 0.0
 
-    def choose(self, extent: Tensor, element: Format, limit: float, bound: float | None = None) -> Tensor:
+    @property
+    def is_under_a_tensor(self) -> bool:
+        """Whether a single float32 scale of the tensor is above all scales, as in NVFP4."""
+        if self.format is None or self.granularity is None or self.shared is not None:
+            return False
+        return self.granularity.group_shape((2, 2)) == (1, 1)
+
+    def shared_by(self, values: Tensor, *, wider: bool = False) -> Tensor | None:
+        """The scale of the tensor that float32 scales are under; None if there is none.
+
+        Args:
+            values: the scales [groups, axes kept].
+            wider: whether it shall leave room for 1.5 times the largest scale, as under FOUR_OVER_SIX.
+        """
+        if not self.is_under_a_tensor:
+            return None
+        stored = split_scales(values, self.format, self.granularity, self.shared)
+        if stored is None or stored.shared is None or not wider or self.rounding is ScaleRounding.FOUR_OVER_SIX:
+            return None if stored is None else stored.shared
+        return stored.shared * self._room
+
+    @property
+    def _room(self) -> float:
+        """The largest number of the format over its largest power of two, of which 6 / 4 is a number, too."""
+        assert self.format is not None, "float32 scales need none"
+        return self.format.quant_max / 2.0 ** (math.frexp(self.format.quant_max)[1] - 1)
+
+    def choose(
+        self,
+        extent: Tensor,
+        element: Format,
+        limit: float,
+        bound: float | None = None,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         """The scale of every group, rounded to its format.
 
         Args:
@@ -213,6 +247,7 @@ class ScaleSpec:
             element: the format of the codes.
             limit: the largest scale with which every code stays finite.
             bound: the divisor of the extent; by default `self.bound(element)`.
+            shared: the scale above these, if it `is_under_a_tensor`; by default it follows from the extents.
 
         Returns:
             [groups, axes kept], in units of x per code; positive unless `is_exact`.
@@ -225,10 +260,10 @@ class ScaleSpec:
             return scale.clamp(max=limit)
         if self.is_exact:
             return self._exact(extent, bound, limit)
-        whole = self.format.quant_max * bound
-        if self.rounding is ScaleRounding.FOUR_OVER_SIX:  # under a power of two, of which 6 / 4 is a code, too
-            whole = 2.0 ** (math.frexp(self.format.quant_max)[1] - 1) * element.bound
-        return self._under_a_scale(extent, bound, whole).clamp(max=limit)
+        is_wide = self.rounding is ScaleRounding.FOUR_OVER_SIX
+        whole = self.format.quant_max / self._room * element.bound if is_wide else self.format.quant_max * bound
+        shared = self._shared(extent, whole).clamp(min=torch.finfo(extent.dtype).tiny) if shared is None else shared
+        return self._under_a_scale(extent, bound, whole, shared).clamp(max=limit)
 
     def _power_of_two(self, amax: Tensor, element: Format, largest: int, limit: float) -> Tensor:
         """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
@@ -254,7 +289,7 @@ class ScaleSpec:
         whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
         return divide(whole, torch.full_like(whole, divisor))
 
-    def _under_a_scale(self, amax: Tensor, bound: float, whole_bound: float) -> Tensor:
+    def _under_a_scale(self, amax: Tensor, bound: float, whole_bound: float, shared: Tensor) -> Tensor:
         """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
 
         A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision,
@@ -266,7 +301,6 @@ class ScaleSpec:
             raise SpecError(
                 f"scales in {self.format} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one"
             )
-        shared = self._shared(amax, whole_bound).clamp(min=finfo.tiny)
         code = rounded(divide(amax, bound * shared), self.format)
         return (torch.where(code > 0, code, self.format.smallest) * shared).clamp(min=finfo.tiny)
 
@@ -286,7 +320,7 @@ class ScaleSpec:
         most = divide(torch.full_like(some, limit), some.abs())
         return _stored(divide(extent, bound * some), self.format, most, keeps_small) * shared
 
-    def split(self, values: Tensor) -> StoredScales:
+    def split(self, values: Tensor, under: Tensor | None = None) -> StoredScales:
         """Split float32 scales into codes and shared scales, as a file stores them.
 
         If several splits are exact, the scale farthest from 0 gets the farthest code that is possible, as in `choose`
@@ -294,6 +328,7 @@ class ScaleSpec:
 
         Args:
             values: [groups, axes kept].
+            under: the scale of the tensor above them, if it `is_under_a_tensor`; by default it is looked for.
 
         Raises:
             QParamsError: no split is exact.
@@ -302,7 +337,7 @@ class ScaleSpec:
         >>> spec.split(torch.tensor([[0.5 * 63, 0.5 * 2]]))
         StoredScales(codes=tensor([[63,  2]], dtype=torch.uint8), shared=tensor([[0.5000]]))
         """
-        stored = split_scales(values, self.format, self.granularity, self.shared)
+        stored = split_scales(values, self.format, self.granularity, self.shared, under)
         if stored is None:
             raise QParamsError(
                 f"{self.word}s of shape {list(values.shape)} are not in the form {self}; choose them by "

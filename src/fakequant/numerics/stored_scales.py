@@ -39,7 +39,11 @@ def rounded(v: Tensor, fmt: Format) -> Tensor:
 
 
 def split_scales(
-    values: Tensor, fmt: Format | None, granularity: Granularity | None, shared: Format | None
+    values: Tensor,
+    fmt: Format | None,
+    granularity: Granularity | None,
+    shared: Format | None,
+    under: Tensor | None = None,
 ) -> StoredScales | None:
     """See `ScaleSpec.split`; None if no split is exact."""
     if fmt is None:
@@ -51,8 +55,9 @@ def split_scales(
         return StoredScales(fmt.to_storage(values), values.new_zeros(granularity.group_shape(values.shape)))
     blocks = granularity.block_shape(values.shape)
     view = blocked(values, blocks)
-    found = _shared(view, block_axes(values.shape, blocks), fmt, shared)
-    if found is None:
+    axes = block_axes(values.shape, blocks)
+    found = _shared(view, axes, fmt, shared) if under is None else under.expand(view.amax(axes, True).shape)
+    if found is None or (under is not None and not torch.equal(_codes(view, found, fmt) * found, view)):
         return None
     codes = fmt.to_storage(unblocked(_codes(view, found, fmt), values.shape, blocks))
     return StoredScales(codes, found.reshape(granularity.group_shape(values.shape)))

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fakequant as fq
+from fakequant.delivery.attention import missed_cache
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
 from fakequant.errors import ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, logits, mixtral
+from tests.support.vision import import_torchvision
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -276,6 +278,226 @@ def test_the_global_scale_of_nvfp4_comes_back_exactly(tmp_path: Path) -> None:
     again = fq.read(tmp_path, nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(40))))
     found = [quantizers(again)[f"{n}._weight_quantizer"].scale for n in range(40)]
     assert all(torch.equal(one, two) for one, two in zip(exact, found, strict=True))
+
+
+def global_scales(folder: Path) -> dict[str, float]:
+    """The stored scales of the tensor, by layer."""
+    stored = load_file(folder / "model.safetensors")
+    return {
+        name.removesuffix(".weight_global_scale").removeprefix("model.layers."): float(x)
+        for name, x in stored.items()
+        if name.endswith("weight_global_scale")
+    }
+
+
+class ToQkv(nn.Module):
+    """Projections as in diffusion transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.to_q(x).sum() + self.to_k(x).sum() + self.to_v(x).sum()
+
+
+@pytest.mark.parametrize("preset", ["NVFP4_WEIGHT_ONLY", "NVFP4_FOUR_OVER_SIX"])
+@pytest.mark.parametrize("step", ["calibrate", "improve", "both"])
+def test_layers_that_servers_merge_have_one_global_scale(step: str, preset: str, tmp_path: Path) -> None:
+    net: Any = llama()
+    with torch.no_grad():
+        net.model.layers[0].self_attn.q_proj.weight.mul_(3)
+        net.model.layers[1].mlp.up_proj.weight.div_(5)
+    model = fq.prepare(net, preset, skip=["lm_head", "*embed_tokens"])
+    if step != "improve":
+        fq.calibrate(model)
+    if step != "calibrate":
+        fq.ptq.improve(model, BATCHES * 2, ["ranges", "gptq"], judge=[], progress=False)
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    found = global_scales(folder)
+    for layer in "01":
+        assert len({found[f"{layer}.self_attn.{name}_proj"] for name in "qkv"}) == 1
+        assert found[f"{layer}.mlp.gate_proj"] == found[f"{layer}.mlp.up_proj"]
+        assert found[f"{layer}.mlp.down_proj"] != found[f"{layer}.mlp.up_proj"]
+    assert fq.verify_delivery(folder, model).passed
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+
+
+def test_projections_of_other_names_are_merged_too(tmp_path: Path) -> None:
+    net = nn.Sequential(ToQkv())
+    net[0].to_k.weight.data.mul_(7)
+    model = fq.prepare(net, "NVFP4_WEIGHT_ONLY")
+    fq.calibrate(model)
+    assert len({*global_scales(fq.deliver(model, tmp_path, "compressed-tensors")).values()}) == 1
+
+
+def test_merged_layers_under_several_global_scales_are_refused(tmp_path: Path) -> None:
+    model: Any = fq.prepare(nn.Sequential(ToQkv()), "NVFP4_WEIGHT_ONLY")
+    fq.calibrate(model)
+    model[0].to_v.weight_quantizer.scale *= 0.77
+    with pytest.raises(
+        ExportError, match=r"servers merge 0\.to_q\.weight, .* call fakequant\.calibrate\(model\), then"
+    ):
+        fq.deliver(model, tmp_path / "new", "compressed-tensors")
+    assert not (tmp_path / "new").exists()
+
+
+def inputs_of(folder: Path, model: nn.Module | None = None) -> set[str]:
+    read = quantizers(fq.read(folder, model) if model is not None else fq.read(folder))
+    return {str(one.spec) for path, one in read.items() if path.endswith("input_quantizer")}
+
+
+@pytest.mark.parametrize("preset", ["W8A8_DYNAMIC", "W8A8_TRANSFORMERS"])
+def test_dynamic_int8_comes_back_by_its_rule_and_is_compared_by_that_of_transformers(
+    preset: str, tmp_path: Path
+) -> None:
+    """Files do not say how scales are chosen: vLLM has amax / 127, and transformers amax / 127.5."""
+    model = fq.prepare(llama(), preset, skip=["lm_head", "*embed_tokens"])
+    fq.calibrate(model)
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    (config,) = [rule.input for rule in getattr(fq.presets, preset).rules if rule.input]
+    assert inputs_of(folder) == {str(config.spec)}
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+    report = fq.verify_delivery(folder, model)
+    assert report.passed
+    assert [row.differing for row in report.outputs] == [0]
+    assert any("amax / 127.5" in note for note in report.not_run) is (preset == "W8A8_DYNAMIC")
+    assert inputs_of(folder) == {str(config.spec)}  # comparing changed no quantizer
+
+
+def test_a_file_of_another_writer_has_the_rule_of_servers(tmp_path: Path) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(32, 32)), "W8A8_TRANSFORMERS")
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    file = folder / "model.safetensors"
+    save_file(load_file(file), file, {"format": "pt"})
+    assert inputs_of(folder, nn.Sequential(nn.Linear(32, 32))) == {"int8 per_token reciprocal"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int8 per_token dynamic",
+        "int4 per_token reciprocal dynamic",
+        "int8 reciprocal",
+        "int8 per_token multiplier dynamic",
+    ],
+)
+def test_other_rules_of_int8_inputs_are_refused(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="its input is"):
+        fq.deliver(prepared(rules("int8 per_channel(0)", spec)), tmp_path / "new", "compressed-tensors")
+
+
+@pytest.mark.parametrize("preset", ["W8A8_DYNAMIC", "FP8"])
+def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> None:
+    model = prepared(getattr(fq.presets, preset).with_rule(fq.Rule("lm_head"), fq.Rule("*embed_tokens")), mixtral())
+    with pytest.warns(
+        UserWarning, match=r"transformers loads no experts with quantized inputs, or leaves .*gate_up_proj"
+    ):
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    assert not fq.verify_delivery(folder, model).passed
+
+
+class AttentionWithCache(nn.Module):
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        return x
+
+
+class AttentionWithOldName(nn.Module):
+    def forward(self, x: torch.Tensor, past_key_value: Any = None) -> torch.Tensor:
+        return x
+
+
+def test_keys_and_values_that_transformers_would_miss_are_named() -> None:
+    """transformers 5.24 renamed the argument by which compressed-tensors 0.20 puts its quantized cache."""
+    assert "AttentionWithCache takes its cache by another name" in missed_cache([AttentionWithCache()])
+    assert missed_cache([AttentionWithOldName()]) == ""
+    assert missed_cache(module for path, module in llama().named_modules() if path.endswith("self_attn")) == ""
+
+
+def test_the_cache_that_transformers_misses_is_said_and_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = rules("int8 per_channel(0)").with_rule(fq.Rule("*attn", input="int8", ops=("sdpa",)))
+    model = fq.prepare(llama(), config, example=BATCHES[0])
+    fq.calibrate(model, BATCHES, progress=False)
+    for path, quantizer in quantizers(model).items():
+        if path.endswith("query"):
+            quantizer.mode = Mode.OFF
+    monkeypatch.setattr("fakequant.delivery.attention._CACHE", {"another_name"})
+    with pytest.warns(UserWarning, match="Keys and values stay in float in transformers: LlamaAttention takes"):
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    assert any("Keys and values stay in float" in note for note in fq.verify_delivery(folder, model).not_run)
+
+
+def llava(**text: Any) -> Any:
+    import_torchvision()
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    words = LlamaConfig(vocab_size=64, num_hidden_layers=2, pad_token_id=0, **sizes)
+    images = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    made = LlavaConfig(vision_config=images, text_config=words, image_token_index=63, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(made).eval()
+
+
+_VISION = ["*vision_tower*", "*multi_modal_projector*"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "skip"),
+    [
+        ("W8A8_DYNAMIC", [*_VISION, "*lm_head", "*embed_tokens"]),
+        ("INT4_GROUP32", [*_VISION, "*lm_head"]),
+        ("INT8_WEIGHT_ONLY", ["*lm_head", "*patch_embedding"]),
+        ("mixed", [*_VISION, "*lm_head"]),
+    ],
+)
+def test_layers_of_a_vision_language_model_are_the_same_ones_in_transformers(
+    preset: str, skip: list[str], tmp_path: Path
+) -> None:
+    """Its files name layers otherwise than the model: `language_model.model` is `model.language_model` there."""
+    config: Any = preset
+    if preset == "mixed":
+        config = fq.presets.INT4_GROUP32.with_rule(fq.Rule("*down_proj", weight="int8 per_channel(0)"))
+    model = fq.prepare(llava(), config, skip=skip)
+    fq.calibrate(model)
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    ids = torch.arange(2, 18).reshape(2, 8).clone()
+    ids[:, 1:5] = 63
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
+    for report in (fq.verify_delivery(folder, model), fq.verify_delivery(folder, model, [batch])):
+        assert report.passed, str(report)
+        assert [row.differing for row in report.outputs if row.name.startswith("output 0")] == [0]
+    assert torch.equal(fq.read(folder)(**batch).logits, model(**batch).logits)
+
+
+def test_outputs_are_compared_without_batches_too(tmp_path: Path) -> None:
+    """A folder whose head is taken for quantized has the right codes, and computes something else."""
+    model = prepared(rules("int8 per_channel(0)"))
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    report = fq.verify_delivery(folder, model)
+    assert (report.passed, report.inputs, report.batches) == (True, "dummy_inputs", 1)
+    assert [row.differing for row in report.outputs] == [0]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert fq.verify_delivery(folder, model).far == ["output 0 in " + report.runtime.rpartition(", ")[2]]
+
+
+def test_models_without_inputs_of_their_own_say_that_outputs_are_not_compared(tmp_path: Path) -> None:
+    model = prepared(rules("int8 per_channel(0)"), llama())
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    model.dummy_inputs  # noqa: B018  a property of the class
+    type(model).dummy_inputs = property(lambda _: {"input_ids": torch.tensor([[10**6]])})  # type: ignore[attr-defined]
+    try:
+        report = fq.verify_delivery(folder, model)
+    finally:
+        del type(model).dummy_inputs  # type: ignore[attr-defined]
+    assert report.outputs == []
+    assert "the model does not run on its dummy_inputs (IndexError" in report.not_run[0]
 
 
 def nvfp4_inputs() -> nn.Module:

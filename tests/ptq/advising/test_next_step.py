@@ -326,7 +326,8 @@ def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() ->
     tried = tried_on(model, batches).tried
     assert tried[0].what == "Calibrate the inputs by another method"
     assert "call fq.calibrate(model, batches, method), and report again" in tried[0].failed
-    dynamic = [f"Take the preset {name}, which takes ranges at run time" for name in ("int8_per_token", "w8a8_dynamic")]
+    names = "int8_per_token", "w8a8_dynamic", "w8a8_transformers"
+    dynamic = [f"Take the preset {name}, which takes ranges at run time" for name in names]
     assert [one.what for one in tried[1:]] == dynamic
 
 

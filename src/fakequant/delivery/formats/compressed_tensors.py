@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.attention import attention_sites, conflicts_of_calls
+from fakequant.delivery.attention import attention_sites, conflicts_of_calls, missed_cache
 from fakequant.delivery.decompressing import decompressed, engine_of, how_to_load
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import Engine, Part
@@ -28,6 +28,7 @@ from fakequant.delivery.places import places_of
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
+    HALF_RANGE,
     LOCAL,
     PACKED,
     ROLES,
@@ -47,8 +48,11 @@ from fakequant.model.sites.planned import site_path
 from fakequant.model.state.codecs import Files, TensorFile
 from fakequant.model.state.plan import SitesEntry
 from fakequant.model.state.snapshots import LazyTensor, Made, QuantizedState
+from fakequant.model.state.stored_sites import sites_entry
+from fakequant.model.ties import merged_layers
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
+from fakequant.numerics.scales import ScaleRounding
 from fakequant.text import listed
 
 Scheme = Mapping[str, Any]
@@ -87,15 +91,23 @@ class CompressedTensors(LayeredFormat):
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         writer = LayeredWriter(state, model, parts, _stored)
-        groups: dict[str, dict[str, int]] = {}
+        groups: dict[str, dict[str, float]] = {}
+        weights = {bases[0]: name for name, bases in writer.pieces.items() if len(bases) == 1}
+        for merged in merged_layers(weights):
+            names = [weights[base] for base in merged]
+            if len({part.operands["weight"].spec for part in map(writer.coded.__getitem__, names)}) == 1:
+                writer.merge_scales(names)
         for name, bases in writer.pieces.items():
             scheme = json.dumps(_add_beside(writer, writer.coded[name], bases))
-            groups.setdefault(scheme, {})[bases[0] if len(bases) == 1 else _pattern(bases)] = len(bases)
+            # transformers looks for modules by their names in the model, others by those in the file.
+            targets = {bases[0], writer.coded[name].path} if len(bases) == 1 else {_pattern(bases)}
+            groups.setdefault(scheme, {}).update(dict.fromkeys(sorted(targets), len(bases) / len(targets)))
         calls = [part for part in parts if part.call]
         for call in calls:
             for name, path in call.paths.items():
                 writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(1)
-        _say(model, writer, [json.loads(scheme) for scheme in groups])
+        missed = missed_cache(call.module for call in calls if "query" not in call.operands)
+        _say(model, writer, [json.loads(scheme) for scheme in groups], missed)
         said = _quantization(groups, calls, writer.ignored)
         for name, bases in writer.pieces.items():
             _check_said(said, bases, writer.coded[name])
@@ -132,7 +144,9 @@ class CompressedTensors(LayeredFormat):
             shared = made["shared"]() if exact is None else float.fromhex(exact)
             return made["codes"](), made["scale_codes"]().float() * shared, point
 
-        configs = {role: config_of(scheme[name]) for role, name in ROLES.items() if name in scheme and role != "weight"}
+        is_half = f"{HALF_RANGE}{module.base}" in getattr(module.tensors, "metadata", {})
+        beside = {role: scheme[name] for role, name in ROLES.items() if name in scheme and role != "weight"}
+        configs = {role: config_of(args, half_range=is_half) for role, args in beside.items()}
         ranges = {
             f"{role}.{what}": module.get(f"{role}_{what}", {*FLOATS, torch.int8}, (1,), ()).to(kind)
             for role, config in configs.items()
@@ -177,7 +191,10 @@ class CompressedTensors(LayeredFormat):
                 found[name] = lambda own=own, name=name, like=like, c=channels: names.joined(name, own(), like.shape, c)
         yield Engine(f"{self.name} {version(self.name)}", Made(found))
         if is_of_transformers(model):
-            yield engine_of(path, next(model.parameters()).dtype, groups_of(folder))
+            owners = map(
+                model.get_submodule, sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
+            )
+            yield engine_of(path, model, groups_of(folder), missed_cache(owners))
 
 
 def _is_local(part: Part) -> bool:
@@ -207,6 +224,9 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
             if held is not None:
                 point = held.reshape(1) - shift_of(part.operands[role].spec.format)
                 writer.tensors[f"{base}.{role}_{what}"] = held.reshape(1) if what == "scale" else point.to(torch.int8)
+        if scheme.get(ROLES["input"], {}).get("dynamic") is True:
+            rule = part.operands["input"].spec.scale.rounding
+            writer.tensors.metadata |= {f"{HALF_RANGE}{base}": rule.value} if rule is ScaleRounding.HALF_RANGE else {}
         if (held := writer.state.tensors.get(f"{part.paths.get('input')}.{GLOBAL_SCALE}")) is not None:
             writer.tensors[f"{base}.input_{GLOBAL_SCALE}"] = held
         if scheme["weights"]["strategy"] == "tensor_group":
@@ -246,7 +266,7 @@ def _check_said(said: Mapping[str, Any], bases: Sequence[str], part: Part) -> No
 
 
 def _quantization(
-    found: Mapping[str, Mapping[str, int]], calls: Sequence[Part], ignored: Sequence[str]
+    found: Mapping[str, Mapping[str, float]], calls: Sequence[Part], ignored: Sequence[str]
 ) -> dict[str, Any]:
     """The quantization in `config.json`: most layers get a scheme by class; the others by name, which has priority."""
     ranked = sorted(found.items(), key=lambda item: sum(item[1].values()))
@@ -269,9 +289,14 @@ def _quantization(
     }
 
 
-def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme]) -> None:
-    """Warn once about conditions for loading the files."""
-    notes = []
+def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme], missed: str) -> None:
+    """Warn once about conditions for loading the files, and about keys and values that are missed."""
+    notes = [missed] if missed else []
+    stacks = [name for name, part in writer.coded.items() if part.is_stack and "input" in part.operands]
+    if stacks:
+        notes.append(
+            f"transformers loads no experts with quantized inputs, or leaves these inputs in float: {listed(stacks)}"
+        )
     if writer.in_float:
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"

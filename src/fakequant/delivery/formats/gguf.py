@@ -146,6 +146,11 @@ def _by_transformers(path: Path, dtype: torch.dtype, why_not: str) -> Engine:
         return Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
     file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
+    if dtype is not torch.float32:
+        note = (
+            f"Outputs are not compared in {name}: it multiplies the weights of GGUF in float32, and others in {dtype}."
+        )
+        return Engine(name, loaded.state_dict(), notes=[note, *notes])
     return Engine(name, loaded.state_dict(), loaded, notes=notes)
 
 

@@ -29,6 +29,7 @@ from fakequant.model.calibration.observation import Observation, is_chosen
 from fakequant.model.calibration.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
+from fakequant.model.ties import tie_scales
 from fakequant.model.weights import (
     give_range,
     is_searched,
@@ -326,6 +327,7 @@ def _set_ranges(
         for name, weight in scaled_weights(model).items():
             if name in ranges:
                 note_weight(weight)
+        tie_scales(model, ranges)
         raise_scales(model)
 
 

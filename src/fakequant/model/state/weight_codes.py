@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -22,6 +22,7 @@ from fakequant.nn.ranges.fixed_codes import is_same
 from fakequant.numerics.formats.codes import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.text import listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         by_parameter: dict[int, dict[str, Product]] = {}
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
-        readers: dict[str, set[tuple[int, str]]] = {}
+        readers, paths = dict[str, set[tuple[int, str]]](), dict[str, list[str]]()
         self._fixed: dict[str, tuple[Any, Quantizer]] = {}
         self._held: dict[str, dict[str, Product]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -99,6 +100,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
                 self._held[first] = held
                 path, _, own = name.rpartition(".")
                 readers.setdefault(first, set()).add((id(module_at(model, path)), own))  # of two names, one layer
+                paths.setdefault(first, []).append(path)
         self._left = {
             f"{layer_of(path)}.{weight.name}".lstrip("."): "it is computed when the layer is called"
             for path, weight in by_parameter.get(id(None), {}).items()
@@ -109,7 +111,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
             if quantizer.kind is Kind.WEIGHT and path not in weights and quantizer.mode is Mode.QUANTIZE
         }
         self._left |= {
-            name: "a layer without a quantizer reads it, too"
+            name: _read_in_float(layer_of(next(iter(self._held[name]))), paths[name])
             for name, own in readers.items()
             if len(self._held[name]) != len(own)
         }
@@ -205,6 +207,15 @@ def _reason(held: Mapping[str, Product]) -> str:
         return "it is rounded stochastically, so that each call draws other codes"
     same = all(_are_alike(_fixed(one, weight), _fixed(other, weight), weight) for other in others)
     return "" if same else "the layers that share it quantize it in different ways"
+
+
+def _read_in_float(quantized: str, paths: Sequence[str]) -> str:
+    """Why a weight has no codes that one layer quantizes and another layer reads in float."""
+    left = [path for path in paths if path != quantized]
+    return (
+        f"{listed(left)} has the same weight and no quantizer; leave both in float by "
+        f"prepare(..., skip={[quantized, *left]!r})"
+    )
 
 
 @torch.no_grad()

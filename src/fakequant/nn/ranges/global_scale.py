@@ -23,15 +23,7 @@ _NO_CODE = 0.125
 
 def may_be_fixed(spec: QuantSpec) -> bool:
     """Whether a specification has one float32 scale of the tensor above the scales of its blocks."""
-    scale = spec.scale
-    return (
-        spec.symmetric
-        and scale.format is not None
-        and scale.shared is None
-        and scale.rounding is ScaleRounding.NEAREST
-        and scale.granularity is not None
-        and scale.granularity.group_shape((2, 2)) == (1, 1)
-    )
+    return spec.symmetric and spec.scale.is_under_a_tensor and spec.scale.rounding is ScaleRounding.NEAREST
 
 
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:

@@ -55,7 +55,7 @@ ENGINES = {
     "vllm": _SERVERS,
     "sglang": _SERVERS,
     "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_"),
-    "transformers": EngineFormats((("W8A8_DYNAMIC", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers"),
+    "transformers": EngineFormats((("W8A8_TRANSFORMERS", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers"),
     "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao"),
 }
 

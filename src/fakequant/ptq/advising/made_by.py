@@ -43,7 +43,7 @@ def made_by(model: nn.Module) -> MadeBy | None:
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
-    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'FP8'])
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'W8A8_TRANSFORMERS', 'FP8'])
     """
     if has_sites(model):
         return None

@@ -19,6 +19,7 @@ from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.modes import evaluating
 from fakequant.model.scale_floor import raise_scales
+from fakequant.model.ties import tie_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
@@ -169,6 +170,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
         before = {} if judging is None else _states(layers.values())
         if undo is not None:
             undo.insert(0, in_order(*before.values()))
+        tie_scales(model, weights)
         effect = None if judging is None else Effect(model, judging, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
         own = {name: layer_of(name) for name in with_drift if layers[name].is_result}

@@ -103,7 +103,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     params = parts.split_params(matrix.params)
     judge("nearest", params, lambda: parts.split(matrix.nearest))
     if "ranges" in steps:
-        found = params = searched_params(float_weight, spec, solved.sums.moments, parts)
+        found = params = searched_params(float_weight, spec, solved.sums.moments, parts, params.scale)
         judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = WeightGrid(spec, params, float_weight.shape)

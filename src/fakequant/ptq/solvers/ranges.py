@@ -39,16 +39,18 @@ _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
 
 
-def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts) -> QParams:
+def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts, scale: Tensor) -> QParams:
     """For each group of a weight, the parameters with the smallest rounding error.
 
     A group's error is that of the layer's output if only this group is rounded: d H d^T with the group's part of H.
+    A scale of the tensor above those of the groups stays, because layers that servers merge have it in common.
 
     Args:
         weight: [out, ...].
         spec: of its quantizer.
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
         parts: the parts that the weight is searched in.
+        scale: of the weight as it is.
     """
     apart = rows_are_apart(weight, spec)
     if searches(spec) and parts.count == 1 and (len(moments) == 1 or apart):
@@ -56,19 +58,20 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
         return joined([search_params(own, spec, inside) for own, inside in rows])
     inside = _inside_groups(weight, spec, moments)
     if not apart or parts.count > 1 or len(moments) > 1:
-        return _searched(weight, spec, inside, parts)
+        return _searched(weight, spec, inside, parts, spec.scale.shared_by(scale, wider=True))
     size = max(_ELEMENTS // max(weight[0].numel(), 1), 1)
     return joined([_searched(own, spec, inside, parts) for own in weight.split(size)])
 
 
-def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts) -> QParams:
+def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts, shared: Tensor | None = None) -> QParams:
     whole = library.measure(weight, spec.granularity)
     whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
     factors, exact = torch.tensor(_FACTORS, device=weight.device), weight.float()
 
     def losses(multiples: Iterable[Tensor], inside: Tensor) -> Tensor:
         ranges = (Range(whole.lo * own, whole.hi * own) for own in multiples)
-        errors = (library.fake_quantize(weight, choose_qparams(own, spec), spec).float() - exact for own in ranges)
+        params = (choose_qparams(own, spec, shared=shared) for own in ranges)
+        errors = (library.fake_quantize(weight, own, spec).float() - exact for own in params)
         found = (_of_groups(error, spec, inside).reshape(whole.lo.shape) for error in errors)
         return torch.stack([parts.tied(own, torch.sum) for own in found]).nan_to_num(torch.inf)
 
@@ -77,7 +80,7 @@ def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts) -> 
         plain = losses(factors, inside.diagonal(dim1=2, dim2=3)[:, :, None])
         likely = factors[plain.argsort(dim=0, stable=True)[:_LIKELY]]
     best = likely.gather(0, losses(likely, inside).argmin(0, keepdim=True))[0]
-    return choose_qparams(Range(whole.lo * best, whole.hi * best), spec)
+    return choose_qparams(Range(whole.lo * best, whole.hi * best), spec, shared=shared)
 
 
 def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:

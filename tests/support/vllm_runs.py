@@ -1,0 +1,52 @@
+"""What vLLM computes on a CPU; the interpreter of its own environment runs this file, see `logits` and `codes`."""
+
+import os
+import sys
+
+import numpy as np
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default most of the memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def logits(folder: str, tokens: str, out: str, vocabulary: str) -> None:
+    """Write the log-probabilities of all tokens [prompts, places, vocabulary] for prompts [prompts, places + 1]."""
+    from vllm import LLM, SamplingParams
+
+    ids, size = np.load(tokens), int(vocabulary)
+    engine = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2 * ids.shape[1],
+        max_logprobs=size,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.3,
+    )
+    how = SamplingParams(max_tokens=1, prompt_logprobs=size, detokenize=False, temperature=0)
+    found = np.full((len(ids), ids.shape[1] - 1, size), np.nan)
+    for row, answer in enumerate(engine.generate([{"prompt_token_ids": own.tolist()} for own in ids], how)):
+        for place, position in enumerate(answer.prompt_logprobs[1:]):
+            for token, value in position.items():
+                found[row, place, token] = value.logprob
+    np.save(out, found)
+
+
+def codes(values: str, kind: str, out: str) -> None:
+    """Write the codes and scales that vLLM's operator gives rows of values in float32 or bfloat16."""
+    import torch
+    from vllm import _custom_ops
+
+    x = torch.from_numpy(np.load(values)).to(getattr(torch, kind))
+    found, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    np.savez(out, codes=found.numpy(), scale=scale.float().numpy())
+
+
+if __name__ == "__main__":
+    {"logits": logits, "codes": codes}[sys.argv[1]](*sys.argv[2:])
