@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 Restore = Callable[[], object]
 """Restores the earlier state. It only assigns values, so it can run twice."""
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 """Classes whose contents are restored. A subclass, such as the frozen dict of diffusers, may refuse to be changed."""
 
 
@@ -133,7 +133,7 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
             vars(module).update(attributes)
             for container, content in containers:
                 container.clear()
-                container.update(content)
+                (container.extend if type(container) is list else container.update)(content)
 
     return restore
 

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import Inputs, example_arguments, select_inputs
-from fakequant.data.failures import described
+from fakequant.data.failures import OF_TORCH, described
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import ExportError, shown
+from fakequant.errors import ExportError, shown, warn_user
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
 from fakequant.export.fixed_weights import active_weights, codes_to_write, weights_fixed
+from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.placement import check
-from fakequant.export.record import FileRecord, InputRecord, SiteRecord, write
+from fakequant.export.record import FileRecord, SiteRecord, write
+from fakequant.export.state import as_arguments, name_outputs, states, with_state
 from fakequant.export.style import Style
 from fakequant.export.trace import TracedSite, sites, to_onnx, trace
 from fakequant.export.verification.runtime import element_types
 from fakequant.files import check_path, writable_file, write_whole
-from fakequant.model.modes import in_eval_mode
+from fakequant.model.modes import evaluating, in_eval_mode
+from fakequant.model.run.recording import with_buffers
 from fakequant.model.run.tracing import example_named
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
@@ -36,7 +40,8 @@ from fakequant.nn import fixed_ranges
 from fakequant.nn.products.recurrent_loop import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
-from fakequant.text import module_name, table
+from fakequant.restore import restore_after
+from fakequant.text import listed, module_name, table
 from fakequant.version import __version__
 
 if TYPE_CHECKING:
@@ -72,6 +77,8 @@ class ExportReport:
         quantizers: the quantizers in the file, in graph order.
         left_out: paths of quantizers that are not in the file, because they are off, the example did not reach them, or
             what they quantize is computed from parameters alone and is a constant in the file.
+        unread: the inputs of the file that no node reads, because the model's outputs do not depend on them.
+        state: the buffers that the model writes, by the names of the inputs for them.
     """
 
     path: Path
@@ -80,6 +87,8 @@ class ExportReport:
     float_bytes: int
     quantizers: list[Exported]
     left_out: list[str]
+    unread: list[str] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict for JSON."""
@@ -96,6 +105,8 @@ class ExportReport:
             lines.append(
                 f"not in the file (off, not reached by the example, or within a constant): {', '.join(self.left_out)}"
             )
+        if self.unread:
+            lines.append(f"no node reads the input {', '.join(self.unread)}: the model's outputs do not depend on it")
         return table(rows, lines)
 
     __repr__ = __str__  # what notebooks and consoles show
@@ -122,14 +133,15 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     Every quantizer becomes QuantizeLinear and DequantizeLinear, every weight an integer or float8 constant. Formats
     that ONNX Runtime cannot store become other operators; docs/onnx.md lists the forms of each style. The model is
     exported in eval mode and not changed, except for scales that an engine cannot use: they are raised, with a warning.
+    Every tensor of the example is an input, also where one occurs twice, and every buffer that `forward` writes.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         path: the file to write; its folder is created if it does not exist.
         inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
-        dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},). The example's length of a dynamic
-            axis must not be 1. Axes that blocks divide must be static.
+        dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},). An example is repeated along dynamic
+            axes of length 1. Axes that blocks divide must be static.
         opset: 18 to 25, or a newer opset that a type needs; by default the smallest from 20 on that suffices.
         style: "portable" for ONNX Runtime, "standard" for all element types of ONNX, or "trt" for TensorRT.
         input_names: names of the inputs in the file.
@@ -159,8 +171,10 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     ready = traced(model, chosen_example, path, dynamic_shapes, opset, dialect)
     needed, demanding = _most_demanding(ready.sites)
     chosen = check_opset(opset, needed, demanding)
-    converted = to_onnx(ready.program, chosen, dynamic_shapes, input_names, output_names)
+    converted = ready.to_onnx(model, chosen, dynamic_shapes, input_names, output_names)
     data, records, saved = _lowered(converted, ready, needed, dialect)
+    unread = unread_inputs(converted)
+    _refuse_lost_inputs(model, converted, ready, unread)
     write_whole(ready.target, data)
     return ExportReport(
         ready.target,
@@ -169,7 +183,42 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
         len(data) + saved,
         [Exported(record.quantizer, record.spec, record.expressed) for record in records],
         sorted(set(quantizers(model)) - {record.quantizer for record in records}),
+        unread,
+        ready.state,
     )
+
+
+def _names(
+    option: str, given: Sequence[str] | None, found: Collection[Any], state: Mapping[str, str]
+) -> list[str] | None:
+    """Names for all inputs or outputs, those of the state by themselves.
+
+    Raises:
+        ExportError: there are more or fewer of them.
+    """
+    if given is None:
+        return None
+    count = len(found) - len(state)
+    if len(given) != count:
+        raise ExportError(f"{option} has {len(given)} names for {count} {option.partition('_')[0]}s; give one for each")
+    return [*given, *state]
+
+
+def _refuse_lost_inputs(model: nn.Module, converted: ModelProto, ready: Traced, unread: list[str]) -> None:
+    """Raise if a file does not read an input on which the model's outputs depend."""
+
+    def run(example: Any) -> Any:
+        args, kwargs = example
+        kwargs = {name: x for name, x in kwargs.items() if name not in ready.state}
+        with restore_after(with_buffers(model)), evaluating(model), torch.no_grad():
+            return model(*args, **kwargs)
+
+    names = [value.name for value in converted.graph.input]
+    if lost := [name for name in unread if depends_on(run, ready.program.example_inputs, names.index(name))]:
+        raise ExportError(
+            f"no node of the file would read the input {', '.join(lost)}, on which the model's outputs depend: tracing "
+            "made a constant of it. Compute with tensors in forward, without float(), int() and numpy"
+        )
 
 
 def _lowered(converted: ModelProto, ready: Traced, needed: int, style: Style) -> tuple[bytes, list[SiteRecord], int]:
@@ -177,7 +226,7 @@ def _lowered(converted: ModelProto, ready: Traced, needed: int, style: Style) ->
     sizes = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
     records = lower(converted, dynamic, style, ready.codes)
-    write(converted, FileRecord(__version__, style, records, _inputs(converted, ready.program)))
+    write(converted, FileRecord(__version__, style, records, input_records(converted, ready.program, ready.state)))
     data = finish(converted, needed)
     remaining = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     weights = {record.x: sizes[record.x] for record in records if record.codes and record.x not in remaining}
@@ -195,6 +244,7 @@ class Traced:
         program: the graph.
         sites: all quantizers of the graph.
         codes: of weights, by the path of the quantizer, where quantizing these would give others.
+        state: buffers that the model writes, by the names of the inputs for them.
     """
 
     target: Path
@@ -202,6 +252,28 @@ class Traced:
     program: ExportedProgram
     sites: list[TracedSite]
     codes: dict[str, Tensor]
+    state: dict[str, str]
+
+    def to_onnx(
+        self,
+        model: nn.Module,
+        opset: int,
+        dynamic_shapes: Any,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+    ) -> ModelProto:
+        """The graph of ONNX operations.
+
+        Raises:
+            ExportError: other numbers of names than of inputs or outputs.
+        """
+        signature, state = self.program.graph_signature, self.state
+        input_names = _names("input_names", input_names, signature.user_inputs, state)
+        output_names = _names("output_names", output_names, signature.user_outputs, state)
+        shapes = with_state(model, state, dynamic_shapes)
+        converted = to_onnx(self.program, opset, shapes, input_names, output_names)
+        name_outputs(converted, state)
+        return converted
 
 
 def traced(
@@ -233,13 +305,33 @@ def traced(
         example_named(model, arguments),
         written_as_loops(_NO_LOOPS if style is Style.TRT else None),
     ):
-        program = trace(model, args, kwargs, dynamic_shapes)
+        program, state = _program(model, args, kwargs, dynamic_shapes)
     quantizing = sites(program, style)
     if not quantizing:
         raise ExportError(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
-    return Traced(target, active, program, quantizing, codes)
+    return Traced(target, active, program, quantizing, codes, state)
+
+
+def _program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> tuple[ExportedProgram, dict[str, str]]:
+    """The traced model, and the buffers that are arguments and results in it, by name."""
+    try:
+        program = trace(model, args, kwargs, dynamic_shapes)
+        if not (state := states(program)):
+            return program, state
+    except OF_TORCH:
+        # A buffer has the sizes of the example, so that a model with a state takes no others.
+        if dynamic_shapes is None or not (state := states(trace(model, args, kwargs, None))):
+            raise
+    warn_user(
+        f"forward writes the buffers {listed(state.values())}: they are inputs and outputs of the file, such as "
+        f"{next(iter(state))} and next_{next(iter(state))}; give each run the outputs of the run before"
+    )
+    with as_arguments(model, state) as values:
+        return trace(model, args, {**kwargs, **values}, with_state(model, state, dynamic_shapes)), state
 
 
 def _check_example(model: nn.Module, example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -320,25 +412,6 @@ def _most_demanding(quantizing: list[TracedSite]) -> tuple[int, str]:
     """Return the opset that all quantizers together need, and the quantizer that needs it."""
     site = max(quantizing, key=lambda s: s.needs)
     return max(site.needs, FIRST_OPSET), f"{module_name(site.path)} ({site.spec})"
-
-
-def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
-    """Return the inputs of the file in order, with the example's shapes and ranges."""
-    args, kwargs = program.example_inputs or ((), {})
-    leaves: list[tuple[str | None, Tensor]] = [
-        (key, leaf)
-        for key, value in ((None, args), *kwargs.items())
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor)
-    ]
-    records = []
-    for declared, (key, x) in zip(model.graph.input, leaves, strict=True):
-        finite = x.detach().double()
-        finite = finite[finite.isfinite()]
-        low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 0.0)
-        dtype = str(x.dtype).removeprefix("torch.")
-        records.append(InputRecord(declared.name, list(x.shape), dtype, low, high, key))
-    return records
 
 
 def finish(model: ModelProto, needed: int) -> bytes:

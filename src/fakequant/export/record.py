@@ -89,7 +89,10 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One input of the model: name, shape, torch dtype and range of the example; `key` is its keyword, if any."""
+    """One input of the model: name, shape, torch dtype and range of the example.
+
+    `key` is its keyword, if any, and `state` the path of the buffer that it is, if any.
+    """
 
     name: str
     shape: list[int]
@@ -97,6 +100,7 @@ class InputRecord:
     low: float
     high: float
     key: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -226,4 +230,5 @@ def _input(values: _Values) -> InputRecord:
     if (dtype := values.text("dtype")) not in INPUT_DTYPES:
         raise ValueError(f"dtype is {dtype!r:.40}, expected one of {', '.join(INPUT_DTYPES)}")
     low, high = values.number("low"), values.number("high")
-    return InputRecord(values.text("name"), values.lengths("shape"), dtype, low, high, values.text_or_none("key"))
+    key, state = values.text_or_none("key"), values.text_or_none("state")
+    return InputRecord(values.text("name"), values.lengths("shape"), dtype, low, high, key, state)

@@ -39,7 +39,8 @@ def is_recorded() -> bool:
     Raises:
         ExportError: torch.onnx.export, which has no form for these.
     """
-    found = compilers.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    recorded = not torch.compiler.is_compiling() and (torch._C._is_tracing() or _seen.get())
+    found = compilers.is_exporting() or recorded
     if found:
         refuse_onnx()
     return found
@@ -56,6 +57,19 @@ def translated_to_onnx() -> Iterator[None]:
         yield
     finally:
         _translated.reset(token)
+
+
+_seen: ContextVar[bool] = ContextVar("_seen", default=False)
+
+
+@contextmanager
+def seen_as_operators() -> Iterator[None]:
+    """A context in which a dispatch mode of torch sees each call of the operator as one, as exporters do."""
+    token = _seen.set(True)
+    try:
+        yield
+    finally:
+        _seen.reset(token)
 
 
 def refuse_onnx() -> None:

@@ -17,7 +17,7 @@ from fakequant.export.graph import GraphEditor
 from fakequant.export.nodes.ranges import lower_scale
 from fakequant.export.nodes.site import Emitter
 from fakequant.export.style import Style
-from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, to_onnx
+from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.files import write_whole
 from fakequant.numerics.formats.integers import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
@@ -70,7 +70,7 @@ def export_fake_quant(
     """
     check_opset(opset, FIRST_OPSET, "FakeQuant")
     ready = traced(model, example, path, dynamic_shapes)
-    converted = to_onnx(ready.program, opset, dynamic_shapes, input_names, output_names)
+    converted = ready.to_onnx(model, opset, dynamic_shapes, input_names, output_names)
     _lower(converted)
     write_whole(ready.target, finish(attach_functions(converted), opset))
     return ready.target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.verification.runtime import element_types, first_line
 from fakequant.export.verification.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams, fake_quantize
-from fakequant.nn.paths import module_at
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import reference
 from fakequant.numerics.formats import IntegerFormat
@@ -86,6 +85,9 @@ class SiteCheck:
             raise VerificationError(f"its record of quantizers is damaged: {error}; export it again") from error
         self._constants = source.constants
         self._quantizer = _quantizer(source, record.quantizer) if source.has_model else None
+        held = () if self._quantizer is None else self._quantizer.state_dict().values()
+        self._is_compared = False
+        self._device = next((x.device for x in held if isinstance(x, Tensor)), torch.device("cpu"))
         if missing := [name for name in _needed(record, self._spec) if not self._constants.is_constant(name)]:
             raise VerificationError(
                 f"the constants {', '.join(missing)} are missing: the file was changed after export"
@@ -97,10 +99,9 @@ class SiteCheck:
         self._weight = source.tensors.get(record.x) if record.codes else None
 
     @property
-    def computed(self) -> str | None:
-        """The path of a quantizer of a computed weight, which only the quantizer's calls reveal; else None."""
-        is_computed = self.record.codes is not None and self._quantizer is not None and self._weight is None
-        return self.record.quantizer if is_computed else None
+    def is_computed(self) -> bool:
+        """Whether the weight is one that the model computes, which only the calls of the quantizer reveal."""
+        return self.record.codes is not None and self._quantizer is not None and self._weight is None
 
     @property
     def watched(self) -> list[str]:
@@ -161,35 +162,61 @@ class SiteCheck:
                 "pass the model that was exported, or export it again"
             ) from error
 
-    def compare(self, values: Mapping[str, Tensor], calls: Mapping[str, Sequence[Tensor]]) -> None:
-        """Compare one batch and add it to the counts.
+    def compare(self, values: Mapping[str, Tensor]) -> None:
+        """Compare the results in the file with torch's for the input in the file, and add them to the counts.
 
         Args:
             values: the computed values of the watched tensors.
-            calls: the arguments of the quantizers at the paths from `computed`.
 
         Raises:
             VerificationError: the shapes or dtypes belong to another model.
         """
-        actual = values[self.record.y]
-        if self.record.codes and self.row.elements:  # a weight is the same in every batch
+        if self.is_computed or (self.record.codes and self.row.elements):  # a weight is the same in every batch
             return
+        actual = values[self.record.y]
         with self._fitting():
-            expected = self._expected_weight(actual, calls) if self.record.codes else self._expected(values)
+            expected = (self._expected_weight() if self.record.codes else self._expected(values)).cpu()
         if not self.record.codes:
             self.row.nan_inputs += int(values[self._x].isnan().sum())
             expected = expected if self._x == self.record.x else expected.to(actual.dtype)
+        self.row.elements += actual.numel()
+        self.row.differing += self._differing(actual, expected)
+
+    def compare_weight(self, expected: Tensor, actual: Tensor) -> None:
+        """Compare a weight that the model computes, once: it is the same in every batch.
+
+        Raises:
+            VerificationError: the shapes or dtypes belong to another model.
+        """
+        if not self._is_compared:
+            self._is_compared = True
+            self.row.elements = actual.numel()
+            self.row.differing = max(self.row.differing, self._differing(actual, expected.detach().cpu()))
+
+    def check_called(self) -> None:
+        """Raise a VerificationError if the model has not computed a weight of the file."""
+        if self.is_computed and not self._is_compared:
+            raise VerificationError(
+                f"the constant {self.record.x} of the file is not a parameter or buffer of the model, and the "
+                f"quantizer {self.record.quantizer} was not called; pass the model that was exported"
+            )
+
+    def _differing(self, actual: Tensor, expected: Tensor) -> int:
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise VerificationError(
                 f"{module_name(self.record.quantizer)} gives {actual.dtype} {list(actual.shape)} in the file and "
                 f"{expected.dtype} {list(expected.shape)} in torch; the model is not the one that was exported"
             )
-        self.row.elements += actual.numel()
-        self.row.differing += differing_bits(actual, expected)
+        return differing_bits(actual, expected)
+
+    def tensors(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the quantizer receives in the file, and its result; of a weight the result twice."""
+        y = values[self.record.y]
+        return (y if self.record.codes else values[self._x]), y
 
     def _expected(self, values: Mapping[str, Tensor]) -> Tensor:
         record = self.record
-        x = values[self._x]
+        x = values[self._x].to(self._device)
         spec = self._spec if self._quantizer is None else self._quantizer.spec
         if self._quantizer is not None and self._quantizer.by_value is not None:
             return self._quantizer.fake_quantize_by_value(x)
@@ -206,20 +233,10 @@ class SiteCheck:
         # Parameters from a file can have any value, so they are checked here.
         return fake_quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
 
-    def _expected_weight(self, actual: Tensor, calls: Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """Return torch's result for a weight; for a computed weight, the nearest of the quantizer's calls."""
-        quantizer = self._quantizer
-        if quantizer is None:
+    def _expected_weight(self) -> Tensor:
+        if self._quantizer is None or self._weight is None:
             return self._file_weight(torch.float32 if self._weight is None else self._weight.dtype)
-        weights = calls.get(self.record.quantizer, ()) if self._weight is None else (self._weight,)
-        fitting = [x for x in weights if (x.shape, x.dtype) == (actual.shape, actual.dtype)] or list(weights)
-        if not fitting:
-            raise VerificationError(
-                f"the constant {self.record.x} of the file is not a parameter or buffer of the model, and the "
-                f"quantizer {self.record.quantizer} was not called; pass the model that was exported"
-            )
-        results = [quantizer.quantized(x).detach() for x in fitting]
-        return results[0] if len(results) == 1 else min(results, key=lambda y: _distance(actual, y))
+        return self._quantizer.quantized(self._weight).detach()
 
     def _file_weight(self, dtype: torch.dtype) -> Tensor:
         stored, params = self._codes(str(self.record.codes)), self._file_parameters()
@@ -283,26 +300,3 @@ def _quantizer(source: Source, path: str) -> Quantizer | None:
         )
     module = source.modules[path]
     return module if isinstance(module, Quantizer) else None
-
-
-def _distance(actual: Tensor, expected: Tensor) -> int:
-    same = (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    return differing_bits(actual, expected) if same else actual.numel() + 1
-
-
-@contextmanager
-def recorded_calls(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the arguments of the quantizers at some paths; yields a dict that fills during the calls."""
-    calls: dict[str, list[Tensor]] = {path: [] for path in paths}
-    hooks = []
-    try:
-        for path, recorded in calls.items():
-
-            def record(_: nn.Module, args: tuple[Tensor, ...], recorded: list[Tensor] = recorded) -> None:
-                recorded.append(args[0].detach().clone())
-
-            hooks.append(module_at(model, path).register_forward_pre_hook(record))
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()

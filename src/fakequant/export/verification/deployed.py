@@ -66,12 +66,11 @@ class Deployed:
             if unrounded is None:
                 report.not_run.append("Not judged as deployed: with float weights the file would exceed 2 GB.")
 
-    def add(self, values: Mapping[str, Tensor], expected: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> None:
+    def add(self, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Compare one batch.
 
         Args:
             values: the file's results without optimisations.
-            expected: the outputs of the torch model, or those of the file if there is none.
             inputs: of the file.
         """
         if self._default is None:
@@ -85,9 +84,10 @@ class Deployed:
         plain, actual = self._outputs(values), self._outputs(found)
         self._batch = plain, inputs
         self._add(report.optimised, actual, plain)
-        self._add(report.deployed, actual, expected)
         if self._unrounded is not None:
-            self._add(report.noise, self._outputs(self._unrounded.run(inputs)), plain)
+            unrounded = self._outputs(self._unrounded.run(inputs))
+            self._add(report.deployed, actual, unrounded)
+            self._add(report.noise, plain, unrounded)
 
     def finish(self) -> None:
         """Look for a setting that gives the results without optimisations again, if these lose any."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,31 +15,36 @@ from torch.utils import _pytree as pytree
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.errors import VerificationError
+from fakequant.export.inputs import (
+    arguments,
+    depends_on,
+    known_arguments,
+    on_device_of,
+    random_batch,
+    tensors_of,
+    unread_inputs,
+)
 from fakequant.export.packages import require
-from fakequant.export.record import INPUT_DTYPES, InputRecord, read
+from fakequant.export.record import InputRecord, read
 from fakequant.export.style import Style
-from fakequant.export.verification.check import SiteCheck, Source, recorded_calls
+from fakequant.export.verification.check import SiteCheck, Source
 from fakequant.export.verification.coverage import uncovered_nodes
 from fakequant.export.verification.deployed import Deployed
 from fakequant.export.verification.evaluator import Evaluator
 from fakequant.export.verification.pieces import Pieces
 from fakequant.export.verification.runtime import Session
+from fakequant.export.verification.spans import Spans, Values, outputs_of
 from fakequant.export.verification.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
-from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
-from fakequant.nn.ranges.by_value import ByValue, bins_of_call, call_again
+from fakequant.model.run.recording import with_buffers
+from fakequant.model.run.tracing import separate
+from fakequant.nn.ranges.by_value import bins_of_call
+from fakequant.nn.wrappers import unwrapped
+from fakequant.restore import Restore, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-_SEED = 0
-_BYTES_PER_RANDOM = 40
-"""A float32 number, its temporary copies and an index; measured: 36."""
-_MOST_BYTES = 2**30
-"""The memory that random inputs may use for any file: one image of 2,000 by 2,000 needs 480 MB."""
-_LOWEST, _HIGHEST = -(2**62), 2**62
-
 
 _CALL = "verify_onnx('model.onnx', model, batches)"
 
@@ -55,16 +59,18 @@ def verify_onnx(
     """Run an exported file and compare it with torch.
 
     Every quantizer is compared bit for bit, on the input that ONNX Runtime computes for it with its optimisations off.
-    The outputs of the whole model are compared in quantization steps, because sums in another order may round to
-    another step. A separate run reports the changes from ONNX Runtime's default optimisations.
+    What quantizers and outputs get is compared with what torch computes from the results that the quantizers have in
+    the file: by more than rounding, it differs only if the file computes something else. The outputs after all layers
+    are reported in quantization steps, because sums in another order may round to another step. A separate run reports
+    the changes from ONNX Runtime's default optimisations.
 
     A file in the style "standard" or "trt" that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator: standard
     nodes as the standard defines them, TensorRT's nodes as its documentation describes them. The report says so.
 
     Args:
         path: a file that `export_onnx` wrote.
-        model: the model that was exported. Its scales, weights and outputs are compared with the file; without it the
-            file is only checked for consistency.
+        model: the model that was exported, on any device. Its scales, weights and results are compared with the file;
+            without it the file is only checked for consistency. Afterwards it is as before.
         batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
             example.
         inputs: which part of a batch the model gets, as for `calibrate`.
@@ -85,6 +91,14 @@ def verify_onnx(
     check_path(path, _CALL, VerificationError)
     if model is not None:
         check_model(model, "verify_onnx", _CALL, VerificationError)
+        with unwrapped(model) as inner, restore_after(with_buffers(inner)):
+            return _verified(path, inner, batches, inputs)
+    return _verified(path, None, batches, inputs)
+
+
+def _verified(
+    path: str | os.PathLike[str], model: nn.Module | None, batches: Iterable[Any] | None, inputs: Inputs | None
+) -> VerifyReport:
     if batches is not None:
         refuse_tensor(batches, "verify_onnx")
     with _named(path):
@@ -95,31 +109,100 @@ def verify_onnx(
         chosen = "random numbers in the shapes of the example" if batches is None else "given"
         report = VerifyReport(str(path), chosen, [check.row for check in checks], record.style.value)
         report.uncovered = uncovered_nodes(proto, record.sites)
+        report.unread = unread_inputs(proto)
         plain = _runtime(proto, [check.watched for check in checks], record.style, report)
         step = next((check.step for check in reversed(checks) if check.step is not None), None)
         deployed = Deployed(proto, checks, report, step) if not isinstance(plain.runtime, Evaluator) else None
-        for batch in [_random_batch(record.inputs, proto.ByteSize())] if batches is None else batches:
-            batch = batch if inputs is None or batches is None else select_inputs(batch, inputs)
-            given = _inputs(batch, record.inputs)
-            known = _known(batch, record.inputs)
-            calls = {} if model is None or report.batches else _calls(model, batch, known, checks)
-            values: dict[str, Tensor] = {}
-            with call_again(_bins(model, batch, known)):
-                for values, indices in plain.run(given):
-                    for index in indices:
-                        checks[index].compare(values, calls)
-            expected = found = [values[name] for name in plain.outputs]
-            if model is not None:
-                expected = _torch_outputs(model, batch, known, found)
-                add_rows(report.outputs, plain.outputs, found, expected, step)
+        spans = (
+            None if model is None else Spans(proto, checks, model, [one.state for one in record.inputs if one.state])
+        )
+        for batch in _batches(
+            batches, inputs, model, lambda: random_batch(arguments(record.inputs, model), proto.ByteSize())
+        ):
+            given = _Batch(batch if report.unread else separate(batch), record.inputs, model)
+            if spans is None:
+                values = _alone(plain.run(given.inputs), checks)
+            else:
+                values = _beside(spans, given, plain, report, step)
             if deployed is not None:
-                deployed.add(values, expected, given)
+                deployed.add(values, given.inputs)
             report.batches += 1
         if not report.batches:
             raise VerificationError("batches is empty; pass at least one batch, or None for random numbers")
+        report.spans = [] if spans is None else spans.found()
         if deployed is not None:
             deployed.finish()
     return report
+
+
+def _batches(
+    batches: Iterable[Any] | None, inputs: Inputs | None, model: nn.Module | None, drawn: Callable[[], Any]
+) -> Iterator[Any]:
+    """The arguments of the model, from the batches that were given, or random ones."""
+    if batches is None:
+        yield on_device_of(model, drawn())
+    for batch in () if batches is None else batches:
+        yield batch if inputs is None else select_inputs(batch, inputs)
+
+
+def _alone(values: Values, checks: Sequence[SiteCheck]) -> Mapping[str, Tensor]:
+    """Check a file without its model; returns its last tensors."""
+    last: Mapping[str, Tensor] = {}
+    for last, indices in values:
+        for index in indices:
+            checks[index].compare(last)
+    return last
+
+
+class _Batch:
+    """A batch, and its tensors and the buffers of the model as inputs of the file."""
+
+    def __init__(self, batch: Any, records: list[InputRecord], model: nn.Module | None) -> None:
+        own = arguments(records, model)
+        self.values, self._known = batch, known_arguments(batch, own)
+        self.inputs = tensors_of(batch, own) | {
+            record.name: model.get_buffer(record.state).detach().clone()
+            for record in records
+            if model is not None and record.state is not None
+        }
+
+    def run(self, model: nn.Module, values: Any) -> Any:
+        """Call a model with the batch, or with other values of it."""
+        return run_batch(model, values, known=self._known)
+
+
+def _beside(
+    spans: Spans, batch: _Batch, plain: Pieces, report: VerifyReport, step: float | None
+) -> Mapping[str, Tensor]:
+    """Compare a file with its model for one batch; returns the last tensors of the file."""
+    model = spans.model
+    before = with_buffers(model)
+
+    def run(change: Callable[[Tensor], Tensor]) -> Any:
+        changed: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
+        return batch.run(
+            model, pytree.tree_map_only(Tensor, lambda x: changed.setdefault(id(x), change(x)), batch.values)
+        )
+
+    values = spans.add(
+        run,
+        lambda: plain.run(batch.inputs),
+        bins_of_call(model, lambda: batch.run(model, batch.values)),
+    )
+    for name in [] if report.batches else report.unread:
+        place = [*batch.inputs].index(name)
+        if depends_on(lambda values: _outputs(model, batch, values, before, spans.state), batch.values, place):
+            report.ignored.append(name)
+    found = [values[name] for name in plain.outputs]
+    add_rows(report.outputs, plain.outputs, found, _expected(spans, batch, found, before), step)
+    return values
+
+
+def _outputs(model: nn.Module, batch: _Batch, values: Any, before: Restore, state: Sequence[str]) -> list[Tensor]:
+    """The outputs of the torch model for values of a batch, from the state that it had."""
+    before()
+    with evaluating(model), torch.no_grad():
+        return [x.detach().cpu() for x in outputs_of(model, batch.run(model, values), state)]
 
 
 def _runtime(model: ModelProto, watched: list[list[str]], style: Style, report: VerifyReport) -> Pieces:
@@ -175,93 +258,16 @@ def load_exported(path: Path) -> ModelProto:
     return model
 
 
-def _bins(model: nn.Module | None, batch: Any, known: int | None) -> Mapping[ByValue, Tensor]:
-    """Which ranges a batch chooses by its values."""
-    return {} if model is None else bins_of_call(model, lambda: run_batch(model, batch, known=known))
+def _expected(spans: Spans, batch: _Batch, found: list[Tensor], before: Restore) -> list[Tensor]:
+    """The outputs of the torch model for a batch.
 
-
-def _torch_outputs(model: nn.Module, batch: Any, known: int | None, found: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of the torch model for one batch, whose first `known` items are arguments."""
-    with evaluating(model), torch.no_grad():
-        results = pytree.tree_leaves(run_batch(model, batch, known=known))
-    expected = [result for result in results if isinstance(result, Tensor)]
-    if [list(result.shape) for result in expected] != [list(result.shape) for result in found]:
+    Raises:
+        VerificationError: it has other outputs than the file.
+    """
+    expected = _outputs(spans.model, batch, batch.values, before, spans.state)
+    if [result.dim() for result in expected] != [result.dim() for result in found]:
         raise VerificationError(
             f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
             f"{[list(result.shape) for result in found]}; pass the model that was exported"
         )
     return expected
-
-
-def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteCheck]) -> Mapping[str, Sequence[Tensor]]:
-    """Record the arguments of the quantizers whose checks need them."""
-    paths = {check.computed for check in checks if check.computed is not None}
-    if not paths:
-        return {}
-    with recorded_calls(model, paths) as found, evaluating(model), simulated(model), torch.no_grad():
-        run_batch(model, batch, known=known)
-    return found
-
-
-def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
-    """Return the tensors of a batch by the file's input names; extra trailing tensors of a tuple are ignored.
-
-    Raises:
-        VerificationError: the batch has too few tensors, or lacks a name.
-    """
-    if isinstance(batch, Mapping):
-        keys = list(dict.fromkeys(record.key for record in records))
-        if missing := [key for key in keys if key not in batch]:
-            raise VerificationError(
-                f"a batch lacks the arguments {missing}; pass batches of the same form as the example"
-            )
-        batch = [batch[key] for key in keys]
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if len(leaves) < len(records):
-        raise VerificationError(f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs")
-    return {record.name: leaf for record, leaf in zip(records, leaves, strict=False)}
-
-
-def _known(batch: Any, records: list[InputRecord]) -> int | None:
-    """Return how many leading items of a tuple are arguments: those before the first tensor without an input."""
-    if not isinstance(batch, (tuple, list)):
-        return None
-    wanted = len(records)
-    for index, item in enumerate(batch):
-        wanted -= sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(item))
-        if wanted < 0:
-            return index
-    return len(batch)
-
-
-def _random_batch(records: list[InputRecord], file_bytes: int) -> Any:
-    """Draw inputs of the example's size: mostly normal numbers, with zeros of both signs, tiny numbers and outliers.
-
-    Raises:
-        VerificationError: they would need much more memory than the file.
-    """
-    needed = sum(math.prod(record.shape) * _BYTES_PER_RANDOM for record in records)
-    if needed > max(_MOST_BYTES, 10 * file_bytes):
-        raise VerificationError(
-            f"random numbers in the shapes {[record.shape for record in records]} need {needed:,} bytes of memory, but "
-            f"the file has only {file_bytes:,} bytes; pass batches"
-        )
-    generator = torch.Generator().manual_seed(_SEED)
-    tensors = [_random_input(record, generator) for record in records]
-    if records and all(record.key is not None for record in records):
-        return {str(record.key): x for record, x in zip(records, tensors, strict=True)}
-    return tuple(tensors)
-
-
-def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
-    dtype = INPUT_DTYPES[record.dtype]
-    if not dtype.is_floating_point:
-        low, high = (min(max(int(bound), _LOWEST), _HIGHEST) for bound in (record.low, record.high))
-        values = torch.randint(low, max(high, low) + 1, record.shape, generator=generator, device="cpu")
-        return values.to(dtype)
-    # The maximum of a few hundred normal numbers is about 3 standard deviations.
-    size = max(abs(record.low), abs(record.high)) / 3 or 1.0
-    x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size
-    special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size], dtype=x.dtype, device=x.device)
-    pick = torch.randint(0, 20 * len(special), record.shape, generator=generator, device="cpu")
-    return torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x).to(dtype)

@@ -49,7 +49,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     recorder = _WholeRecorder(model)
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with (
-        restore_after(_with_buffers(model)),
+        restore_after(with_buffers(model)),
         torch.random.fork_rng(devices),
         mode(model),
         torch.no_grad(),
@@ -84,7 +84,7 @@ def watching(model: nn.Module) -> Iterator[Recording]:
         yield recorder.recording
 
 
-def _with_buffers(model: nn.Module) -> Restore:
+def with_buffers(model: nn.Module) -> Restore:
     """What `structure_of` restores, and the values of buffers, to which a module may write in eval mode, too."""
     structure = structure_of([model])
     held = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]

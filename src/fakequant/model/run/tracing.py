@@ -17,11 +17,13 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.batches import Arguments
 from fakequant.data.failures import OF_TORCH
-from fakequant.errors import ConfigError, ExportError, FakeQuantError, warn_user
+from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, warn_user
 from fakequant.restore import restore_after
 from fakequant.text import module_name
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
+_ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
+_KEPT = "fake tensor in the exported program"
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
@@ -34,12 +36,37 @@ def traced_program(
     """`torch.export.export`, not strict. A decoder that returns a cache by default is called without one.
 
     Raises:
-        ExportError: the model returns something that torch.export does not know, or holds a scripted module.
+        ExportError: the model returns something that torch.export does not know, holds a scripted module, or fails on
+            the example repeated along a dynamic axis of length 1.
         torch.export's errors: the model cannot be traced.
     """
-    args, kwargs = _unmarked((args, kwargs))
+    example = separate((args, kwargs))
+    longer = _with_two_rows(model, example, dynamic_shapes)
     try:
-        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        return _traced(model, longer or example, dynamic_shapes)
+    except CalibrationError as error:
+        if not _has_one_twice((args, kwargs)):
+            raise
+        warn_user(f"the example has one tensor for several arguments, and the model takes no others: {error}")
+        own: dict[int, Tensor] = {}
+        example = pytree.tree_map_only(Tensor, lambda x: own.setdefault(id(x), x.detach()), (args, kwargs))
+        return _traced(model, example, dynamic_shapes)
+    except FakeQuantError:
+        raise
+    except OF_TORCH as error:
+        if longer is None:
+            raise
+        raise ExportError(
+            "a dynamic axis of the example has length 1, which torch.export takes for a static one, and tracing fails "
+            f"with the example repeated: {str(error).strip().partition(chr(10))[0]}; give an example of two samples"
+        ) from error
+
+
+def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProgram:
+    args, kwargs = example
+    try:
+        with _said_plainly():
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except TypeError as error:
         scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         if not scripted:
@@ -49,13 +76,34 @@ def traced_program(
             "the model with the module as it was written, and script it afterwards"
         ) from error
     except RuntimeError as error:
+        if _KEPT in str(error):
+            raise ExportError(
+                "forward keeps a tensor that it computes where tracing cannot see it, as by self.h.data = y; write "
+                "self.h.copy_(y) to a buffer, or return the tensor"
+            ) from error
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise
         if _CACHE in kwargs or not _takes_cache(model):
             raise ExportError(_refusal(found["name"])) from error
     warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
     shapes = _with_cache(model, dynamic_shapes)
-    return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
+    return _traced(model, (args, {**kwargs, _CACHE: False}), shapes)
+
+
+@contextmanager
+def _said_plainly() -> Iterator[None]:
+    """Say what the values of attributes become that a model assigns, in place of torch's warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for one in caught:
+        if (found := _ASSIGNED.match(str(one.message))) is None:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        else:
+            warn_user(
+                f"forward assigns {found['names'].replace('self.', '')}, whose present values become constants: each "
+                "run starts from them. Register them by register_buffer, and export_onnx makes inputs and outputs of "
+                "them, or make them arguments"
+            )
 
 
 @contextmanager
@@ -84,10 +132,48 @@ def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
         raise
 
 
-def _unmarked(example: Any) -> Any:
-    """A copy of an example that shares its memory: torch.export marks axes on the tensors that it gets."""
-    others: dict[int, Tensor] = {}  # one tensor that is given twice stays one
-    return pytree.tree_map_only(Tensor, lambda x: others.setdefault(id(x), x.detach()), example)
+def separate(example: Any) -> Any:
+    """A copy of an example that shares its memory: torch.export marks axes on the tensors that it gets.
+
+    A tensor that occurs twice becomes two, because torch.export would make one input of both.
+    """
+    seen: set[int] = set()
+
+    def own(x: Tensor) -> Tensor:
+        is_first = id(x) not in seen
+        seen.add(id(x))
+        return x.detach() if is_first else x.detach().clone()
+
+    return pytree.tree_map_only(Tensor, own, example)
+
+
+def _has_one_twice(example: Any) -> bool:
+    tensors = [id(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    return len(set(tensors)) < len(tensors)
+
+
+def _with_two_rows(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
+    """The example, repeated along dynamic axes of length 1, which torch.export takes for static; None without any."""
+    if dynamic_shapes is None:
+        return None
+    given = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
+    shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else dict(zip(given, dynamic_shapes, strict=False))
+    longer = {id(x): torch.cat([x] * 2, axis) for name in given for x, axis in _single(given[name], shapes.get(name))}
+    return pytree.tree_map_only(Tensor, lambda x: longer.get(id(x), x), example) if longer else None
+
+
+def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
+    """The tensors of an argument with a dynamic axis of length 1, and that axis."""
+    if shapes is None:
+        return
+    items = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes)
+    if isinstance(x, Tensor):
+        static = (None, torch.export.Dim.STATIC)
+        found = [axis for axis, dim in items if dim not in static and not isinstance(dim, int) and x.shape[axis] == 1]
+        yield from ((x, axis) for axis in found)
+    elif isinstance(x, (Mapping, list, tuple)):
+        for key, own in items:
+            yield from _single(x[key], own)
 
 
 @contextmanager

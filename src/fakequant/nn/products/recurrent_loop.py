@@ -73,6 +73,15 @@ def is_exporting_loops() -> bool:
     return not torch.compiler.is_dynamo_compiling() and _why_not.get() != _NONE
 
 
+def runs_backwards(path: str) -> bool:
+    """Whether a layer calls the quantizer at a path for its last step first.
+
+    >>> runs_backwards("rnn._l0_reverse_hidden_quantizer"), runs_backwards("rnn._l0_hidden_quantizer")
+    (True, False)
+    """
+    return "_reverse_" in path.rpartition(".")[2]
+
+
 def why_no_loop(input: Any, quantizers: Sequence[LoopQuantizers]) -> str | None:
     """Why an exporter writes a layer step by step, as a clause; None where it writes a loop.
 
