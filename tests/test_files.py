@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakequant.errors import OutputError
-from fakequant.files import abandoned, locked, writable_file, writable_folder, write_in_order, write_whole
+from fakequant.files import abandoned, locked, read_whole, writable_file, writable_folder, write_in_order, write_whole
 from tests.support.crashes import every_death
 
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -226,3 +226,17 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(OutputError, match=r"cannot write to .*a.*: .*; choose another folder"):
         writable_folder(tmp_path / "a" / "b")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_whole(path)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fakequant as fq
 from fakequant.errors import ConfigError
@@ -213,3 +214,32 @@ def test_attributes_of_any_class_come_back(value):
     fq.calibrate(model, [torch.ones(1, 2)], progress=False)
     fq.sensitivity(model, [torch.ones(1, 2)])
     assert model.value is value
+
+
+CALLS = {
+    "prepare": lambda model: fq.prepare(model, "int8", torch.ones(2, 4)),
+    "unquantized": lambda model: fq.unquantized(fq.prepare(model, "int8"), torch.ones(2, 4)),
+    "summary": lambda model: fq.summary(fq.prepare(model, "int8"), torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_leaves_no_mode_that_counts(name, where, monkeypatch):
+    """Where it came before the `__exit__` of torch's counter, the session computed under it from then on."""
+    own = getattr(TorchDispatchMode, where)
+
+    def interrupted(mode, *args):
+        if where == "__enter__":
+            own(mode, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchDispatchMode, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CALLS[name](nn.Sequential(nn.Linear(4, 4)))
+    try:
+        assert torch._C._len_torch_dispatch_stack() == 0
+    finally:
+        while torch._C._len_torch_dispatch_stack():
+            torch._C._pop_torch_dispatch_stack(None)

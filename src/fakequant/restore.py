@@ -82,7 +82,8 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
 def stack_without(mode: TorchFunctionMode) -> Restore:
     """Return a function that takes a mode off torch's stack, where an interrupt before its `__exit__` leaves it.
 
-    Functions that the mode switched off by `DisableTorchFunction` are on again, too.
+    Functions that the mode switched off by `DisableTorchFunction` are on again, too; modes of torch's other stack that
+    came meanwhile, as those that count, are gone.
 
     >>> mode = torch.overrides.BaseTorchFunctionMode()
     >>> with restore_after(stack_without(mode)):
@@ -91,11 +92,13 @@ def stack_without(mode: TorchFunctionMode) -> Restore:
     0
     """
 
-    enabled = torch._C._is_torch_function_enabled()
+    enabled, others = torch._C._is_torch_function_enabled(), torch._C._len_torch_dispatch_stack()
 
     def restore() -> None:
         if enabled and not torch._C._is_torch_function_enabled():
             torch._C.DisableTorchFunction().__exit__(None, None, None)
+        while torch._C._len_torch_dispatch_stack() > others:
+            torch._C._pop_torch_dispatch_stack(None)
         depth = torch._C._len_torch_function_stack()
         if depth and torch._C._get_function_stack_at(depth - 1) is mode:
             torch._C._pop_torch_function_stack()

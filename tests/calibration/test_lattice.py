@@ -7,6 +7,7 @@ from torch import nn
 import fakequant as fq
 from fakequant import presets
 from fakequant.calibration.lattice import search_params, searches
+from fakequant.delivery.gguf.lattices import _SPECS
 from fakequant.errors import ShapeError
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
@@ -145,3 +146,21 @@ def test_improve_chooses_on_the_lattice(name):
     assert torch.equal(quantizer(weight), weight)
     assert weight.isfinite().all()
     assert_on_lattice(quantizer.scale, quantizer.zero_point, quantizer.spec)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q4_1"])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
+def test_the_layout_in_memory_moves_no_scale(kind, layout):
+    """Sums over strided blocks have another order: 3 of 512 scales of Q3_K were others."""
+    spec = QuantSpec.parse(_SPECS[kind])
+    for seed in range(8):
+        torch.manual_seed(seed)
+        x = torch.randn(16, 512)
+        x = [x, x * 1e-3, torch.round(x * 4) / 4, x.abs()][seed % 4]
+        x = x[:1].expand(16, 512) if layout == "expanded" else x
+        wide = torch.zeros(16, 1024)
+        wide[:, ::2] = x
+        other = {"transposed": x.t().contiguous().t(), "strided": wide[:, ::2], "expanded": x}[layout]
+        ours, theirs = search_params(x.contiguous(), spec), search_params(other, spec)
+        assert torch.equal(ours.scale, theirs.scale)
+        assert ours.zero_point is None or torch.equal(ours.zero_point, theirs.zero_point)

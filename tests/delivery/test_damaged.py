@@ -209,3 +209,57 @@ def test_another_model(folder: Path) -> None:
     for other in (nn.Sequential(nn.Linear(64, 32)), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 64))):
         with pytest.raises(CheckpointError):
             fq.read(folder, other)
+
+
+PATTERNS = {
+    "a repeat of a repeat": (r"(\w+\.?)+$$X", "a repeat of what repeats"),
+    "alternatives of nothing": (r"(?:(?:\w?){8}){8}$X", "too many repeats and alternatives"),
+    "many repeats": (".*" * 12 + "$X", "too many repeats and alternatives"),
+    "an open group": ("(" * 50, "missing"),
+    "a long one": ("a" * 5_000, "5000 characters"),
+}
+
+
+@pytest.mark.parametrize("place", ["ignore", "targets"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_that_takes_for_ever_is_refused(name: str, place: str, folder: Path) -> None:
+    pattern, reason = PATTERNS[name]
+
+    def change(config: dict[str, Any]) -> None:
+        (group(config) if place == "targets" else config).update({place: [f"re:{pattern}"]})
+
+    configured(folder, change)
+    with pytest.raises(CheckpointError, match=f"the pattern .* names layers, and has {reason}"):
+        fq.read(folder, net())
+
+
+@pytest.mark.parametrize("pattern", ["re:.*[02]", r"re:^(?!.*vision)\d+$", r"re:(0|1|2)(\.\w+)?$"])
+def test_patterns_that_files_have_are_taken(pattern: str, folder: Path) -> None:
+    configured(folder, lambda config: config.update(ignore=[pattern]))
+    with pytest.raises(CheckpointError, match=r"lacks 0\.weight|no place"):  # all layers are left in float
+        fq.read(folder, net())
+
+
+@pytest.mark.parametrize("value", [255, 254])
+def test_exponents_that_are_no_scales_are_named(value: int, tmp_path: Path) -> None:
+    rules = fq.Config("own", [fq.Rule("*", weight="float4_e2m1fn per_block(-1:32) scale=float8_e8m0fnu:floor")])
+    path = fq.deliver(fq.prepare(net(), rules), tmp_path, "compressed-tensors")
+    changed(path, lambda tensors: tensors["2.weight_scale"].fill_(value))
+    if value == 254:
+        assert not fq.read(path, net())[2].weight.isnan().any()
+    else:
+        with pytest.raises(CheckpointError, match=r"hold NaN|of 2\.weight, scales are not finite"):
+            fq.read(path, net())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
+def test_scales_that_are_no_numbers_are_named(value: float, folder: Path) -> None:
+    changed(folder, lambda tensors: tensors["2.weight_scale"].fill_(value))
+    with pytest.raises(CheckpointError, match=r"of 2\.weight, scales are not finite; the file is damaged"):
+        fq.read(folder, net())
+
+
+def test_a_name_that_is_too_long_is_no_raw_error(tmp_path: Path) -> None:
+    for call in (lambda path: fq.read(path, net()), lambda path: fq.verify_delivery(path, fq.prepare(net(), "int8"))):
+        with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+            call(tmp_path / ("a" * 300))

@@ -22,6 +22,7 @@ from fakequant.delivery.delivering import refuse_replacing
 from fakequant.delivery.format import _added
 from fakequant.errors import CheckpointError, ExportError, OutputError
 from fakequant.model.state.codecs import TensorFile, write_folder
+from tests.support.language_models import llama
 
 X = torch.linspace(-3, 3, 3 * 64).reshape(3, 64)
 
@@ -367,3 +368,44 @@ def test_two_deliveries_at_once_give_one_of_both(tmp_path: Path, monkeypatch: py
         thread.join()
         assert generation(tmp_path / "out", first, second) == (1 if size == 1500 else 0)
     assert [str(error) for error in errors if "holds weights of another model" not in str(error)] == []
+
+
+CONFIGS: dict[str, tuple[Any, ...]] = {
+    "hidden_size": (0, -1, 2**20, 2**40, "x", None, 1.5, 10**30),
+    "num_hidden_layers": (10**6, -1, "x", 2**62, 1.5),
+    "num_attention_heads": (0, -2, "a", 2**20),
+    "vocab_size": (2**33, -1),
+    "head_dim": (0, 2**30),
+    "hidden_act": ("bogus", None, 3),
+    "architectures": (["pipeline"], ["AutoModel"], ["PreTrainedModel"], "LlamaForCausalLM", [["a"]], ["BertModel"]),
+    "dtype": ("float99", 3),
+    "rope_parameters": ({"rope_type": "x"}, 3),
+    "max_position_embeddings": (-1,),
+    "num_labels": (10**9, -1),
+    "layer_types": (["x"] * 3, ["full_attention"] * 10**5),
+}
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_a_hostile_configuration_is_refused_without_a_model(key: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model = llama()
+    path = fq.deliver(fq.prepare(model, "int4_group32"), tmp_path, "compressed-tensors")
+    whole, begun = json.loads((path / "config.json").read_text()), time.monotonic()
+    for value in CONFIGS[key]:
+        (path / "config.json").write_text(json.dumps({**whole, key: value}))
+        try:
+            fq.read(path)
+        except CheckpointError:
+            continue
+        assert key in ("max_position_embeddings", "num_labels", "head_dim", "vocab_size"), value
+    assert time.monotonic() - begun < 10
+
+
+def test_code_that_a_configuration_names_is_not_taken(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    path = fq.deliver(fq.prepare(llama(), "int4_group32"), tmp_path, "compressed-tensors")
+    values = json.loads((path / "config.json").read_text())
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        (path / "config.json").write_text(json.dumps({**values, key: "kernels-community/x"}))
+        assert fq.read(path).config._attn_implementation != "kernels-community/x"

@@ -146,3 +146,20 @@ def test_what_is_at_hand():
 def test_two_dimensional_tiles_have_their_own_ranges():
     x = torch.arange(16.0).view(4, 4)
     assert measure(x, fq.PerBlock({0: 2, 1: 2})).hi.tolist() == [[5.0, 7.0], [13.0, 15.0]]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "uint4 per_block(-1:32) scale=float16 offset=float16:signed",
+        "uint4 per_block(-1:32) scale=float16 offset=float16",
+        "uint8 per_channel(0)",
+    ],
+)
+def test_an_empty_tensor_is_compiled(spec):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: fq.fake_quantize(x, spec), backend="aot_eager", fullgraph=True)
+    x = torch.randn(0, 256, requires_grad=True)
+    assert compiled(x).shape == (0, 256)
+    compiled(x).sum().backward()
+    assert x.grad is not None

@@ -16,7 +16,7 @@ from torch import nn
 
 from fakequant.cli.results import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
-from fakequant.files import remove_abandoned, writable_file, write_whole
+from fakequant.files import read_whole, remove_abandoned, writable_file, write_whole
 from fakequant.model.state.checkpoint import load, save
 from fakequant.model.state.json_values import value_of
 from fakequant.model.state.manifest import remove_checkpoint
@@ -63,7 +63,7 @@ class Unfinished:
         """
         self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
-            state = json.loads((self.folder / _STATE).read_text())
+            state = json.loads(read_whole(self.folder / _STATE))
             if not settings or state["settings"] != self.settings:
                 return None
             accuracy = value_of(state["accuracy"], "accuracy", Sequence[Accuracy])
@@ -142,7 +142,7 @@ def refuse_other_recipe(out: Path, source: str) -> None:
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        found = found or json.loads((folder_in(out) / _STATE).read_text())["source"]
+        found = found or json.loads(read_whole(folder_in(out) / _STATE))["source"]
     if found and found != source:
         raise ConfigError(
             f"{out} holds the results of another recipe, {found}; give another folder by --out, or --overwrite to "

@@ -14,6 +14,7 @@ from torch import nn
 from fakequant.delivery.folder import CONFIG, Folder
 from fakequant.delivery.places import float_names
 from fakequant.errors import CheckpointError
+from fakequant.files import read_whole
 from fakequant.model.state.codecs import Content
 from fakequant.model.state.snapshots import LazyTensor, lazy
 from fakequant.text import listed
@@ -147,7 +148,7 @@ def folder_of(model: Any) -> Path | None:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError):
         return None
 

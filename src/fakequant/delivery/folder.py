@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ from fakequant.nn.quantized.forms import own_class
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{WEIGHTS}.index.json"
+_NOT_TAKEN = (
+    *("quantization_config", "auto_map", "attn_implementation", "_attn_implementation"),
+    *("experts_implementation", "_experts_implementation"),
+)
+"""Keys of a configuration that a model is built without: they name code, which may come from the network."""
+_COUNTED, _COUNTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 18, 256
+"""Keys that count something, the largest count that is taken for one, and that of layers in any file."""
+_CODES, _BUFFERS = 8, 1 << 30
+"""The weights that a byte of a file may hold, and bytes of buffers that no file has, as masks."""
 _MARK = "fakequant"
 """The key in the header of a file of tensors that says that `deliver` wrote it, so that the next one may replace it."""
 
@@ -196,12 +206,60 @@ def build(path: Path) -> nn.Module:
     cls, config = class_of(path, "give the float model: fakequant.read(path, model)"), Folder(path).config
     from transformers.initialization import no_init_weights
 
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
-    own = cls.config_class.from_dict(values)
-    with no_init_weights():
-        model = cls._from_config(own, dtype=config.get("dtype", config.get("torch_dtype")))
-    model.tie_weights()
+    files = [one for one in path.glob("*.safetensors") if one.is_file()]
+    tensors = sum(len(StoredTensors(one)) for one in files)
+    check_counts(config, tensors, path / CONFIG)
+    own = cls.config_class.from_dict(_plain_config(config))
+
+    def make() -> nn.Module:
+        with no_init_weights():
+            return cls._from_config(own, dtype=config.get("dtype", config.get("torch_dtype")))
+
+    model = built(make, sum(one.stat().st_size for one in files), path)
+    model.tie_weights()  # type: ignore[operator]
     return model.eval()
+
+
+def _plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what names other packages or code."""
+    parts = {key: value for key, value in values.items() if key not in _NOT_TAKEN}
+    return {key: _plain_config(one) if isinstance(one, dict) else one for key, one in parts.items()}
+
+
+def check_counts(values: Any, tensors: int, path: Path) -> None:
+    """Raise where a configuration has more layers than its files have tensors, or another count that no model has.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        check_counts(value, tensors, path)
+        limit = max(tensors, _FEW) if "layer" in key else _COUNTS
+        if isinstance(value, (int, float)) and _COUNTED.search(key) and not abs(value) <= limit:
+            raise CheckpointError(f"{path} is damaged: {key} is {value!r:.40}, and its files hold {tensors} tensors")
+
+
+def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
+    """A model that a function makes, of which the files can hold the weights; before, it is made without memory.
+
+    Args:
+        make: as a configuration says.
+        size: of the files, in bytes.
+        path: of what is read, for the message.
+
+    Raises:
+        CheckpointError: the configuration is of a larger model, or damaged.
+    """
+    with torch.device("meta"):
+        outline = make()
+    weights = sum(one.numel() for one in outline.parameters())
+    others = sum(one.numel() * one.element_size() for one in outline.buffers())
+    if weights > _CODES * size or others > _BUFFERS + _CODES * size:
+        raise CheckpointError(
+            f"{path} is damaged: its configuration is of a model with {weights:,} weights and {others:,} bytes of "
+            f"buffers, and the files have {size:,} bytes"
+        )
+    return make()
 
 
 def is_of_transformers(model: nn.Module) -> bool:

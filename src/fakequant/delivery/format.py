@@ -207,7 +207,11 @@ def format_of(path: Path) -> DeliveryFormat:
     Raises:
         CheckpointError: there is nothing, or no format does.
     """
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r:.80} cannot be read: {error.strerror or error}") from error
+    if not is_there:
         raise CheckpointError(f"there is no {path}; give the file or folder that fakequant.deliver wrote")
     known = delivery_formats()
     for one in known.values():

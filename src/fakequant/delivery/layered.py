@@ -292,6 +292,8 @@ class _LayeredReader:
         assert codes is not None
         assert scale is not None
         point = None if point is None else point.to(torch.int32).reshape(groups)
+        if not bool(scale.float().isfinite().all()):
+            raise CheckpointError(f"{self.folder.path}: of {name}, scales are not finite; the file is damaged")
         reader = (join(place.path, place.attribute),)
         return WeightCodes(codes, scale.float().reshape(groups), point, spec, tuple(like.shape), like.dtype, reader)
 

@@ -52,7 +52,8 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
         refuse_prepared(model, "read")
     source = Path(path)
     format = format_of(source)
-    built = format.build(source) if model is None else model
+    with _damage(format, source):
+        built = format.build(source) if model is None else model
 
     def state(_: bool) -> tuple[QuantizedState, str]:
         found = decoded(format, source, built)

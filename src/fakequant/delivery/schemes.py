@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from fakequant.numerics.qparams import Range, choose_qparams
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 
+_parser: Any = re._parser if hasattr(re, "_parser") else import_module("sre_parse")  # type: ignore[attr-defined]  # before Python 3.11
 Args = dict[str, Any]
 ROLES = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 """What a scheme calls the operands of a layer."""
@@ -49,6 +51,8 @@ _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
 _DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
+_LONG, _MOST_CHOICES, _FEW_TIMES = 2_000, 18, 8
+"""Of a pattern in a file: its largest length and number of choices, and how often is not yet a repeat."""
 _PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0])
 """Ranges by which two rules for scales are told apart."""
 
@@ -314,7 +318,8 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
-            return 1 if any(re.match(target[3:], name) for name in names) else 3
+            pattern = _compiled(target[3:])
+            return 1 if any(map(pattern.match, names)) else 3
         return 0 if target in names else 2 if target in classes else 3
 
     groups = groups_of(folder)
@@ -322,6 +327,50 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
     best, number = min(ranked, default=(3, 0))
     is_left = any(rank(target) < 3 for target in folder.quantization.get("ignore") or [])
     return groups[number] if best < 3 and not is_left and ROLES["weight"] in groups[number] else None
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of a file, whose work is bounded: no repeats of what repeats, and few choices.
+
+    Raises:
+        CheckpointError: another one, or none.
+    """
+    try:
+        if len(pattern) > _LONG:
+            raise CheckpointError(f"{len(pattern)} characters")
+        if _choices(_parser.parse(pattern)) > _MOST_CHOICES:
+            raise CheckpointError("too many repeats and alternatives")
+        return re.compile(pattern)
+    except (CheckpointError, re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"the pattern {pattern!r:.80} names layers, and has {error}, which this reader does not take; write one "
+            "without groups that repeat what repeats"
+        ) from error
+
+
+def _choices(items: Any) -> int:
+    """How many choices the search for a parsed pattern has: a repeat without a small limit counts as three."""
+    count = 0
+    for operator, argument in items:
+        name, parts = str(operator), list[Any]()
+        if name.endswith("REPEAT"):
+            least, most, body = argument
+            inner = _choices(body)
+            if inner and most > _FEW_TIMES:
+                raise CheckpointError("a repeat of what repeats or has alternatives")
+            count += 3 * (most > _FEW_TIMES) or int(least != most)
+            count += inner * most
+        elif name == "BRANCH":
+            count, parts = count + 1, argument[1]
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            parts = [argument[-1]]
+        elif name == "ATOMIC_GROUP":
+            parts = [argument]
+        elif name.startswith("GROUPREF"):
+            raise CheckpointError("a reference to a group")
+        count += sum(map(_choices, parts))
+    return count
 
 
 class _Weight(NamedTuple):

@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from fakequant.delivery.gguf.file import require_gguf
 from fakequant.errors import CheckpointError, warn_user
+from fakequant.files import output_errors
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -66,7 +68,7 @@ def describe_tokenizer(writer: Any, model: Any) -> None:
     if kind == "llama":
         writer.add_token_scores(_scores([text for text, _ in tokens], data["model"]["merges"]))
         writer.add_add_space_prefix(_puts_blank_first(data))
-    with TemporaryDirectory() as folder:
+    with output_errors(Path("the temporary folder"), "to "), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         model.config.save_pretrained(folder)
         special = require_gguf().SpecialVocab(folder, load_merges=True, n_vocab=len(tokens))

@@ -162,7 +162,7 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
     x = x.detach()
     if x.numel() == 0:
         zeros = x.new_zeros(groups, dtype=compute_dtype(x.dtype))
-        return Range(zeros, zeros)
+        return Range(zeros, torch.zeros_like(zeros))  # two tensors: torch.compile takes none twice
     values = blocked(x.to(compute_dtype(x.dtype)), blocks)
     axes, finite = block_axes(x.shape, blocks), values.isfinite()
     if not with_zero:

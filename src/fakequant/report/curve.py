@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from fakequant.errors import ConfigError
+from fakequant.files import read_whole
 from fakequant.ptq.formats.comparison import Compared, Comparison, read_rows
 from fakequant.report.data import Point
 
@@ -43,7 +44,7 @@ def _point(row: Compared, with_metric: bool, negated: bool) -> Point:
 def _read(path: Path) -> Comparison:
     wanted = "give the path= of fakequant.compare, or what it returned"
     try:
-        lines = path.read_text("utf-8", "replace").splitlines(keepends=True)
+        lines = read_whole(path).decode("utf-8", "replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {wanted}") from error
     result = Comparison()

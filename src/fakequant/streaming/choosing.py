@@ -133,8 +133,9 @@ class Blocks:
                 self._calls = calls_of(model, paths, self._batches)
             early = {path: q for path, q in self._outside.items() if layer_of(path) in self._calls.before}
             if _needs_ranges(early.values()):
+                names = listed(dict.fromkeys(map(layer_of, early)))
                 raise ConfigError(
-                    f"{listed([layer_of(path) for path in early])}: their inputs have static ranges and run before the "
+                    f"{names}: their inputs have static ranges and run before the "
                     "blocks; give them a dynamic range, or leave them in float"
                 )
             self._floats = {number: call.hidden for number, call in self._calls.of_blocks[0].items()}

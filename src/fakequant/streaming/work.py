@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError
-from fakequant.files import remove_abandoned, temporary_file, writable_folder, write_in_order, write_whole
+from fakequant.files import read_whole, remove_abandoned, temporary_file, writable_folder, write_in_order, write_whole
 from fakequant.model.state.checkpoint import read, save
 from fakequant.model.state.json_values import plain_of, value_of
 from fakequant.model.state.manifest import remove_checkpoint
@@ -87,22 +87,20 @@ class Work:
         count = 0
         while (self._block(count) / _RESULTS).exists():
             count += 1
-        return next((number for number in range(count, 0, -1) if self._hidden(number).exists()), 0)
+        return next((number for number in range(count, 0, -1) if self._hidden(number).is_file()), 0)
 
     def hidden(self, number: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """The hidden states before a block by the number of the batch: in float, and with the blocks before it."""
         from safetensors.torch import load_file
 
-        path = self._hidden(number)
+        path, found = self._hidden(number), ({}, {})
         try:
-            held = load_file(path)
+            for key, tensor in load_file(path).items():
+                kind, _, batch = key.partition(".")
+                found[kind == "quantized"][int(batch)] = tensor
         except Exception as error:  # of safetensors, which has its own
             raise CheckpointError(f"{path} is damaged: {error}; remove {self.folder}") from error
-        found: tuple[dict[int, Tensor], ...] = ({}, {})
-        for key, tensor in held.items():
-            kind, _, batch = key.partition(".")
-            found[kind == "quantized"][int(batch)] = tensor
-        return found[0], found[1]
+        return found
 
     def put_hidden(self, number: int, floats: Mapping[int, Tensor], quantized: Mapping[int, Tensor]) -> None:
         """Keep the hidden states before a block."""
@@ -198,7 +196,7 @@ class _Results:
 
 def _read(path: Path, kind: Any) -> Any:
     try:
-        return value_of(json.loads(path.read_bytes()), path.name, kind)
+        return value_of(json.loads(read_whole(path)), path.name, kind)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; remove {path.parent}") from error
 

@@ -77,6 +77,25 @@ def test_values_are_those_of_the_library(tmp_path: Path, nested: bool, dtype: to
     assert torch.equal(read(write(tmp_path, {"weight": codes, **own}, CONFIG), model)[0].weight, theirs)
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
+def test_bytes_are_read_as_any_type(tmp_path: Path, storage: torch.dtype) -> None:
+    """Sharded training of floats has the bytes under the name of a float (`bnb_4bit_quant_storage`)."""
+    tensors, values = nf4(nested=True)
+    tensors["weight"] = tensors["weight"].flatten().view(storage)[:, None]
+    assert torch.equal(read(write(tmp_path, tensors, CONFIG), net())[0].weight, values)
+
+
+@pytest.mark.parametrize("size", [96, 3 * 10**8, 10**13])
+def test_a_size_of_blocks_beyond_the_weight_takes_no_memory(tmp_path: Path, size: int) -> None:
+    tensors, values = nf4(nested=True)
+    given = {"nested_dtype": "float32", "nested_offset": 0.25}
+    tensors["weight.quant_state.bitsandbytes__nf4"] = state(nested_blocksize=size, **given)
+    assert torch.equal(read(write(tmp_path / "a", tensors, CONFIG), net())[0].weight, values)
+    one = {"weight.absmax": torch.zeros(1, dtype=torch.uint8)}
+    one["weight.quant_state.bitsandbytes__nf4"] = state(blocksize=size * 64, nested_blocksize=size, **given)
+    assert read(write(tmp_path / "b", {**tensors, **one}, CONFIG), net())[0].weight.shape == (ROWS, COLUMNS)
+
+
 def change(key: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.update({f"weight{key}": how(tensors[f"weight{key}"])})
 

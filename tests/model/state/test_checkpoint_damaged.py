@@ -1,7 +1,10 @@
 """Damaged checkpoints: whatever is wrong with one is said, and the model stays as it was."""
 
 import json
+import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,3 +245,28 @@ def test_a_model_of_torchvision_that_reads_versions_is_restored(tmp_path) -> Non
     model = fq.prepare(build(num_classes=3).eval(), "int8_weight_only")
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(load(build(num_classes=3).eval(), save(model, tmp_path))(x), model(x))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("device", [False, True])
+def test_a_manifest_that_never_ends_is_refused(device: bool, tmp_path: Path) -> None:
+    save(fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only"), tmp_path)
+    (tmp_path / "fakequant.json").unlink()
+    if device:
+        (tmp_path / "fakequant.json").symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / "fakequant.json")
+    with pytest.raises(CheckpointError, match="it is no regular file"):
+        load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save", "deliver", "codes"])
+def test_a_name_that_no_file_can_hold_is_refused(call: str, tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("half \ud800", nn.Linear(64, 64))
+    model = fq.prepare(net, "int4_group32")
+    with pytest.raises(CheckpointError, match=r"cannot hold the name 'half \\ud800\..*rename the module"):
+        fq.deliver(model, tmp_path, "compressed-tensors") if call == "deliver" else save(
+            model, tmp_path, packed=call == "codes"
+        )
+    assert not [*tmp_path.iterdir()]

@@ -14,6 +14,7 @@ from torch import nn
 
 from fakequant.cli.steps import Steps
 from fakequant.errors import RecipeError, first_line, not_imported
+from fakequant.files import read_whole
 from fakequant.model.config import Config
 from fakequant.streaming import improve_folder
 
@@ -50,7 +51,7 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
         import transformers
 
         with reading(folder, "model", trust):
-            values = json.loads((folder / "config.json").read_text())
+            values = json.loads(read_whole(folder / "config.json"))
             named = (values.get("architectures") or [None])[0] if isinstance(values, dict) else None
             kind = getattr(transformers, named, None) if isinstance(named, str) else None
             own = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
 from fakequant.numerics.formats.tables import TableFormat
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _SPEC = QuantSpec("nf4")
+_STORAGES = (torch.uint8, *FLOATS)
+"""Types as which a file has bytes of two codes: sharded training of floats (FSDP) takes these alone."""
 _LARGEST = 1 << 16
 """Bytes from which a text is not that of a state."""
 
@@ -73,8 +75,10 @@ class _Nf4Weight:
         return value
 
     def _packed(self) -> Tensor:
-        count = -(-self.rows * self.columns // 2)
-        return self.module.get("weight", torch.uint8, (count,), (count, 1), (1, count))
+        bytes, key = -(-self.rows * self.columns // 2), f"{self.module.base}.weight"
+        held = self.module.tensors[key].dtype if key in self.module.tensors else torch.uint8
+        count = bytes // (held.itemsize if held in _STORAGES else 1)
+        return self.module.get("weight", _STORAGES, (count,), (count, 1), (1, count)).view(torch.uint8)
 
     def _scales(self) -> Tensor:
         """One scale for each block."""
@@ -87,7 +91,7 @@ class _Nf4Weight:
         codes = self.module.get("weight.absmax", torch.uint8, blocks)
         table = self.module.get("weight.nested_quant_map", torch.float32, (256,))
         shared = self.module.get("weight.nested_absmax", torch.float32, (-(-self.blocks // size),))
-        return table[codes.long()] * shared.repeat_interleave(size)[: self.blocks] + offset
+        return table[codes.long()] * shared.repeat_interleave(min(size, self.blocks))[: self.blocks] + offset
 
     def coded(self) -> CodedWeight:
         # Blocks go on from row to row: groups that divide rows and blocks have the scales of their blocks.
@@ -97,5 +101,6 @@ class _Nf4Weight:
     def _codes(self, group: int) -> Codes:
         packed, shape = self._packed(), self.module.shape
         codes = torch.stack([packed >> 4, packed & 15], -1).flatten()[: prod(shape)].reshape(shape)
-        scale = self._scales().repeat_interleave(self.size // group)[: prod(shape) // group]
+        count = prod(shape) // group
+        scale = self._scales().repeat_interleave(min(self.size // group, count))[:count]
         return codes, scale.reshape(self.rows, -1), None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fakequant.delivery.folder import built, check_counts
 from fakequant.delivery.format import DeliveryFormat, Engine, Part
 from fakequant.delivery.gguf import llama_cpp
 from fakequant.delivery.gguf.activations import computed_by_llama_cpp, has_cache, inputs_for
@@ -107,15 +108,18 @@ class Gguf(DeliveryFormat):
 
     def build(self, path: Path) -> nn.Module:
         transformers: Any = import_module("transformers")
+        file = GgufFile(path)  # which reads damaged files with care
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        file = GgufFile(path)
+        check_counts(config.to_dict(), len(file.tensors), path)
         if file.count > 1:  # of which transformers has looked into the first
             config.tie_word_embeddings = "output.weight" not in file.tensors
         try:
             architecture = architecture_of(SimpleNamespace(config=config))
             check_settings(file, architecture, config)
             dtype = {str(one): one for one in _KINDS}.get(str(file.metadata.get(_DTYPE)), torch.float32)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            size = sum(one.size for one in file.tensors.values())
+            make = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=dtype)
+            model = built(make, size, path).eval()
             NamedTensors(path, model)
         except CheckpointError as error:
             raise CheckpointError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fakequant.errors import CheckpointError
-from fakequant.files import remove_abandoned
+from fakequant.files import read_whole, remove_abandoned
 from fakequant.model.state.json_values import ALWAYS, Natural, plain_of
 from fakequant.model.state.plan import Plan, read_plan
 
@@ -81,7 +81,7 @@ def tensor_file_name(sha256: str) -> str:
 def named_files(folder: Path) -> list[str]:
     """The tensor files that the manifest in a folder names, the current one first; none where it cannot be read."""
     try:
-        values = json.loads((folder / MANIFEST).read_bytes())
+        values = json.loads(read_whole(folder / MANIFEST))
         names = [values["tensors"]["file"], values.get("previous")]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return []
@@ -128,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_whole(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it") from error
     except (OSError, ValueError, RecursionError) as error:

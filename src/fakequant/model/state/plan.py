@@ -177,7 +177,7 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
             _check_learned(held, f"{place}.learned.options")
             held.make_by_value()
         return plan
-    except (SpecError, ConfigError, UnexpectedValue, RecursionError) as error:
+    except (SpecError, ConfigError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{source} cannot be used: {error}. It is damaged, of a later version of fakequant, or needs what your own "
             "code registers (formats, layers, learned ranges)"

@@ -51,6 +51,13 @@ def file_content(
     >>> len(data), data[-2:]
     (66, b'\\x01\\x01')
     """
+    for name in tensors:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(
+                f"a file cannot hold the name {name!r:.200}: {error.reason}; rename the module"
+            ) from error
     # The names of dtypes and the order of tensors, which lies by dtype, are those of the same tensors without values.
     empty = {name: torch.empty(0, dtype=one.dtype) for name, one in tensors.items()}
     outline = require_safetensors().torch.save(empty, None if metadata is None else dict(metadata))

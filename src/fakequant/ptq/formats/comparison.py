@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import ConfigError
-from fakequant.files import output_errors, writable_file, write_whole
+from fakequant.files import output_errors, read_whole, writable_file, write_whole
 from fakequant.model.analysis.html import html_result
 from fakequant.model.state.json_values import value_of
 from fakequant.text import table
@@ -108,7 +108,7 @@ def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Wa
     """
     header = json.dumps({"fingerprint": fingerprint} | ({"negated": True} if negated else {}))
     with output_errors(file):
-        lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
+        lines = read_whole(file).decode("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
         if not lines:
             file.write_text(header + "\n", encoding="utf-8")
             return {}

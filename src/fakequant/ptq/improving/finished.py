@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fakequant.data.batches import KeptBatches
 from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.files import remove_abandoned, writable_folder, write_whole
+from fakequant.files import read_whole, remove_abandoned, writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.run.outputs import named_tensors
 from fakequant.model.state.json_values import value_of
@@ -140,7 +140,7 @@ class Finished:
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
-            data = path.read_bytes()
+            data = read_whole(path)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; give another folder") from error
         if not _is_whole(data):
