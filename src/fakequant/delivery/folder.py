@@ -232,7 +232,8 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    for key, value in values.items() if isinstance(values, Mapping) else ():
+    named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
+    for key, value in named.items():
         check_counts(value, tensors, path)
         limit = max(tensors, _FEW) if "layer" in key else _COUNTS
         if isinstance(value, (int, float)) and _COUNTED.search(key) and not abs(value) <= limit:
