@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.data.again import unchanged
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
@@ -121,7 +122,7 @@ def check_metric(metric: Any, caller: str) -> None:
 
 
 def measured(metric: Metric, model: nn.Module) -> float:
-    """What a metric gives for a model.
+    """What a metric gives for a model, which is as before.
 
     Raises:
         ConfigError: no number.
@@ -130,7 +131,8 @@ def measured(metric: Metric, model: nn.Module) -> float:
     Traceback (most recent call last):
     fakequant.errors.ConfigError: metric(model) returned None, not a number; return one, larger is better
     """
-    value = metric(model)
+    with unchanged(model):
+        value = metric(model)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fakequant.data.again import Runs, Values, original, unchanged
 from fakequant.data.failures import OF_TORCH, BatchError, described, failure_named
 from fakequant.data.progress import length, track
 from fakequant.data.token_mask import Mask, TokenMask
@@ -67,7 +69,7 @@ class Batches:
             raise ConfigError("inputs= and forward= both say how the model is called with a batch; give one of them")
         self.call: Forward = forward or partial(run_batch, inputs=inputs)
         self.mask, self.progress = TokenMask(mask), progress
-        self._data, self._caller = data, caller
+        self._data, self._caller, self.runs = data, caller, Runs()
         self._numbers: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,17 +90,26 @@ class Batches:
         """
         return track(self, what, length(self._data), self.progress)
 
-    def run(self, model: nn.Module, batch: Any) -> Any:
-        """What a model gives for one of the batches.
+    def one_pass(self, model: nn.Module) -> AbstractContextManager[Values]:
+        """A context in which a model goes on from batch to batch; afterwards it is as before."""
+        return self.runs.one_pass(model)
+
+    def run(self, model: nn.Module, batch: Any, *, alone: bool = True) -> Any:
+        """What a model gives for one of the batches; the model and the batch are as before, see `unchanged`.
+
+        Args:
+            model: any.
+            batch: one of these.
+            alone: whether nothing else changes the model meanwhile; else what it changes itself stays.
 
         Raises:
             BatchError: the model failed; names the number of the batch, its shapes and the layer. Other errors of this
                 package than that of a dtype, and those that arise outside of the model, stay.
         """
-        number = self._numbers[id(batch)]
+        number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
         with failure_named(model, lambda *failed: BatchError(number, batch, *failed), kinds):
-            return self.call(model, batch)
+            return self.runs.run(model, batch, self.call, alone=alone)
 
     def kept(self) -> KeptBatches:
         """All batches, for several runs.
@@ -171,13 +182,13 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self, model: nn.Module) -> Any:
-        """What a model gives for them.
+        """What a model gives for them; both are as before, see `unchanged`.
 
         Raises:
             ConfigError: the model failed; names the shapes and the layer. Errors of this package stay.
         """
-        with failure_named(model, self._refused):
-            return model(*self.args, **self.kwargs)
+        with failure_named(model, self._refused), unchanged(model, (self.args, self.kwargs)) as values:
+            return values.apart(model(*self.args, **self.kwargs))
 
     def _refused(self, where: str, cause: str) -> ConfigError:
         return ConfigError(

@@ -14,6 +14,7 @@ from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import Inputs, example_arguments, select_inputs
 from fakequant.data.failures import OF_TORCH, described
@@ -32,7 +33,6 @@ from fakequant.export.trace import TracedSite, sites, to_onnx, trace
 from fakequant.export.verification.runtime import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.modes import evaluating, in_eval_mode
-from fakequant.model.run.recording import with_buffers
 from fakequant.model.run.tracing import example_named
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
@@ -210,7 +210,7 @@ def _refuse_lost_inputs(model: nn.Module, converted: ModelProto, ready: Traced, 
     def run(example: Any) -> Any:
         args, kwargs = example
         kwargs = {name: x for name, x in kwargs.items() if name not in ready.state}
-        with restore_after(with_buffers(model)), evaluating(model), torch.no_grad():
+        with restore_after(state_before(model)), evaluating(model), torch.no_grad():
             return model(*args, **kwargs)
 
     names = [value.name for value in converted.graph.input]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import time
+from itertools import count
 from typing import Any
 
 import pytest
@@ -99,15 +100,29 @@ def test_a_model_that_mixes_up_its_batches_is_refused() -> None:
     assert recorded.order == ["first", "second"]
 
 
-class Noisy(Branching):
+class Counting(Branching):
+    numbers = count()
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.rand(())
+        return super().forward(x) + next(self.numbers)
 
 
-def test_a_model_that_draws_random_numbers_is_not() -> None:
-    recorded = call_order(model := Noisy(), {}, kept(batches(), run))
-    check_side_by_side(model, {}, kept(batches(), run), recorded)
-    assert (len(recorded.counts), recorded.outputs_repeat) == (4, False)
+class Drawing(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state += 1.0
+        return super().forward(x) + torch.rand(()) + self.state
+
+
+@pytest.mark.parametrize(("cls", "repeats"), [(Counting, False), (Drawing, True)])
+def test_a_model_that_keeps_values_elsewhere_is_not(cls: type[Branching], repeats: bool) -> None:
+    given = kept(batches(), run)
+    recorded = call_order(model := cls(), layers_of(model), given)
+    check_side_by_side(model, layers_of(model), given, recorded)
+    assert (len(recorded.counts), recorded.outputs_repeat) == (4, repeats)
 
 
 def test_layers_that_get_one_tensor_are_siblings() -> None:

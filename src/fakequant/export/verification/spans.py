@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fakequant.data.again import state_before
 from fakequant.export.graph import names_read
 from fakequant.export.verification.check import SiteCheck
 from fakequant.export.verification.verdict import Span
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
-from fakequant.model.run.recording import with_buffers
 from fakequant.nn.products.recurrent_loop import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.by_value import ByValue, call_again
@@ -97,7 +97,7 @@ class Spans:
             values: runs the file with the batch.
             bins: which ranges the batch chooses by its values.
         """
-        before = with_buffers(self.model)
+        before = state_before(self.model)
         found = _Pass(self, values(), bins)
         last = found.run(run)
         if (
@@ -110,7 +110,7 @@ class Spans:
                 self.of_checks[index].missing = True
         moved: dict[int, float] = {}
         if found.suspects:
-            with restore_after(with_buffers(self.model)):
+            with restore_after(state_before(self.model)):
                 before()
                 again = _Pass(self, values(), bins, loose=loose, ours=found.suspects)
                 again.run(run)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.errors import VerificationError
@@ -37,7 +38,6 @@ from fakequant.export.verification.spans import Spans, Values, outputs_of
 from fakequant.export.verification.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
 from fakequant.model.modes import evaluating
-from fakequant.model.run.recording import with_buffers
 from fakequant.model.run.tracing import separate
 from fakequant.nn.ranges.by_value import bins_of_call
 from fakequant.nn.wrappers import unwrapped
@@ -91,7 +91,7 @@ def verify_onnx(
     check_path(path, _CALL, VerificationError)
     if model is not None:
         check_model(model, "verify_onnx", _CALL, VerificationError)
-        with unwrapped(model) as inner, restore_after(with_buffers(inner)):
+        with unwrapped(model) as inner, restore_after(state_before(inner)):
             return _verified(path, inner, batches, inputs)
     return _verified(path, None, batches, inputs)
 
@@ -176,7 +176,7 @@ def _beside(
 ) -> Mapping[str, Tensor]:
     """Compare a file with its model for one batch; returns the last tensors of the file."""
     model = spans.model
-    before = with_buffers(model)
+    before = state_before(model)
 
     def run(change: Callable[[Tensor], Tensor]) -> Any:
         changed: dict[int, Tensor] = {}  # a tensor that occurs twice stays one

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration.transformed import outside_of_transforms
+from fakequant.data.again import SeveralPasses
 from fakequant.data.arguments import Metric, check_metric, check_model, measured, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
@@ -20,7 +21,7 @@ from fakequant.model.analysis.html import html_result
 from fakequant.model.analysis.reuse import ReusedOutputs
 from fakequant.model.execution import simulated
 from fakequant.model.modes import disabled, evaluating, modes
-from fakequant.model.run.outputs import Distance, decibels, named_tensors, shown_place
+from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.paths import join
@@ -225,12 +226,15 @@ def _by_output(layer: str, distance: Distance) -> Sensitivity:
 def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Quantizer]]) -> dict[str, Distance]:
     """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
     distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
+    passes = SeveralPasses(model)
     measured: int | None = None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
         for batch in batches.tracked("measuring layers"):
             with kept.record():
-                output = batches.run(model, batch)
+                output = passes.run("float", lambda batch=batch: batches.run(model, batch))
                 exact = {place: tensor.clone() for place, tensor in named_tensors(output).items()}
+            if measured is None:
+                check_again(model, batches, batch, exact)
             if not exact:
                 raise ConfigError(
                     f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
@@ -240,7 +244,7 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
                 try:
                     _set(own, Mode.QUANTIZE)
                     with kept.reuse():
-                        outputs = named_tensors(batches.run(model, batch))
+                        outputs = named_tensors(passes.run(name, lambda batch=batch: batches.run(model, batch)))
                 finally:
                     _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
                 distances[name].add(exact, outputs)
@@ -271,7 +275,7 @@ def run_all(model: nn.Module, batches: Batches, after: Callable[[int, Any, Any],
         ConfigError: there is no batch.
     """
     number = -1
-    with evaluating(model), cached_weights(model), torch.no_grad():
+    with batches.one_pass(model), evaluating(model), cached_weights(model), torch.no_grad():
         for number, batch in enumerate(batches.tracked("measuring")):
             after(number, batch, batches.run(model, batch))
     if number < 0:

@@ -86,7 +86,8 @@ class Observation:
         for weight in self.weights.values():
             if weight.quantizer.dynamic:
                 weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
-        with self._observing(), evaluating(self.model), torch.no_grad():
+        # From batch to batch the model goes on, as when it is used: what it keeps then has a range, too.
+        with self.data.one_pass(self._inner()), self._observing(), evaluating(self.model), torch.no_grad():
             self._show(shared=shared)
             called = {layer_of(name) for name, weight in self.weights.items() if observed(weight.quantizer)}
             for name, weight in self.weights.items():

@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import KeptBatches
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.data.again import unchanged
+from fakequant.data.batches import Batches, KeptBatches
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.nn.contexts import cached_weights
+from fakequant.text import listed
 
+_ROUNDING = 1e-6
+"""By how much two runs may differ, as a share of the norm: a GPU adds in any order."""
 Place = tuple[Any, ...]
 """The keys, indices and names of fields that lead to a tensor in an output."""
 
@@ -172,6 +176,56 @@ class OutputErrors(NamedTuple):
     rows: Tensor
 
 
+def check_again(
+    model: nn.Module, batches: Batches, batch: Any, first: Mapping[Place, Tensor], mask: Tensor | None = None
+) -> None:
+    """Warn if a second run of a model gives something else than the first: random numbers, or what a run leaves.
+
+    The figures hold all the same: each pass over the batches starts from the same random numbers and values.
+
+    Args:
+        model: in the mode in which it gave the first outputs.
+        batch: the first one of the batches.
+        first: copies of what the model gave for it.
+        mask: the tokens of these that count.
+    """
+
+    def run() -> dict[Place, Tensor]:
+        outputs = _unmasked(named_tensors(batches.run(model, batch)), mask)
+        return {place: y.clone() for place, y in outputs.items()}
+
+    with evaluating(model), torch.no_grad():
+        before = torch.get_rng_state()
+        with unchanged(model, batch) as values:
+            second = run()
+            draws = not torch.equal(before, torch.get_rng_state())
+            third = run() if draws or values.changes().things else second
+    if elsewhere := _differ(first, second):
+        warn_user(
+            f"two runs of the model on one batch differ by {elsewhere:.1e} of the output, with its tensors, attributes "
+            "and random numbers put back: it keeps values elsewhere, and each figure holds this difference; reset them "
+            "in forward=",
+            CalibrationWarning,
+        )
+    elif left := _differ(second, third):
+        state = f"keeps what a run leaves ({listed(values.changed.names, 3)})" if values.changed.things else ""
+        what = " and ".join(filter(None, (state, "draws random numbers" if draws else "")))
+        warn_user(
+            f"two runs of the model on one batch differ by {left:.1e} of the output: in eval mode it {what}. All that "
+            "is compared starts from the same, and goes on from batch to batch; if batches are independent, reset the "
+            "model in forward=",
+            CalibrationWarning,
+        )
+
+
+def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float:
+    """How far two runs are apart, as a share of the norm; 0 for what the order of sums on a GPU may change."""
+    distance = Distance()
+    distance.add(one, other)
+    found = max(distance.shares.values(), default=0.0) ** 0.5
+    return found if found > _ROUNDING else 0.0
+
+
 class OutputDistance:
     """How far a model's outputs are from those of the float model.
 
@@ -188,7 +242,10 @@ class OutputDistance:
 
     def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
         self.batches = batches
-        self._wanted = [{name: y.clone() for name, y in found.items()} for found in self._outputs(model)]
+        with batches.one_pass(model):
+            self._wanted = [{name: y.clone() for name, y in found.items()} for found in self._outputs(model)]
+        if self._wanted:
+            check_again(model, batches, next(iter(batches)), self._wanted[0], next(iter(batches.masks.values())))
 
     @property
     def wanted(self) -> list[Tensor]:
@@ -216,19 +273,15 @@ class OutputDistance:
     def of(self, model: nn.Module) -> Distance:
         """The distance of another model, or of the same one as it is now."""
         found = Distance()
-        with cached_weights(model):
+        with cached_weights(model), self.batches.one_pass(model):
             for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
                 found.add(wanted, outputs)
         return found
 
     def errors_of(self, model: nn.Module) -> OutputErrors:
         """The distance of a model, and the error of each row, from one run of the batches."""
-        with cached_weights(model):
+        with cached_weights(model), self.batches.one_pass(model):
             return self._errors(self._outputs(model))
-
-    def errors(self, outputs: Iterable[Mapping[Place, Tensor]]) -> OutputErrors:
-        """The same of outputs that the model gave before, one for each batch, as `named_tensors` gives them."""
-        return self._errors(map(_unmasked, outputs, self.batches.masks.values()))
 
     def _errors(self, outputs: Iterable[Mapping[Place, Tensor]]) -> OutputErrors:
         energy: dict[Place, float] = {}

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from fakequant.data.again import unchanged
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.modes import evaluating
-from fakequant.model.run.memory import holds_mask, largest, version_of
+from fakequant.model.run.memory import holds_mask, largest
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.run.recorded import EXTREME, OF_A_CACHE, QUANTIZER, WITHOUT_FLOATS, ModuleCall, Recording
 from fakequant.model.run.recorder import PLAIN, Detail, Recorder, name_of, quantizes, tensors_in
@@ -25,7 +25,7 @@ from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.functions import CalledAs, called_as
 from fakequant.nn.sites.sites import operands_of, takes_floats
 from fakequant.nn.sites.unseen import OF_CACHE, hide_caches
-from fakequant.restore import Restore, restore_after, structure_of
+from fakequant.restore import restore_after
 from fakequant.text import listed, module_name
 
 
@@ -47,10 +47,8 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     """
     hide_caches()
     recorder = _WholeRecorder(model)
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with (
-        restore_after(with_buffers(model)),
-        torch.random.fork_rng(devices),
+        unchanged(model),
         mode(model),
         torch.no_grad(),
         recorder.recording_on(),
@@ -82,23 +80,6 @@ def watching(model: nn.Module) -> Iterator[Recording]:
     recorder = Recorder(model)
     with recorder.recording_on():
         yield recorder.recording
-
-
-def with_buffers(model: nn.Module) -> Restore:
-    """What `structure_of` restores, and the values of buffers, to which a module may write in eval mode, too."""
-    structure = structure_of([model])
-    held = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]
-    buffers = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in held]
-
-    def restore() -> None:
-        structure()
-        for buffer, version, value in buffers:
-            written = version_of(buffer) != version if version is not None else not torch.equal(buffer, value)
-            if written:
-                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                    buffer.copy_(value)
-
-    return restore
 
 
 class _WholeRecorder(Recorder):

@@ -97,7 +97,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
         judging = split.judging(alone)
-        recorded = call_order(model, found, split.all, judging.batches.numbered)
+        recorded = call_order(model, found, split.all)
         check_side_by_side(model, found, split.all, recorded)
         fixed = fixed_parameters(model, recorded.first)
         learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))

@@ -49,7 +49,7 @@ class OutputCheck(OutputDistance):
         if (found := self.difference()) > self._allowed:
             raise ConfigError(
                 f"two runs of the model differ by {found:.1e} of the output, so that a change of its weights cannot be "
-                "checked; fix the random numbers that it draws, for example in forward="
+                "checked; reset in forward= what it keeps outside of its tensors and attributes"
             )
 
     def run(self) -> Any:

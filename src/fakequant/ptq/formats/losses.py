@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.arguments import Metric
+from fakequant.data.arguments import Metric, measured
 from fakequant.data.batches import KeptBatches
 from fakequant.data.progress import track
 from fakequant.errors import CalibrationError, ConfigError
@@ -35,14 +35,15 @@ def divergence(model: nn.Module, batches: KeptBatches) -> Metric:
         model: in float, in eval mode; its first floating output holds logits [..., classes].
         batches: those to compare on.
     """
-    with torch.no_grad():
+    with torch.no_grad(), batches.one_pass(model):
         wanted = [_logits(batches.run(model, batch)) for batch in batches]
 
     def loss(other: nn.Module) -> float:
-        total = sum(
-            float(nn.functional.kl_div(_logits(batches.run(other, batch)), one, log_target=True, reduction="sum"))
-            for batch, one in zip(batches, wanted, strict=True)
-        )
+        with batches.one_pass(other):
+            total = sum(
+                float(nn.functional.kl_div(_logits(batches.run(other, batch)), one, log_target=True, reduction="sum"))
+                for batch, one in zip(batches, wanted, strict=True)
+            )
         return total / sum(one.numel() // one.shape[-1] for one in wanted)
 
     return loss
@@ -71,13 +72,13 @@ def losses_alone(
         progress: whether to show a progress bar.
     """
     with evaluating(model):
-        before = float(loss(model))
+        before = measured(loss, model)
     found: dict[tuple[str, str], Tensor] = {}
     tried = [(place, layer, name) for place, layer in enumerate(layers) for name in quantized]
     for place, layer, name in track(tried, "scoring layers", len(tried), progress):
         twin, prefix = quantized[name], f"{layer}." if layer else ""
         with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
-            added = float(loss(twin)) - before
+            added = measured(loss, twin) - before
         if math.isnan(added):
             raise ConfigError(f"the loss with {module_name(layer)} alone in {name} is NaN")
         found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
@@ -107,7 +108,7 @@ def arriving_errors(
     least = min(energies.values())
     weights = {place: (least / energy) ** 0.5 for place, energy in energies.items()}  # at most 1, for half precision
     # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
-    with restore_after(attributes_of(model.parameters(), "requires_grad")):
+    with batches.one_pass(model), restore_after(attributes_of(model.parameters(), "requires_grad")):
         model.requires_grad_(requires_grad=False)
         for number, batch in enumerate(batches.tracked("scoring layers")):
             _add_errors(layers, quantized, lambda b=batch: batches.run(model, b), parts, (number, weights))
@@ -121,12 +122,12 @@ def arriving_errors(
 def _energies(model: nn.Module, batches: KeptBatches) -> dict[Place, float]:
     """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
     found = Distance()
-    for number, batch in enumerate(batches):
-        with torch.no_grad():
+    with torch.no_grad(), batches.one_pass(model):
+        for number, batch in enumerate(batches):
             outputs = named_tensors(batches.run(model, batch))
-        if any(bool(y.isnan().any()) for y in outputs.values()):
-            raise _nan(number)
-        found.add(outputs, outputs)
+            if any(bool(y.isnan().any()) for y in outputs.values()):
+                raise _nan(number)
+            found.add(outputs, outputs)
     return found.energies
 
 

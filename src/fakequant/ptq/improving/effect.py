@@ -74,7 +74,7 @@ class Effect:
     Args:
         model: quantized, before the change.
         judging: on which batches, see `Split.judging`.
-        recorded: with the outputs of these batches.
+        recorded: whether their outputs repeat.
         processes: they judge together.
     """
 
@@ -87,7 +87,7 @@ class Effect:
         if why_not is None:
             with disabled(model):
                 self._outputs = OutputDistance(model, judged)
-            own = self._outputs.errors(recorded.outputs[number] for number in judged.numbered)
+            own = self._outputs.errors_of(model)
             self._before = own.distance.mean
             if not self._outputs.has_outputs:
                 why_not = "the model gives no floats"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.again import unchanged
 from fakequant.data.batches import KeptBatches
 from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import CheckpointError, ConfigError
@@ -212,8 +213,7 @@ def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) ->
         of_batches = digest([*batches])
     except NoDigestError as error:
         raise NoDigestError(f"in a batch, {error}, or leave out the folder or file") from error
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices), evaluating(model), disabled(model), torch.no_grad():
+    with unchanged(model), evaluating(model), disabled(model), torch.no_grad():
         torch.manual_seed(0)
         output = batches.run_first(model)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -71,10 +71,11 @@ def improve(  # noqa: PLR0913  all but the first three by name
     their matrices take 32 MB together, and their errors count as independent, which a remark says.
 
     The batches run three times in all, however many layers there are, and side by side while layers are chosen: see
-    `fakequant.ptq.inputs.stream`. The first two run once more, to see that the model gives the same side by side: one
-    that keeps values of a call in its modules would mix up the batches in silence. Where no batch judges, as with
-    `judge=[]` or a single batch, up to four run twice more; a `checkpoint` runs the first one once more. A layer that a
-    batch calls several times, and those after it, get no `drift`.
+    `fakequant.ptq.inputs.stream`. A model that keeps values from batch to batch, or draws random numbers, finds there
+    what it found in the first run. The first two run once more, to see that the model gives the same side by side, and
+    those that judge once more. Where no batch judges, as with `judge=[]` or a single batch, up to four run three times
+    more; a `checkpoint` runs the first one once more. A layer that a batch calls several times, and those after it, get
+    no `drift`.
 
     Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
     these does not fall by more than chance explains, the choices go back, except for the layers that lower it. To find
@@ -164,8 +165,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), torch.no_grad():
         judging = split.judging(processes) if undo is not None else None
-        keep = () if judging is None else judging.batches.numbered
-        layers, recorded, fixed, result = _looked_at(model, weights, split.all, keep)
+        layers, recorded, fixed, result = _looked_at(model, weights, split.all)
         check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = {} if judging is None else _states(layers.values())
         if undo is not None:
@@ -343,12 +343,10 @@ class _LookedAt(NamedTuple):
     """With a row for each other weight."""
 
 
-def _looked_at(
-    model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches, judging: Container[int]
-) -> _LookedAt:
+def _looked_at(model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches) -> _LookedAt:
     """Run all batches, to see how the model calls its layers, and which products are what they seem."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
-    recorded = call_order(model, layers, batches, judging)
+    recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)
     notes = {path: _why_not(product, fixed) for path, product in weights.items()}  # calls show what functions compute
     layers = {path: own for path, own in layers.items() if notes[path] is None}

@@ -10,16 +10,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from fakequant.data.again import Changes, random_state
 from fakequant.data.batches import KeptBatches
 from fakequant.distributed import Together
 from fakequant.errors import ConfigError
-from fakequant.model.run.outputs import Place, named_tensors
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import watching
 from fakequant.nn.paths import layer_of
 from fakequant.ptq.inputs.added import AddedOperand
 from fakequant.ptq.inputs.call import LayerCall
+from fakequant.restore import Restore, in_order
 
 CHECKED = 2
 """How many batches run alone, and once more side by side, before anything is changed."""
@@ -41,7 +43,7 @@ class CallOrder:
         counts: for each batch, how often it calls each layer.
         siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
         first: the run of the first batch.
-        outputs: copies of the outputs of some batches, by number and place.
+        starts: by number of a batch, what restores what it found: what earlier ones left, and random numbers.
         outputs_repeat: whether a second run of the first batch gives the same.
     """
 
@@ -49,7 +51,7 @@ class CallOrder:
     counts: list[Counter[str]] = field(default_factory=list)
     siblings: dict[str, list[str]] = field(default_factory=dict)
     first: Recording = field(default_factory=Recording)
-    outputs: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
+    starts: dict[int, Restore] = field(default_factory=dict)
     outputs_repeat: bool = True
     added: dict[str, AddedOperand] = field(default_factory=dict)
     """Where the values are seen that the results of layers are added to."""
@@ -84,16 +86,13 @@ class CallOrder:
         return self.order[:first], self.order[first:]
 
 
-def call_order(
-    model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches, keep: Container[int] = ()
-) -> CallOrder:
+def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
     """Run all batches once and count the calls of the layers.
 
     Args:
         model: as it will run.
         layers: by name.
         batches: of the run; the first one is recorded.
-        keep: numbers of batches whose outputs are kept.
     """
     found = CallOrder()
     last: dict[str, int] = {}
@@ -108,9 +107,11 @@ def call_order(
         found.counts[-1][name] += 1
         readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
 
-    with watched(layers, count), torch.no_grad():
+    with watched(layers, count), torch.no_grad(), batches.one_pass(model) as values:
+        left = Changes()
         for number, batch in batches.numbered.items():
             found.counts.append(Counter())
+            found.starts[number] = in_order(random_state(model), left.capture())
             with nullcontext(found.first) if seen else watching(model) as found.first:
                 result = batches.run(model, batch)
             seen.append({name: [] for name in found.counts[-1]})
@@ -119,9 +120,9 @@ def call_order(
                     seen[-1][name].append(names)
             readers.clear()
             if len(seen) <= CHECKED:
-                found.checked[number] = result
-            if number in keep:
-                found.outputs[number] = {place: y.clone() for place, y in named_tensors(result).items()}
+                found.checked[number] = tree_map_only(Tensor, Tensor.clone, result)
+            if left.things or len(seen) == 1:  # a model that has written nothing by then writes nothing
+                left = values.changes()
     found.order = sorted(last, key=last.__getitem__)
     found.siblings = _siblings(seen)
     return found

@@ -27,11 +27,11 @@ from fakequant.errors import ConfigError
 from fakequant.ptq.inputs.added import operands_seen
 from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CHECKED, CallOrder, Watchable, watched
-from fakequant.restore import restore_after, surely
+from fakequant.restore import Restore, restore_after, surely
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
-NOT_REPEATED = "a second run gives other outputs: the model draws random numbers, or keeps values of earlier batches"
+NOT_REPEATED = "a second run gives other outputs: the model keeps values outside of its tensors and attributes"
 
 
 class Stage(NamedTuple):
@@ -80,9 +80,11 @@ def check_side_by_side(
     results: dict[int, Any] = {}
 
     def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
-        results[numbered[0]] = batches.run(model, numbered[1])
+        number = numbered[0]
+        results[number] = batches.run(model, batches.numbered[number], alone=False)
 
     checked = Batches(list(batches.numbered.items())[:CHECKED], "", forward=store).kept()
+    checked.runs = batches.runs
     with Stream(model, layers, checked, recorded) as stream:
         for stage in stream:
             see(stage)
@@ -93,9 +95,9 @@ def check_side_by_side(
         recorded.outputs_repeat = _equal(batches.run_first(model), next(iter(outputs.values())))
     if recorded.outputs_repeat:
         raise ConfigError(
-            "the model gives other results when its batches run side by side, so it keeps values of a call in its "
-            "modules or depends on a context of this thread such as autocast; give all examples as one batch, or enter "
-            "the context in forward="
+            "the model gives other results when its batches run side by side, so it keeps values of a call outside of "
+            "its modules or depends on a context of this thread such as autocast; give all examples as one batch, or "
+            "enter the context in forward="
         )
 
 
@@ -130,7 +132,13 @@ class Stream:
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
         self._model, self._added = model, recorded.added
         self.lanes = [
-            _Lane(number, recorded.counts[number], lambda batch=batch: batches.run(model, batch))
+            _Lane(
+                number,
+                recorded.counts[number],
+                lambda batch=batch: batches.run(model, batch, alone=False),
+                lambda: batches.runs.state(model),
+                recorded.starts[number],
+            )
             for number, batch in batches.numbered.items()
         ]
 
@@ -217,12 +225,15 @@ class _Lane:
     Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
     """
 
-    def __init__(self, number: int, counted: Counter[str], call: Any) -> None:
+    def __init__(
+        self, number: int, counted: Counter[str], call: Any, state: Callable[[], Restore], start: Restore
+    ) -> None:
         self.number, self.may_go = number, True
         self.at: str | None = None
         self.calls: dict[str, list[LayerCall]] = {}
         self.added: dict[str, Tensor] = {}
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
+        self._state, self._own = state, start
         self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
         self._is_started = self._is_ended = self._is_over = False
@@ -252,12 +263,15 @@ class _Lane:
             Exception: what the forward pass raised.
         """
         self.may_go, self.at = False, None
-        if self._is_started:
-            self._turns.put(None)
-        else:
-            _thread.start_new_thread(self._run, ())
-            self._is_started = True
-        self._pauses.get()
+        with restore_after(self._state()):  # a batch finds what it finds alone, random numbers too
+            self._own()
+            if self._is_started:
+                self._turns.put(None)
+            else:
+                _thread.start_new_thread(self._run, ())
+                self._is_started = True
+            self._pauses.get()
+            self._own = self._state()
         if self._error is not None:
             raise self._error
 

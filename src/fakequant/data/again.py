@@ -1,0 +1,415 @@
+"""Run a model so that the next run finds everything as this one did: its values, the batch, and random numbers."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import random
+import sys
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from fakequant.distributed import is_moved
+from fakequant.nn.quantizer import Quantizer
+from fakequant.restore import Restore, in_order, restore_after
+
+_ROOT = __name__.partition(".")[0]
+_WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy", _ROOT} - {"types"}
+"""Packages whose objects are not looked into: what they hold is no state of a model, or is known by its type."""
+_VALUES = (Tensor, np.ndarray, torch.Generator)
+_MISSING = object()
+_LEAVES = (str, bytes, int, float, complex, type, type(None), FunctionType, MethodType, ModuleType)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GIVEN = "the batch"
+_KEPT: ContextVar[frozenset[int]] = ContextVar("kept", default=frozenset())
+"""The models that an outer `unchanged` restores."""
+
+
+class Changes(NamedTuple):
+    """What runs of a model write.
+
+    Attributes:
+        things: tensors, arrays and containers by name, each with the keys that are written if it is a dict.
+    """
+
+    things: tuple[tuple[str, Any, tuple[Any, ...] | None], ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all that is written."""
+        return [name for path, _, keys in self.things for name in ([path] if keys is None else _names(path, keys))]
+
+    def of_model(self) -> Changes:
+        """Without what belongs to a batch."""
+        return Changes(tuple(own for own in self.things if own[0].partition(".")[0] != _GIVEN))
+
+    def capture(self) -> Restore:
+        """A function that gives all of it the value that it has now."""
+        with _plainly():
+            found = [(one, keys, _captured(one, keys)) for _, one, keys in self.things]
+
+        def restore() -> None:
+            with _plainly():
+                for one, keys, value in found:
+                    _put(one, keys, value)
+
+        return restore
+
+
+class Values:
+    """The values of all tensors, arrays and containers that can be reached from some objects, to be restored.
+
+    Modules, dicts, lists, sets, tuples and plain objects are looked into. A `Quantizer` is not: what it keeps of a run
+    is what the run is for.
+
+    Args:
+        roots: the objects by name.
+
+    Attributes:
+        changed: what `restore` found to be written.
+
+    >>> batch, layer = {"x": torch.zeros(2), "cache": []}, nn.BatchNorm1d(2)
+    >>> values = Values({"batch": batch, "": layer})
+    >>> batch["x"] += 1
+    >>> batch["cache"].append(1)
+    >>> layer.running_mean.data[0] = 3.0
+    >>> values.restore()
+    >>> batch, layer.running_mean, sorted(values.changed.names)
+    ({'x': tensor([0., 0.]), 'cache': []}, tensor([0., 0.]), ['batch.cache', 'batch.x', 'running_mean'])
+    """
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self.changed = Changes()
+        self._held: list[tuple[str, Any, Any]] = []
+        seen: dict[int, Any] = {}
+        stack = [*roots.items()]
+        with _plainly():
+            while stack:
+                path, one = stack.pop()
+                if not isinstance(one, _LEAVES) and id(one) not in seen:
+                    seen[id(one)] = one
+                    stack += self._add(path, one)
+
+    def _add(self, path: str, one: Any) -> Iterable[tuple[str, Any]]:
+        """Keep what one object holds; the objects in it by name."""
+        if isinstance(one, tuple):
+            return [(path, item) for item in one]
+        held = one if isinstance(one, _VALUES) else _contents_of(one)
+        if held is None or (value := _captured(held, None)) is None:
+            return []
+        self._held.append((path, held, value))
+        if isinstance(one, nn.Module):  # a lazy one gets another class
+            self._held.append((path, one, type(one)))
+        if isinstance(held, _VALUES):
+            return []
+        if isinstance(held, dict):
+            return [(_joined(path, key), item) for key, item in held.items()]
+        return [(path, item) for item in held]
+
+    def changes(self) -> Changes:
+        """What has another value now."""
+        with _plainly():
+            found = [(path, one, value) for path, one, value in self._held if not _is_same(one, value)]
+        return Changes(
+            tuple(
+                (path, one, _written_keys(one, value) if isinstance(one, dict) else None) for path, one, value in found
+            )
+        )
+
+    def restore(self) -> None:
+        """Give everything its value back; may run twice."""
+        now = self.changes()
+        self.changed = self.changed if self.changed.things else now
+        places = {id(one) for _, one, _ in now.things}
+        with _plainly():
+            for _, one, value in self._held:
+                if id(one) in places:
+                    _put(one, None, value)
+
+    def apart(self, result: Any) -> Any:
+        """A result of the run, with copies of the tensors that share memory with what `restore` will write."""
+        kept: dict[int, list[tuple[Any, Any]]] = {}
+        for _, one, value in self._held:
+            if isinstance(one, Tensor) and (memory := _memory_of(one)):
+                kept.setdefault(memory, []).append((one, value))
+
+        def copied(y: Tensor) -> Tensor:
+            held = kept.get(_memory_of(y), ())
+            with _plainly():
+                is_written = any(not same_bits(one, value) for one, value in held)
+            return y.clone() if is_written else y
+
+        return tree_map_only(Tensor, copied, result)
+
+
+def _joined(path: str, key: Any) -> str:
+    if key in _OF_MODULES:
+        return path
+    return f"{path}.{key}" if path else str(key)
+
+
+def _names(path: str, keys: Iterable[Any]) -> list[str]:
+    return [_joined(path, key) or "the model" for key in keys]
+
+
+def _contents_of(one: Any) -> Any:
+    """The container in which an object keeps what can be changed; None where there is none that is looked into."""
+    if isinstance(one, (dict, list, set, deque)):
+        return one
+    if isinstance(one, (Quantizer, torch.jit.ScriptModule)) or (
+        isinstance(one, Mapping) and not isinstance(one, UserDict)
+    ):
+        return None  # a mapping of another kind may be a disk
+    package = type(one).__module__.partition(".")[0]
+    if package in _WITHOUT_STATE and not isinstance(one, (nn.Module, SimpleNamespace)):
+        return None
+    held = getattr(one, "__dict__", None)
+    return held if isinstance(held, dict) else None
+
+
+def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
+    """The value of a tensor or an array, the state of a generator, or the items of a container; None for none.
+
+    Args:
+        keys: of a dict, those that count; None: all.
+    """
+    if isinstance(one, nn.Module):
+        return type(one)
+    if isinstance(one, torch.Generator):
+        return one.get_state()
+    if isinstance(one, np.ndarray):
+        return one.copy() if type(one) is np.ndarray and one.dtype != object else None  # a memory map may be a disk
+    if isinstance(one, dict):
+        return dict(one) if keys is None else {key: one[key] for key in keys if key in one}
+    if not isinstance(one, Tensor):
+        return [*one]
+    if one.is_meta or is_lazy(one) or one.layout is not torch.strided or one.is_nested or one.is_quantized:
+        return None
+    return one.detach().clone()
+
+
+def _is_same(one: Any, value: Any) -> bool:
+    if isinstance(one, nn.Module):
+        return type(one) is value
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), value)
+    if isinstance(one, np.ndarray):
+        return one.tobytes() == value.tobytes()
+    if isinstance(one, Tensor):
+        return same_bits(one, value)
+    return len(one) == len(value) and (
+        not _written_keys(one, value) if isinstance(one, dict) else all(map(operator.is_, one, value))
+    )
+
+
+def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]:
+    gone = [key for key in value if key not in one]
+    return tuple(gone + [key for key, item in one.items() if value.get(key, _MISSING) is not item])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits: NaN equals NaN, and the sign of a zero counts."""
+    one, other = (getattr(x.detach(), "to_local", x.detach)() for x in (one, other))
+    if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+        return False
+    if one.is_complex():
+        one, other = (torch.view_as_real(x.resolve_conj()) for x in (one, other))
+    if one.is_floating_point():
+        one, other = (x.contiguous().view(_BITS[x.element_size()]) for x in (one, other))
+    return torch.equal(one, other)
+
+
+def _memory_of(x: Tensor) -> int:
+    has_memory = x.layout is torch.strided and torch._C._has_storage(x)  # type: ignore[attr-defined]  without a stub
+    return x.untyped_storage().data_ptr() if has_memory and not is_lazy(x) else 0
+
+
+def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
+    """Give something the value that `_captured` gave."""
+    if isinstance(one, nn.Module):
+        one.__class__ = value
+    elif isinstance(one, torch.Generator):
+        one.set_state(value)
+    elif isinstance(one, np.ndarray):
+        np.copyto(one, value)
+    elif isinstance(one, dict):
+        for key in [key for key in one if keys is None or key in keys]:
+            del one[key]
+        one.update(value)
+    elif isinstance(one, Tensor):
+        with torch.inference_mode(one.is_inference()), torch.no_grad():
+            if one.grad_fn is not None:  # of a model that writes a buffer with a gradient
+                one.detach_()
+            if (one.shape, one.dtype, one.device) == (value.shape, value.dtype, value.device):
+                one.copy_(value)
+            else:
+                one.data = value.clone()
+    else:
+        one.clear()
+        (one.update if isinstance(one, set) else one.extend)(value)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """A context in which nothing watches what is computed here."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def random_state(model: nn.Module) -> Restore:
+    """A function that restores the random numbers of torch, NumPy and Python that come next."""
+    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    own, others = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+
+    def restore() -> None:
+        torch.set_rng_state(own)
+        for device, state in others:
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+    return restore
+
+
+def state_before(model: nn.Module) -> Restore:
+    """A function that gives a model all values back that it has now; may be called several times."""
+    return Values({"": model}).restore
+
+
+@contextmanager
+def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> Iterator[Values]:
+    """A context for a run of a model, after which the model, what it was given, and random numbers are as before.
+
+    Inside of another such context of the same model, only what it was given is restored: so a model may go on from
+    batch to batch, and is as before in the end.
+
+    Args:
+        model: its parameters, buffers, attributes and containers.
+        given: the arguments or the batch of the run.
+        is_pure: an earlier run changed nothing of the model, so that it is not looked at again.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(2)).train()
+    >>> with unchanged(model) as values:
+    ...     y = model(torch.randn(8, 2))
+    >>> model[0].running_mean, sorted(values.changed.names)
+    (tensor([0., 0.]), ['0.num_batches_tracked', '0.running_mean', '0.running_var'])
+    """
+    is_inner = id(model) in _KEPT.get()
+    roots = {} if is_inner or is_pure else {"": dict(model.named_buffers()) if is_moved(model) else model}
+    values = Values({**roots, _GIVEN: given})
+    back = [values.restore] if is_inner else [values.restore, random_state(model)]
+    with _kept(model), restore_after(lambda: [restore() for restore in back]):
+        yield values
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """A context in which other contexts leave a model as it is after a run."""
+    token = _KEPT.set(_KEPT.get() | {id(model)})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+class Runs:
+    """What is known of the runs of models with the batches of one call.
+
+    Attributes:
+        written: by model, what the first run or the first pass changed, beside the batches.
+    """
+
+    def __init__(self) -> None:
+        self.written: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
+        self._copies = False
+        """Whether a model wrote into a batch: later runs get copies, of which several may run side by side."""
+
+    @contextmanager
+    def one_pass(self, model: nn.Module) -> Iterator[Values]:
+        """A context for a pass over the batches, in which the model goes on from batch to batch, as when it is used."""
+        with self._unchanged(model, None) as values:
+            yield values
+
+    @contextmanager
+    def _unchanged(self, model: nn.Module, batch: Any) -> Iterator[Values]:
+        known = self.written.get(model)
+        is_new = known is None and id(model) not in _KEPT.get()
+        with unchanged(model, batch, is_pure=known is not None and not known.things) as values:
+            yield values
+        own = values.changed.of_model()
+        self._copies = self._copies or own != values.changed
+        if is_new:
+            self.written[model] = own
+
+    def run(self, model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, alone: bool) -> Any:
+        """What a model gives for a batch; both, and random numbers, are as before.
+
+        Args:
+            alone: whether the model changes by nothing else meanwhile. Else its own changes stay.
+        """
+        with _copied(batch) if self._copies else nullcontext(batch) as own:
+            if not alone:
+                with _kept(model):
+                    return call(model, own)
+            with self._unchanged(model, None if self._copies else batch) as values:
+                return values.apart(call(model, own))
+
+    def state(self, model: nn.Module) -> Restore:
+        """A function that restores what a model writes, and random numbers, as they are now."""
+        return in_order(random_state(model), self.written.get(model, Changes()).capture())
+
+
+_ORIGINALS: dict[int, Any] = {}
+"""The batches of copies, by the identity of the copy, while a model runs with it."""
+
+
+def original(batch: Any) -> Any:
+    """The batch of a copy that a model runs with; another batch is itself."""
+    return _ORIGINALS.get(id(batch), batch)
+
+
+@contextmanager
+def _copied(batch: Any) -> Iterator[Any]:
+    with _plainly():
+        own = copy.deepcopy(batch)
+    _ORIGINALS[id(own)] = original(batch)
+    try:
+        yield own
+    finally:
+        _ORIGINALS.pop(id(own), None)
+
+
+class SeveralPasses:
+    """Several passes of a model over the same batches, side by side: each goes on from what its own runs left."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._left = model, dict[str, Restore]()
+        self._is_pure = False
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        """The next run of a pass."""
+        if self._is_pure:
+            return call()
+        with unchanged(self._model) as values:
+            before = torch.get_rng_state()
+            if name in self._left:
+                self._left[name]()
+            result = values.apart(call())
+            self._left[name] = in_order(values.changes().capture(), random_state(self._model))
+            draws = not torch.equal(before, torch.get_rng_state())
+        self._is_pure = not (draws or values.changed.things) and len(self._left) == 1
+        return result
