@@ -263,3 +263,27 @@ def test_a_name_that_is_too_long_is_no_raw_error(tmp_path: Path) -> None:
     for call in (lambda path: fq.read(path, net()), lambda path: fq.verify_delivery(path, fq.prepare(net(), "int8"))):
         with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
             call(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize("status", ["frozen", "compressed", "initialized"])
+def test_the_tensors_say_whether_there_are_codes(status: str, folder: Path) -> None:
+    """Large collections of files say "frozen" of compressed weights."""
+    configured(folder, lambda config: config.update(quantization_status=status, sparsity_config={"format": "dense"}))
+    assert fq.read(folder, net())[0].weight_quantizer.spec.format.bits == 4
+
+
+@pytest.mark.parametrize("place", ["compression_config", "text_config"])
+def test_the_quantization_is_found_where_files_have_it(place: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    said = config.pop("quantization_config")
+    config[place] = {"quantization_config": said} if place == "text_config" else said
+    (folder / "config.json").write_text(json.dumps(config))
+    assert fq.read(folder, net())[0].weight_quantizer.spec.format.bits == 4
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "auto-round", "hqq", "quanto", "quark", None])
+def test_another_method_is_named_with_what_to_do(method: str | None, folder: Path) -> None:
+    configured(folder, lambda config: (config.clear(), config.update({"quant_method": method} if method else {})))
+    expected = f"is quantized by '{method}', and the formats that are read are .*dequantized by the program"
+    with pytest.raises(CheckpointError, match=expected if method else r"is a model in float: its config\.json says"):
+        fq.read(folder, net())

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
@@ -18,6 +19,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # noqa: E402
 
+from fakequant.errors import CheckpointError  # noqa: E402
 from fakequant.integrations.transformers import enable_saving  # noqa: E402
 from fakequant.model.weights import quantized_weights  # noqa: E402
 
@@ -238,3 +240,27 @@ def test_fixed_codes_come_back(tmp_path):
     assert found.has_fixed_codes
     assert_same_bits(found.quantizer.fixed_codes, codes)
     assert_same_bits(logits(again), logits(model))
+
+
+class Wrapper(nn.Module):
+    """A model of another library, whose own `save_pretrained` writes no quantizers."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.config = inside, inside.config
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Wrapper(encoder()), "call it with the model of transformers in it, 'inside', or save it by fakequant"),
+        (
+            lambda: nn.Sequential(encoder()),
+            "call it with the model of transformers in it, '0', or save it by fakequant",
+        ),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "a Sequential writes no quantizers; save it by fakequant.save"),
+    ],
+)
+def test_saving_of_what_is_no_model_of_transformers_is_refused(make, text):
+    with pytest.raises(CheckpointError, match=text):
+        enable_saving(fq.prepare(make(), "int8_weight_only"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fakequant.nn.quantized.forms import own_class
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{WEIGHTS}.index.json"
 _NOT_TAKEN = (
-    *("quantization_config", "auto_map", "attn_implementation", "_attn_implementation"),
+    *("quantization_config", "compression_config", "auto_map", "attn_implementation", "_attn_implementation"),
     *("experts_implementation", "_experts_implementation"),
 )
 """Keys of a configuration that a model is built without: they name code, which may come from the network."""
@@ -107,7 +107,10 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = self.json(CONFIG)
-        self.quantization: Any = self.config.get("quantization_config", {})
+        inner = self.config.get("text_config")  # of models of several modalities; the third name is of older files
+        places = [self.config, inner if isinstance(inner, dict) else {}]
+        said = [one.get(key) for key in ("quantization_config", "compression_config") for one in places]
+        self.quantization: Any = next((one for one in said if one), {})
 
     def json(self, name: str) -> dict[str, Any]:
         content = read_folder(self.path)[name]
@@ -281,10 +284,17 @@ class FileNames:
 
     Args:
         model: of any kind; one of transformers says by itself how it is stored.
+        held: the names in a file, where it is read: that of a model with a head has the base model below a prefix.
+
+    Attributes:
+        prefix: of the names in the file.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
         self._model: Any = model if is_of_transformers(model) else None
+        base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()}
+        is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
+        self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor of a model as files hold it; codes and scales in the axes of a weight go the same way."""
@@ -292,7 +302,8 @@ class FileNames:
             return {name: tensor}
         from transformers.core_model_loading import revert_weight_conversion
 
-        return dict(revert_weight_conversion(self._model, {name: tensor}))  # type: ignore[arg-type]
+        found = revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
+        return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
         """A tensor of a model from what files hold.

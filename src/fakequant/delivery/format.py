@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fakequant.delivery.folder import CONFIG, Folder
 from fakequant.errors import CheckpointError, nearest
 from fakequant.model.state.codecs import Files
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
@@ -220,4 +221,16 @@ def format_of(path: Path) -> DeliveryFormat:
     inside = sorted(path.glob("*")) if path.is_dir() else []
     if files := [str(file) for file in inside if any(one.suffix and one.recognizes(file) for one in known.values())]:
         raise CheckpointError(f"{path} is a folder; give the file in it: {listed(files)}")
+    if (path / CONFIG).is_file():
+        said = Folder(path).quantization
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        if said:
+            raise CheckpointError(
+                f"{path} is quantized by {str(method or said)!r:.60}, and the formats that are read are "
+                f"{', '.join(known)}; load it dequantized by the program that wrote it, and quantize that model anew"
+            )
+        raise CheckpointError(
+            f"{path} is a model in float: its {CONFIG} says nothing of quantization; load it by from_pretrained of "
+            "transformers, then call fakequant.prepare"
+        )
     raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")

@@ -201,7 +201,8 @@ class _LayeredReader:
 
     def __init__(self, format: LayeredFormat, folder: Folder, model: nn.Module) -> None:
         self.format, self.folder, self.model = format, folder, model
-        self.names, self.tensors, self.used = FileNames(model), folder.tensors(), set[str]()
+        self.tensors, self.used = folder.tensors(), set[str]()
+        self.names = FileNames(model, self.tensors)
         self.own, self.found = model.state_dict(), dict[str, Callable[[], Tensor]]()
         self.layers: dict[str, LayerEntry] = {}
         self.weights: dict[str, Callable[[], WeightCodes]] = {}
@@ -315,6 +316,8 @@ class _LayeredReader:
 
     def _is_other(self, name: str) -> bool:
         """Whether the class of the model, or the file, says that the model does not load a tensor."""
+        if self.names.prefix and not name.startswith(self.names.prefix):
+            return True  # of the head that the base model lacks
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         said = self.tensors.metadata.get(OTHERS, "[]")
         return f'"{name}"' in said or any(re.search(pattern, name) for pattern in patterns)

@@ -306,8 +306,11 @@ def groups_of(folder: Folder) -> list[Args]:
         CheckpointError: there are none, or they have arguments that this reader does not know.
     """
     given = folder.quantization
-    if given.get("quantization_status", "compressed") != "compressed" or not given.get("config_groups"):
-        raise CheckpointError(f"{folder.path} holds no codes: its quantization_config is not of a compressed model")
+    if not given.get("config_groups"):
+        raise CheckpointError(f"{folder.path} holds no codes: its quantization_config has no config_groups")
+    sparsity = given.get("sparsity_config") or {}
+    is_dense = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense"
+    given = {**given, "sparsity_config": None if is_dense else sparsity}
     if left := [key for key in ("transform_config", "sparsity_config") if given.get(key)]:
         raise CheckpointError(f"{folder.path} has {', '.join(left)}, which this reader does not know")
     return [normalized(one, given.get("format")) for one in given["config_groups"].values()]

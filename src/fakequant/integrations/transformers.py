@@ -164,7 +164,7 @@ def enable_saving(model: Model) -> Model:
         model: a prepared model of transformers, which is returned.
 
     Raises:
-        CheckpointError: the model has no quantizers.
+        CheckpointError: the model has no quantizers, or is none of transformers.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import BertConfig, BertModel
@@ -180,6 +180,13 @@ def enable_saving(model: Model) -> Model:
     >>> torch.equal(again(ids).last_hidden_state, model(ids).last_hidden_state)
     True
     """
+    if not hasattr(model, "base_model_prefix"):  # which a wrapper of adapters passes on
+        inside = [path for path, one in model.named_modules() if hasattr(one, "base_model_prefix")]
+        cure = f"call it with the model of transformers in it, {inside[0]!r}, or save" if inside else "save"
+        raise CheckpointError(
+            f"enable_saving takes a model of transformers, and save_pretrained of a {type(model).__name__} writes no "
+            f"quantizers; {cure} it by fakequant.save"
+        )
     refuse_unprepared(model, CheckpointError)
     quantizer: Any = FakeQuantHfQuantizer(FakeQuantConfig.of(model))
     model.config.quantization_config = quantizer.quantization_config

@@ -556,3 +556,23 @@ def test_what_one_should_know_is_said_once(tmp_path: Path) -> None:
         "quantized embeddings; transformers loads these files with dequantize=True in its CompressedTensorsConfig: "
         "else it fails on zero points, or rounds scales"
     ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bert"])
+def test_a_base_model_reads_the_folder_of_one_with_a_head(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    if kind == "bert":
+        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+        made = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, num_hidden_layers=1)).eval()
+    else:
+        made = llama() if kind == "llama" else mixtral()
+    model = fq.prepare(made, "int4_group32", skip=["cls*", "*word_embeddings"] if kind == "bert" else ["lm_head"])
+    fq.calibrate(model)
+    folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    base = type(getattr(made, made.base_model_prefix))
+    options = {"add_pooling_layer": False} if kind == "bert" else {}
+    with pytest.warns(UserWarning, match="stay in the file, because .* does not load them"):
+        found = fq.read(folder, base(made.config, **options).eval())
+    ours = getattr(model, made.base_model_prefix)(**BATCHES[0]).last_hidden_state
+    assert torch.equal(found(**BATCHES[0]).last_hidden_state, ours)
