@@ -168,6 +168,8 @@ _MEMBERS = {
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),
 }
+_ASKED = {"advise": ("fakequant.export", "fakequant.delivery")}
+"""What says of files what they can hold."""
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 
 
@@ -175,6 +177,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"fakequant.{name}")
     elif name in _PLACES:
+        for module in _ASKED.get(name, ()):
+            import_module(module)
         value = getattr(import_module(_PLACES[name]), name)
     else:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -369,6 +371,22 @@ def training_steps(device: str, smaller: dict[Step, tuple[int, ...]] | None = No
     return ", ".join(f"{step.name}, {step.direction}" for step in steps)
 
 
+def verified_files(device: str) -> str:
+    """An exported file is compared with a model on the device."""
+    if find_spec("onnxscript") is None or find_spec("onnxruntime") is None:
+        raise NotHere("onnxscript and onnxruntime are not installed")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 4))
+    model, xs = fq.prepare(net.eval().to(device), "int8"), [torch.randn(4, 3, 8, 8, device=device) for _ in range(2)]
+    fq.calibrate(model, xs)
+    with TemporaryDirectory() as folder:
+        path = fq.export_onnx(model, xs[0], f"{folder}/model.onnx").path
+        for batches in (None, xs):
+            report = fq.verify_onnx(path, model, batches)
+            assert report.exact, str(report)
+    return f"{len(report.spans)} parts"
+
+
 CHECKS: dict[str, Callable[[str], str]] = {
     "launches": one_launch_each,
     "no synchronisation in a training step": step_without_synchronisation,
@@ -381,6 +399,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "calibration": calibrated_ranges,
     "training steps": training_steps,
     "beyond 32 bits": beyond_32_bits,
+    "verification": verified_files,
     # The last: a capture that fails can leave CUDA of no use.
     "CUDA graphs": graph_replays,
 }

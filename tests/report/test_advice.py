@@ -62,6 +62,7 @@ def test_a_page_says_what_ratios_mean_after_weights_were_chosen() -> None:
     assert "keep the chosen values" in render(replace(data, improvement=[Improved("good", 1.0, 0.5)]))
 
 
+EXACT = NodeCheck("a", "", 5, 0)
 GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
 LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
 SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
@@ -76,10 +77,26 @@ NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]}, "f differs from the model"),
+        (
+            {"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]},
+            "f is not the model at a: export it again",
+        ),
+        (
+            {"verifications": [Verification("f", [EXACT, NodeCheck("b", "", 5, 0, "gets other values")])]},
+            "f is not the model at b: export it again",
+        ),
+        (
+            {"verifications": [Verification("f", [EXACT], (), "", False, "a setting")]},
+            "f is the model, but ONNX Runtime's default session is not: run it with a setting.",
+        ),
+        (
+            {"verifications": [Verification("f", [EXACT], (), "", False)]},
+            "f is the model, but ONNX Runtime's default session is not: see Verification; no setting",
+        ),
+        ({"verifications": [Verification("f", [NodeCheck("", "", 5, 1)])]}, "f is not the model at its root: export"),
         (
             {"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])], "advice": FOUND},
-            "f differs from the model",
+            "f is not the model at a",
         ),
         ({"layers": [GOOD], "advice": FOUND}, "Do <this>: the error of the output goes from"),
         (
@@ -89,7 +106,11 @@ NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
         ({"layers": SOME, "advice": replace(NOTHING, little=True)}, "Nothing stands out: export"),
         ({"layers": SOME}, "x hurts most. What helps was not tried"),
         ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
-        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 0)])]}, "Nothing stands out: the file is ready"),
+        ({"verifications": [Verification("f", [EXACT])]}, "Nothing stands out, but your metric was not measured: me"),
+        (
+            {"verifications": [Verification("f", [EXACT])], "accuracy": LOST, "reported": 1},
+            "Nothing stands out: the file is ready",
+        ),
         ({"layers": [GOOD], "accuracy": LOST}, "good hurts most. What helps was not tried"),
         ({"layers": [GOOD], "accuracy": LOST, "reported": 1}, "Nothing stands out: export the model"),
         ({"next": "as given"}, "as given"),

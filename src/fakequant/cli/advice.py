@@ -59,7 +59,7 @@ def advise(  # noqa: PLR0913  the command's options
 
     Ctrl-C ends the search with what was found so far.
     """
-    from fakequant.ptq import advise as find_advice
+    from fakequant import advise as find_advice
 
     given: dict[str, Any] = {"target": target, "presets": preset, "work": work}
     with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):

@@ -11,13 +11,14 @@ from torch import nn
 from fakequant.data.arguments import check_model
 from fakequant.delivery.beside import beside, digests, folder_of, skipped, unchanged
 from fakequant.delivery.folder import check_shard_size, sharded, written_in
-from fakequant.delivery.format import DeliveryFormat, delivery_format
+from fakequant.delivery.format import DeliveryFormat, delivery_format, delivery_formats
 from fakequant.delivery.parts import parts_of, refuse
 from fakequant.errors import ExportError, OutputError, warn_user
 from fakequant.files import check_path, writable_folder
 from fakequant.model.state.codecs import write_folder
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, snapshot
 from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.advising.engines import holders
 from fakequant.text import listed
 
 _CALL = "deliver(model, 'folder', 'compressed-tensors')"
@@ -119,6 +120,17 @@ def deliver_state(
     if notes:
         warn_user(f"{chosen.name}: {'; '.join(notes)}")
     return out
+
+
+def refuse_undeliverable(format: str, model: nn.Module) -> None:
+    """Raise an ExportError if a format cannot hold a model as it is prepared; names that are none have no say."""
+    chosen = delivery_formats().get(format)
+    if chosen is not None:
+        state = snapshot(model)
+        refuse(chosen, model, parts_of(model, state), state, with_ranges=False)
+
+
+holders.append(refuse_undeliverable)
 
 
 def weights_in(folder: Path) -> list[str]:

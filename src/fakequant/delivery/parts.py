@@ -155,7 +155,7 @@ def _nearest(format: DeliveryFormat, part: Part) -> str:
         if "weight" in tensors and format.why_not(replace(part, operands=tensors)) is None:
             held[name] = _distance(part, tensors)
     if not held:
-        return "; leave it in float by Rule(pattern)"
+        return "; leave it in float by Rule(pattern), or give the model to fakequant.export_onnx"
     return f"; the nearest preset that it holds is {min(held, key=held.__getitem__)}"
 
 

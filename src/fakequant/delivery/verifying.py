@@ -230,6 +230,7 @@ def _activations(state: QuantizedState, weights: set[str]) -> dict[str, TensorCo
 def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     """Add the number of differing values to a row; if two shapes differ, all values count."""
     for one, two in zip(ours, theirs, strict=True):
+        one, two = one.cpu(), two.cpu()  # a model may be on another device than a file
         row.elements += one.numel()
         row.differing += one.numel() if one.shape != two.shape else _differing(one, two)
 
@@ -279,7 +280,8 @@ def _compare_outputs(
             with engine.as_it(model):
                 expected = _tensors(run_batch(model, batch, inputs=inputs))
             with _failing(report, f"Not run by {engine.name}"):
-                found = _tensors(run_batch(engine.model, batch, inputs=inputs))
+                here = pytree.tree_map_only(Tensor, Tensor.cpu, batch)
+                found = _tensors(run_batch(engine.model, here, inputs=inputs))
         if found is None:
             break
         if [one.shape for one in expected] != [one.shape for one in found]:
@@ -300,5 +302,5 @@ def _compare_outputs(
 def _tensors(result: Any) -> list[Tensor]:
     """The float outputs of a call, without caches; of logits the rows, of which the largest values are compared."""
     if isinstance(result, Mapping) and "logits" in result:
-        return [result["logits"].flatten(0, -2)]
-    return [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor) and one.is_floating_point()]
+        return [result["logits"].flatten(0, -2).cpu()]
+    return [one.cpu() for one in pytree.tree_leaves(result) if isinstance(one, Tensor) and one.is_floating_point()]

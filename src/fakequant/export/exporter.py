@@ -40,6 +40,7 @@ from fakequant.nn import fixed_ranges
 from fakequant.nn.products.recurrent_loop import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.advising.engines import holders
 from fakequant.restore import restore_after
 from fakequant.text import listed, module_name, table
 from fakequant.version import __version__
@@ -360,6 +361,13 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             f"{len(waiting)} quantizers are not calibrated: {', '.join(waiting)}; "
             "call fakequant.calibrate(model, batches)"
         )
+    _check_all(model, active, opset, style)
+    _check_size(model)
+    return active
+
+
+def _check_all(model: nn.Module, active: Mapping[str, Quantizer], opset: int | None, style: Style) -> None:
+    """Raise an ExportError that names all quantizers that ONNX cannot express."""
     refused = []
     shapes = {id(weight.quantizer): weight.tensor.shape for weight in active_weights(model)}
     for name, quantizer in active.items():
@@ -369,8 +377,15 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             refused.append(f"{name}: {error}")
     if refused:
         raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
-    _check_size(model)
-    return active
+
+
+def refuse_unexportable(style: str, model: nn.Module) -> None:
+    """Raise an ExportError if a style cannot express a model as it is prepared; names that are none have no say."""
+    if style in [one.value for one in Style]:
+        _check_all(model, quantizers(model), None, Style(style))
+
+
+holders.append(refuse_unexportable)
 
 
 def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None, style: Style) -> None:

@@ -12,7 +12,7 @@ from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
 from fakequant.ptq.advising.next_step import USUAL, Known, next_step
 from fakequant.ptq.advising.trial import NextStep, Tried
-from fakequant.report.data import Distribution, Layer, ReportData
+from fakequant.report.data import Distribution, Layer, ReportData, Section, Verification
 from fakequant.report.histograms import CHOSEN
 from fakequant.report.layers import FAIR
 from fakequant.report.measure import Measured
@@ -85,11 +85,8 @@ def ranked(data: ReportData) -> list[Layer]:
 
 def _advice(data: ReportData) -> tuple[str, str]:
     export = "" if data.source else _EXPORT  # a command exports by itself
-    inexact = [check.title for check in data.verifications if not check.exact]
-    if inexact:
-        return f"{inexact[0]} differs from the model: export it again, and verify it before you deploy it.", export
-    if lossy := [check.title for check in data.verifications if not check.passed]:
-        return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", export
+    if said := next(filter(None, map(_wrong, data.verifications)), ""):
+        return said, export
     if data.advice is not None:
         if data.advice.best is not None:
             best = data.advice.tried[data.advice.best]
@@ -109,7 +106,26 @@ def _advice(data: ReportData) -> tuple[str, str]:
     if not data.verifications:
         said = "the file was not verified, see Verification" if data.source else "export the model and verify the file"
         return f"Nothing stands out: {said}.", export
+    if not data.accuracy:
+        cure = data.missing.get(Section.ACCURACY, "")
+        return (
+            f"Nothing stands out, but your metric was not measured: measure it before you deploy the file. {cure}",
+            "",
+        )
     return "Nothing stands out: the file is ready to be deployed.", ""
+
+
+def _wrong(check: Verification) -> str:
+    """What is wrong with a file, or with what runs it, and what to do; "" where it passed."""
+    if not check.exact:
+        names = [node.name or "its root" for node in check.nodes if node.differing or node.fault]
+        place = f" at {names[0]}" if names else ""
+        return f"{check.title} is not the model{place}: export it again, and verify it before you deploy it."
+    if check.passed:
+        return ""
+    cure = "see Verification; no setting that was tried helps"
+    cure = cure if check.restored_by is None else f"run it with {check.restored_by}"
+    return f"{check.title} is the model, but ONNX Runtime's default session is not: {cure}."
 
 
 def _effect(advice: NextStep, one: Tried, data: ReportData) -> str:

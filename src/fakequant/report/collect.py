@@ -95,13 +95,16 @@ def verification(title: str, report: VerifyReport) -> Verification:
     """
     nodes = [NodeCheck(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in report.rows]
     nodes += [NodeCheck(name, "", 0, 0, "belongs to no quantizer of the file") for name in report.uncovered]
+    nodes += [NodeCheck(name, "", 0, 0, "is an input that the file does not read") for name in report.ignored]
+    nodes += [NodeCheck(span.name, "", span.elements, 0, str(span)) for span in report.spans if not span.fits]
     source = "of calibration" if report.inputs == "given" else f"of {report.inputs}"
     notes = [f"Compared in {report.runtime} on {report.counted} {source}.", *report.not_run]
     notes += [f"Against torch: {_output(row)}" for row in report.outputs]
     notes += [f"By ONNX Runtime's default optimisations: {_output(row)}" for row in report.optimised]
     if report.optimised_error is not None:
         notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {OPTIMISED_ERROR}")
-    return Verification(title, nodes, [*notes, *report.deployment], report.runtime, report.as_deployed)
+    notes += report.deployment
+    return Verification(title, nodes, notes, report.runtime, report.as_deployed, report.restored_by)
 
 
 def _output(row: OutputRow) -> str:

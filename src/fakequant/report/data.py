@@ -229,6 +229,7 @@ class Verification:
         notes: other results, one sentence each.
         runtime: the runtime that executed the file.
         as_deployed: whether ONNX Runtime's default session loses less than quantization; None if that is not judged.
+        restored_by: the setting that was seen to help where it loses more; None if none was.
     """
 
     title: str
@@ -236,10 +237,11 @@ class Verification:
     notes: Sequence[str] = ()
     runtime: str = ""
     as_deployed: bool | None = None
+    restored_by: str | None = None
 
     @property
     def exact(self) -> bool:
-        """Whether at least one quantizer was compared and none differs."""
+        """Whether at least one quantizer was compared, and nothing differs from the model."""
         return bool(self.nodes) and not any(node.differing or node.fault for node in self.nodes)
 
     @property

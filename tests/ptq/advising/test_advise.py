@@ -136,7 +136,62 @@ def test_it_is_the_smallest_that_meets_the_floor(floor: float) -> None:
         assert re.search(r"None meets the floor of 80.0 dB: .* and misses it by \d", found.reason)
 
 
-@pytest.mark.parametrize("target", [None, "onnxruntime", "vllm", "llama.cpp"])
+UNHELD: dict[str, tuple[Callable[[], nn.Module], list[Any], str, list[str] | None, str]] = {
+    "a model": (net, rows(), "llama.cpp", None, "gguf cannot hold this model, however it is quantized: GGUF files are"),
+    "layers": (
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 32)), nn.Conv1d(1, 4, 3)),
+        rows(),
+        "vllm",
+        None,
+        "it quantizes linear layers, embeddings and experts, and this is a Conv1d; leave it in float by Rule",
+    ),
+    "formats": (net, rows(), "onnxruntime", ["GGUF_Q4_K"], "zero points of ONNX are codes, and its offsets are in"),
+    "ranges": (net, rows(), "tensorrt", ["INT8_AFFINE"], "TensorRT has no zero points"),
+}
+
+
+@pytest.mark.parametrize(("make", "batches", "target", "presets", "said"), UNHELD.values(), ids=UNHELD)
+def test_what_no_file_holds_is_said_before_the_first_trial(
+    make: Callable[[], nn.Module],
+    batches: list[Any],
+    target: str,
+    presets: list[str] | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Task, "quantized", lambda *_: pytest.fail("a trial"))
+    with pytest.raises(ConfigError, match=r"the model can have none of .*") as error:
+        fq.advise(make(), batches, target=target, presets=presets)
+    assert said in str(error.value)
+
+
+def test_a_preset_that_the_files_cannot_hold_is_a_row_with_the_reason() -> None:
+    found = fq.advise(net(), rows(), target="onnxruntime", presets=["GGUF_Q4_K", "INT8_AFFINE"], floor=10)
+    assert found.best.measured.preset == "INT8_AFFINE"
+    (refused,) = [row for row in found.rows if row.measured.failed]
+    assert "zero points of ONNX are codes" in refused.measured.failed
+
+
+def test_one_of_several_of_one_size_is_not_called_the_smallest() -> None:
+    presets = ["INT4_GROUP128", "INT4_GROUP64", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    found = fq.advise(model, [torch.randn(16, 256) for _ in range(4)], presets=presets, floor=10)
+    smallest = min(row.bytes for row in found.rows)
+    assert found.best.bytes > smallest
+    assert "is the smallest" not in found.reason
+    assert f"{found.best.measured.preset} meets the floor of 10.0 dB: it has {found.best.score:.1f} dB" in found.reason
+    assert "the best of the sizes within 15% of the smallest, INT4_GROUP128." in found.reason
+
+
+def test_the_best_so_far_has_its_unit() -> None:
+    shown = io.StringIO()
+    with redirect_stderr(shown):
+        fq.advise(net(), rows(), presets=["INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY"], floor=90, progress=True)
+    assert re.search(r"best so far: INT\w+, \d+\.\d dB;", shown.getvalue())
+
+
+@pytest.mark.parametrize("target", [None, "onnxruntime", "vllm", "transformers"])
 def test_it_prints_in_80_columns(target: str | None) -> None:
     text = str(fq.advise(net(), rows(), target=target))
     assert max(map(len, text.splitlines())) <= 80

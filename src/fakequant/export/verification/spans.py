@@ -31,7 +31,7 @@ from fakequant.nn.products.recurrent_loop import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.by_value import ByValue, call_again
 from fakequant.ops.tracing import seen_as_operators
-from fakequant.restore import restore_after
+from fakequant.restore import attributes_of, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -154,7 +154,7 @@ class _Pass:
     def run(self, run: Run) -> dict[str, Tensor]:
         """Run both to their ends and compare the outputs; returns the last tensors of the file."""
         model = self._spans.model
-        with evaluating(model), simulated(model), torch.no_grad(), self._replaced():
+        with evaluating(model), simulated(model), torch.no_grad(), self._replaced(), _exact_products():
             ours = outputs_of(model, run(self._moved), self._spans.state)
         while self._advance():
             pass
@@ -315,6 +315,16 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.pointwise not in func.tags:  # sums, whose terms may cancel
             args, kwargs = pytree.tree_map_only(Tensor, self._wobble.moved, (args, kwargs))
         return pytree.tree_map_only(Tensor, self._wobble.moved, func(*args, **kwargs))
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """A context in which a GPU rounds no factors of products, as the CPU does not."""
+    places = [torch.backends.cuda.matmul, torch.backends.cudnn.conv] if torch.cuda.is_available() else []
+    with restore_after(attributes_of(places, "fp32_precision")):
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:

@@ -243,7 +243,8 @@ class VerifyReport:
         Every quantizer has the same bits as torch for what it gets, what lies between quantizers differs from torch by
         rounding alone, and the file is unchanged since the export.
         """
-        return not self.faults and all(row.exact for row in self.rows)
+        is_wired = not self.uncovered and not self.ignored and all(span.fits for span in self.spans)
+        return bool(self.rows) and all(row.exact for row in self.rows) and is_wired
 
     @property
     def as_deployed(self) -> bool | None:

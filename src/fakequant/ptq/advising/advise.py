@@ -27,7 +27,7 @@ from fakequant.model.training.fuse import fusions_of
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.advising.code import EVERY, Code
-from fakequant.ptq.advising.engines import find_engine, places
+from fakequant.ptq.advising.engines import find_engine, holders, places
 from fakequant.ptq.advising.ladder import Ladder, sizes_of
 from fakequant.ptq.advising.result import Advice, TriedWay, judged_by, reason, shown_way, speed, told
 from fakequant.ptq.formats.comparison import Compared, Way, keep_row, kept_rows
@@ -62,7 +62,8 @@ def advise(  # noqa: PLR0913  all but the first two by name
     Every second batch, up to eight of them, is held back and judges; the others make the models. All presets are
     tried first, from the smallest models up, until one meets the floor. In the sizes below it follows what costs more:
     the methods of calibration, `improve` by "fast", and by "best". Models of one size differ by at most 15 % of their
-    bytes: among them the one with the least error is taken. Ctrl-C ends the search, and what was found until then is
+    bytes: among them the one with the least error is taken. What the files of the target cannot hold, as `deliver` and
+    `export_onnx` would say, is not tried. Ctrl-C ends the search, and what was found until then is
     returned.
 
     Args:
@@ -112,7 +113,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - _MAY_LOSE * abs(exact)
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
-        search = _WaySearch(task, kinds, enough, progress, scorer)
+        search = _WaySearch(task, kinds, enough, progress, scorer, find_engine(target).files)
         if folder is not None:
             stack.enter_context(locked(folder, wait=False))
             measure = function_digest(metric), exact
@@ -167,6 +168,7 @@ class _WaySearch:
         floor: of the score.
         progress: whether to say before each trial what may follow.
         metric: of the task, with its name.
+        files: what the target reads, see `EngineFormats`.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class _WaySearch:
         floor: float,
         progress: bool | None,
         metric: NamedMetric | None,
+        files: str = "",
     ) -> None:
         self.task, self._progress, self._metric = task, progress, metric
         self._folder: Path | None = None
@@ -186,9 +189,13 @@ class _WaySearch:
         presets = [name for kind in kinds for name in kind]
         for name in presets:
             try:
-                self.bytes[name] = parameter_bytes(task.prepared(name))[1]
+                twin = task.prepared(name)
+                for check in holders:
+                    check(files, twin)
+                self.bytes[name] = parameter_bytes(twin)[1]
             except (FakeQuantError, RuntimeError) as error:  # torch's own are RuntimeErrors, as of memory
-                self.refused[name] = first_line(error)
+                details = str(error).strip().splitlines()[1:2]  # of an error that lists parts, the first
+                self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])
         if not self.bytes:
             name, why = next(iter(self.refused.items()))
             raise ConfigError(f"the model can have none of {', '.join(presets)}; {name}: {why}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from torch import nn
 
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.sites.targets import targets
@@ -21,12 +23,14 @@ class EngineFormats(NamedTuple):
         page: of the documentation, "" for none.
         known: what was seen of the speed, as a sentence; "" for nothing.
         others: what the names of other presets begin with that it also runs.
+        files: what it reads: the name of a format of `fakequant.deliver`, or of a style of ONNX files.
     """
 
     kinds: tuple[tuple[str, ...], ...]
     page: str = ""
     known: str = ""
     others: str | None = None
+    files: str = ""
 
 
 _WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
@@ -37,7 +41,7 @@ _BLOCKS = "MXFP4", "NVFP4"
 """GPUs that multiply one of them multiply the other, too."""
 
 _STATIC = EngineFormats((("INT8", "INT8_AFFINE"),))
-_SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm")
+_SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm", files="compressed-tensors")
 _GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"
 
 # As the pages in docs/engines say. ONNX Runtime multiplies codes with zero points in every layer; those of tokens were
@@ -46,18 +50,27 @@ ENGINES = {
     "onnxruntime": EngineFormats(
         (("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS),
         "onnxruntime",
-        "Its convolutions multiply integers by INT8_AFFINE, and floats by the other presets (1.31.1).",
+        "Convolutions run on integers under INT8_AFFINE, and in float under the other presets (1.31.1).",
+        files="portable",
     ),
-    "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino"),
-    "tensorrt": EngineFormats((("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt"),
-    "qnn": _STATIC,
+    "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino", files="portable"),
+    "tensorrt": EngineFormats(
+        (("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt", files="trt"
+    ),
+    "qnn": _STATIC._replace(files="portable"),
     "xnnpack": _STATIC,
     "vllm": _SERVERS,
     "sglang": _SERVERS,
-    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_"),
-    "transformers": EngineFormats((("W8A8_TRANSFORMERS", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers"),
-    "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao"),
+    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_", files="gguf"),
+    "transformers": EngineFormats(
+        (("W8A8_TRANSFORMERS", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers", files="compressed-tensors"
+    ),
+    "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao", files="torchao"),
 }
+
+
+holders: list[Callable[[str, nn.Module], None]] = []
+"""Each raises if files of a name, see `EngineFormats`, cannot hold a prepared model; added where files are written."""
 
 
 def find_engine(name: str | None) -> EngineFormats:

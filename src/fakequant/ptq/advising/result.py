@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import NamedMetric
 from fakequant.model.analysis.html import html_result
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.ptq.advising.engines import ENGINES
-from fakequant.ptq.advising.ladder import Ladder
+from fakequant.ptq.advising.ladder import SAME_SIZE, Ladder
 from fakequant.ptq.formats.comparison import Compared, Way
 from fakequant.ptq.formats.task import has_static_inputs, quantizes_inputs
 from fakequant.text import table
@@ -130,7 +131,11 @@ def shown_way(way: Way) -> str:
 
 def told(row: Compared, score: float, metric: NamedMetric | None) -> str:
     """A way with its score."""
-    return f"{shown_way(row.way)}, {number(score if metric is None else metric.shown(score))}"
+    return f"{shown_way(row.way)}, {_shown_score(score, metric)}"
+
+
+def _shown_score(score: float, metric: NamedMetric | None) -> str:
+    return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
 
 
 def judged_by(held: HeldBack) -> str:
@@ -146,16 +151,18 @@ def reason(ladder: Ladder, metric: NamedMetric | None, target: str | None) -> st
     """Why the answer is the answer."""
     best = ladder.answer
     assert best is not None, "an answer is there after the first result"
-
-    def shown(score: float) -> str:
-        return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
-
+    shown = partial(_shown_score, metric=metric)
     name, score, floor = shown_way(best.way), ladder.score(best), shown(ladder.floor)
     if ladder.meets(best):
+        alike = ladder.sizes[ladder.met].presets
+        smaller = [one for one in alike[: alike.index(best.preset)] if ladder.meets(ladder.best_of([one]))]
         found = f"{name} is the smallest that meets the floor of {floor}: it has {shown(score)}."
-        smaller = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
-        if smaller is not None:
-            other = f"{shown_way(smaller.way)}, {shown(ladder.score(smaller))}"
+        if smaller:
+            found = f"{name} meets the floor of {floor}: it has {shown(score)}, the best of the sizes within "
+            found += f"{SAME_SIZE - 1:.0%} of the smallest, {smaller[0]}."
+        below = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
+        if below is not None:
+            other = told(below, ladder.score(below), metric)
             found += f" What is smaller, or faster, is worse: {other} at best."
     else:
         found = f"None meets the floor of {floor}: {name} is nearest with {shown(score)}, and misses it by "

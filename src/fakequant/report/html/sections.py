@@ -161,14 +161,14 @@ def _verified_model(verification: Verification) -> str:
     differing = sum(node.differing for node in verification.nodes)
     elements = sum(node.elements for node in verification.nodes)
     if verification.exact and not verification.passed:
-        said = '<p class="bad">Exact, but ONNX Runtime loses more by default than quantization itself.</p>'
+        said = '<p class="bad">Exact, but ONNX Runtime loses more by default than quantization does.</p>'
     elif verification.exact:
         said = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
     elif verification.nodes:
         faults = sum(bool(node.fault) for node in verification.nodes)
         said = (
             f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '
-            f"and {faults} quantizers have another fault.</p>"
+            f"and {faults} quantizers or outputs have another fault.</p>"
         )
     else:
         said = '<p class="bad">Nothing was compared.</p>'

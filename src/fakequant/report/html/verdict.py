@@ -74,7 +74,7 @@ def _exactness(data: ReportData) -> str:
             "exported file", "exact", f"all {count} quantizers, {elements:,} values, bit for bit{where}", "good"
         )
     faulty = [check.title for check in data.verifications if not check.passed]
-    fault = "not as deployed" if all(check.exact for check in data.verifications) else "not exact"
+    fault = "not as deployed" if all(check.exact for check in data.verifications) else "not the model"
     return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
 
 
