@@ -98,6 +98,7 @@ sanitize: setup
 hostile: setup
 	$(BIN)/python tests/hostile/saves.py
 	$(BIN)/python tests/hostile/mutations.py
+	$(BIN)/python tests/hostile/folders.py
 	$(BIN)/python tests/hostile/interrupts.py
 	$(BIN)/python tests/hostile/kills.py
 

@@ -13,7 +13,7 @@ HOSTILE = Path(__file__).parent / "hostile"
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("saves.py", "--saves 5"),
+        ("saves.py", "--saves 5 --pairs 1"),
         pytest.param("kills.py", "--kills 7 --kind checkpoint run", marks=pytest.mark.exhaustive),
         ("mutations.py", "--count 100 --kind manifest header"),
     ],

@@ -1,9 +1,10 @@
 """Save to one folder by two processes at once while a third loads from it; run by hand.
 
-    python tests/hostile/saves.py [--saves 200]
+    python tests/hostile/saves.py [--saves 200] [--pairs 10]
 
-Of checkpoints and of graphs. Every load must give one of the models that were saved. Prints one line, and what went
-wrong; exits 1 if anything did.
+Every load must give one of the models that were saved. Then pairs of processes begin at once to save, deliver, improve
+a folder or advise in one folder: it has what one of them wrote, and the other may be refused. Prints two lines, and
+what went wrong; exits 1 if anything did.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fakequant.errors import FakeQuantError
 from tests.support.generations import WRITERS, Writer
 
 
@@ -71,13 +74,47 @@ def run(saves: int) -> tuple[int, list[str]]:
     return reads, wrong
 
 
+def pairs(count: int) -> tuple[int, list[str]]:
+    """How often one of two was refused, and what went wrong."""
+    refused, wrong = 0, list[str]()
+
+    def once(writer: Writer, folder: Path, value: float) -> None:
+        try:
+            writer.write(folder, value)
+        except FakeQuantError:
+            os._exit(7)
+
+    for kind in ("checkpoint", "deliver", "improve_folder", "advise"):
+        for number in range(count):
+            with tempfile.TemporaryDirectory() as name:
+                folder, writer = Path(name), WRITERS[kind]
+                if number % 2:
+                    writer.write(folder, 3.0)
+                act = partial(once, writer, folder)
+                both = [forked(partial(act, value)) for value in (1.0, 2.0)]
+                codes = [os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in both]
+                refused += codes.count(7)
+                wrong += [f"{kind} {number}: ended with {codes}"] if {*codes} - {0, 7} else []
+                try:
+                    values = writer.read(folder)
+                except Exception:
+                    wrong.append(f"{kind} {number}: {traceback.format_exc(limit=-2)}")
+                else:
+                    wrong += [] if len(values) == 1 else [f"{kind} {number}: a mix of {values}"]
+    return refused, wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--saves", type=int, default=200)
-    saves = parser.parse_args().saves
+    parser.add_argument("--pairs", type=int, default=10, help="of each kind")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
-    reads, wrong = run(saves)
-    print(f"2 processes x {saves} saves, {reads} loads beside them: {len(wrong)} wrong")
+    reads, wrong = run(options.saves)
+    print(f"2 processes x {options.saves} saves, {reads} loads beside them: {len(wrong)} wrong")
+    refused, faults = pairs(options.pairs)
+    print(f"{4 * options.pairs} pairs of processes, {refused} of them refused: {len(faults)} wrong")
+    wrong += faults
     print(*wrong[:10], sep="\n")
     sys.exit(bool(wrong))
 

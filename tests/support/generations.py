@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,6 +16,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.cli.job import Job, run
 from fakequant.cli.results import GRAPH, NOT_WHOLE, ONNX, REPORT, publish, results_folder, staged
+from fakequant.errors import CheckpointError, OutputError
 from fakequant.report import RESULTS
 
 Values = set[float | None]
@@ -114,7 +118,90 @@ def quantized_values(folder: Path) -> Values:
     return {value_of(out / "checkpoint"), *onnx_values(out), said, float(bias.rsplit("[", 1)[1].split(",")[0])}
 
 
+def linear(value: float) -> nn.Module:
+    """Two layers whose parameters all have one value."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(value)
+    return net
+
+
+def deliver(folder: Path, value: float) -> None:
+    """Delivers a model whose parameters have one value, in several shards."""
+    quiet(
+        lambda: fq.deliver(
+            fq.prepare(linear(value), "int4_group32"), folder / "out", "compressed-tensors", max_shard_size=700
+        )
+    )
+
+
+def delivered(folder: Path) -> Values:
+    """The values in a delivery; none where it is refused."""
+    try:
+        found = fq.read(folder / "out", linear(0.0))
+    except CheckpointError:
+        return {None}
+    with torch.no_grad():
+        own = [round(parameter.mean().item(), 3) for layer in found for parameter in (layer.weight, layer.bias)]  # type: ignore[union-attr]
+    return {*own}
+
+
+def stream(folder: Path, value: float) -> None:
+    """Improves a folder block by block; what an earlier call has made goes before, as its user would do it."""
+    made, out = linear(value), folder / "out"
+
+    def improve() -> None:
+        load = {"load": lambda path: made.get_submodule(path).state_dict(), "progress": False}
+        fq.improve_folder(linear(value).to("meta"), out, "int4_group32", [torch.ones(2, 32)], ("ranges",), **load)  # type: ignore[arg-type]
+
+    try:
+        quiet(improve)
+    except (OutputError, CheckpointError) as error:
+        if "holds" not in str(error) or "another process" in str(error):
+            raise
+        shutil.rmtree(out)
+        quiet(improve)
+
+
+_ADVISED: dict[str, Any] = {"presets": ["INT4_WEIGHT_ONLY", "INT8_WEIGHT_ONLY"], "floor": 200.0, "progress": False}
+
+
+def advise(folder: Path, value: float) -> None:
+    """Searches anew in a folder of its own."""
+    shutil.rmtree(folder / "work", ignore_errors=True)
+    quiet(lambda: fq.advise(noise(), [torch.ones(2, 32)] * 3, work=folder / "work", **_ADVISED))
+
+
+def noise() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def advised(folder: Path) -> Values:
+    """One value where the call that goes on finds what one without a folder finds."""
+    given = noise(), [torch.ones(2, 32)] * 3
+    found = quiet(lambda: fq.advise(*given, work=folder / "work", **_ADVISED))
+    whole = quiet(lambda: fq.advise(*given, **_ADVISED))
+    return (
+        {0.0}
+        if [row.measured.way for row in found.rows] == [row.measured.way for row in whole.rows]
+        and ([row.score for row in found.rows] == [row.score for row in whole.rows])
+        else {0.0, 1.0}
+    )
+
+
+def quiet(act: Callable[[], Any]) -> Any:
+    """What a function gives, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return act()
+
+
 WRITERS = {
+    "deliver": Writer(deliver, delivered),
+    "improve_folder": Writer(stream, delivered),
+    "advise": Writer(advise, advised),
     "checkpoint": Writer(lambda folder, value: fq.save(model_of(value), folder), lambda folder: {value_of(folder)}),
     "onnx": Writer(export, onnx_values),
     "run": Writer(make_run, lambda folder: values_in(folder) if is_whole(folder) else {None}),

@@ -292,7 +292,7 @@ class FileNames:
 
     def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
         self._model: Any = model if is_of_transformers(model) else None
-        base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()}
+        base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()} if held else set[str]()
         is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, Folder
+from fakequant.delivery.folder import CONFIG, Folder, written_in
 from fakequant.errors import CheckpointError, nearest
 from fakequant.model.state.codecs import Files
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState
@@ -233,4 +233,6 @@ def format_of(path: Path) -> DeliveryFormat:
             f"{path} is a model in float: its {CONFIG} says nothing of quantization; load it by from_pretrained of "
             "transformers, then call fakequant.prepare"
         )
+    if written_in(path) is not None:
+        raise CheckpointError(f"{path} holds a part of a delivery, which ended before it was whole; deliver again")
     raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")
