@@ -215,9 +215,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def generation(folder: Path, *models: nn.Module) -> int | None:
     """Which of some models a folder holds whole; None if it is refused."""
     try:
-        found = fq.read(folder, net())
+        found, said = fq.read(folder, net()), ""
     except CheckpointError as error:
-        assert "deliver again" in str(error) or not [*folder.glob("*.safetensors")]
+        found, said = None, str(error)
+    if found is None:
+        assert "deliver again" in said or not [*folder.glob("*.safetensors")]
         return None
     (number,) = [n for n, one in enumerate(models) if torch.equal(found(X), one(X))]
     return number

@@ -25,10 +25,17 @@ FILES = (ONNX, GRAPH, REPORT, RESULTS)
 
 @dataclass(frozen=True)
 class Writer:
-    """Writers of files that all hold one number, and their readers: one number is one whole generation."""
+    """Writers of files that all hold one number, and their readers: one number is one whole generation.
+
+    Attributes:
+        write: in place of what is there.
+        read: the numbers that are there.
+        once: a write that removes nothing before; None where `write` is one.
+    """
 
     write: Callable[[Path, float], object]
     read: Callable[[Path], Values]
+    once: Callable[[Path, float], object] | None = None
 
 
 def model_of(value: float, config: str = "int8_weight_only") -> nn.Module:
@@ -147,30 +154,35 @@ def delivered(folder: Path) -> Values:
     return {*own}
 
 
+def stream_once(folder: Path, value: float) -> None:
+    """Improves a folder block by block."""
+    made = linear(value)
+    how: dict[str, Any] = {"load": lambda path: made.get_submodule(path).state_dict(), "progress": False}
+    empty, x = linear(value).to("meta"), torch.ones(2, 32)
+    quiet(lambda: fq.improve_folder(empty, folder / "out", "int4_group32", [x], ("ranges",), **how))
+
+
 def stream(folder: Path, value: float) -> None:
     """Improves a folder block by block; what an earlier call has made goes before, as its user would do it."""
-    made, out = linear(value), folder / "out"
-
-    def improve() -> None:
-        load = {"load": lambda path: made.get_submodule(path).state_dict(), "progress": False}
-        fq.improve_folder(linear(value).to("meta"), out, "int4_group32", [torch.ones(2, 32)], ("ranges",), **load)  # type: ignore[arg-type]
-
     try:
-        quiet(improve)
-    except (OutputError, CheckpointError) as error:
-        if "holds" not in str(error) or "another process" in str(error):
-            raise
-        shutil.rmtree(out)
-        quiet(improve)
+        stream_once(folder, value)
+    except (OutputError, CheckpointError):
+        shutil.rmtree(folder / "out")
+        stream_once(folder, value)
 
 
 _ADVISED: dict[str, Any] = {"presets": ["INT4_WEIGHT_ONLY", "INT8_WEIGHT_ONLY"], "floor": 200.0, "progress": False}
 
 
+def advise_once(folder: Path, value: float) -> None:
+    """Searches in a folder of its own."""
+    quiet(lambda: fq.advise(noise(), [torch.ones(2, 32)] * 3, work=folder / "work", **_ADVISED))
+
+
 def advise(folder: Path, value: float) -> None:
     """Searches anew in a folder of its own."""
     shutil.rmtree(folder / "work", ignore_errors=True)
-    quiet(lambda: fq.advise(noise(), [torch.ones(2, 32)] * 3, work=folder / "work", **_ADVISED))
+    advise_once(folder, value)
 
 
 def noise() -> nn.Module:
@@ -200,8 +212,8 @@ def quiet(act: Callable[[], Any]) -> Any:
 
 WRITERS = {
     "deliver": Writer(deliver, delivered),
-    "improve_folder": Writer(stream, delivered),
-    "advise": Writer(advise, advised),
+    "improve_folder": Writer(stream, delivered, stream_once),
+    "advise": Writer(advise, advised, advise_once),
     "checkpoint": Writer(lambda folder, value: fq.save(model_of(value), folder), lambda folder: {value_of(folder)}),
     "onnx": Writer(export, onnx_values),
     "run": Writer(make_run, lambda folder: values_in(folder) if is_whole(folder) else {None}),
