@@ -125,3 +125,28 @@ def test_a_run_says_of_itself_what_it_is(tmp_path: Path) -> None:
     work = Work(tmp_path / "a", 1)
     work.mark()
     assert json.loads((tmp_path / "a" / "run-1.json").read_text()) == {"version of fakequant": fq.__version__}
+
+
+@pytest.mark.parametrize("what", ["a name", "one more", "one less"])
+def test_a_finished_block_with_other_layers_is_refused(what: str, tmp_path: Path) -> None:
+    empty, load = without_weights(decoder())
+
+    def stops(path: str) -> object:
+        if path == "blocks.2":
+            raise Killed
+        return load(path)
+
+    how = {"work": tmp_path / "work", "progress": False}
+    with pytest.raises(Killed):
+        fq.improve_folder(empty, tmp_path / "out", "int4_group32", batches(), ("ranges",), load=stops, **how)  # type: ignore[arg-type]
+    path = tmp_path / "work" / "block-00001" / "fakequant.json"
+    values = json.loads(path.read_text())
+    first = next(iter(values["layers"]))
+    entry = values["layers"][first] if what == "one more" else values["layers"].pop(first)
+    if what != "one less":
+        values["layers"]["x"] = entry
+    path.write_text(json.dumps(values))
+    empty, load = without_weights(decoder())
+    with pytest.raises(CheckpointError, match=r"is damaged|cannot be used|has other layers"):
+        fq.improve_folder(empty, tmp_path / "out", "int4_group32", batches(), ("ranges",), load=load, **how)  # type: ignore[arg-type]
+    assert not [*tmp_path.glob("out/*.safetensors")]
