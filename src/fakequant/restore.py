@@ -92,12 +92,13 @@ def stack_without(mode: TorchFunctionMode) -> Restore:
     0
     """
 
-    enabled, others = torch._C._is_torch_function_enabled(), torch._C._len_torch_dispatch_stack()
+    enabled, is_traced = torch._C._is_torch_function_enabled(), torch.compiler.is_dynamo_compiling()
+    others = 0 if is_traced else torch._C._len_torch_dispatch_stack()  # which Dynamo cannot trace
 
     def restore() -> None:
         if enabled and not torch._C._is_torch_function_enabled():
             torch._C.DisableTorchFunction().__exit__(None, None, None)
-        while torch._C._len_torch_dispatch_stack() > others:
+        while not is_traced and torch._C._len_torch_dispatch_stack() > others:
             torch._C._pop_torch_dispatch_stack(None)
         depth = torch._C._len_torch_function_stack()
         if depth and torch._C._get_function_stack_at(depth - 1) is mode:

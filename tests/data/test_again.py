@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 import fakequant as fq
 from fakequant.data.again import unchanged
-from fakequant.data.batches import Batches
-from fakequant.errors import CalibrationWarning
+from fakequant.data.batches import Batches, example_arguments
+from fakequant.data.failures import BatchError
+from fakequant.errors import CalibrationWarning, ConfigError
 
 Write = Callable[[Any, Tensor], Tensor]
 
@@ -261,3 +262,19 @@ def test_a_result_that_is_what_the_model_writes_stays() -> None:
         found = given.run_first(model)
         assert (found["sum"].tolist(), found["x"].tolist()) == ([1.0, 1.0], [3.0, 3.0])
         assert (model.sum.tolist(), batch.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Linear(8, 8), torch.ones(2, 8, device="meta")),
+        (nn.Sequential(nn.Identity(), nn.Linear(8, 2)), torch.ones(3, 8, device="meta")),
+        (nn.BatchNorm1d(8).eval(), torch.ones(2, 8, device="meta")),
+    ],
+)
+def test_a_batch_on_another_device_is_named(model: nn.Module, x: Tensor) -> None:
+    where = r"the batch is on meta, and the model on cpu; give batch\.to\('cpu'\)"
+    with pytest.raises(BatchError, match=where):
+        Batches([x], "test").kept().run_first(model)
+    with pytest.raises(ConfigError, match=where):
+        example_arguments(x).run(model)

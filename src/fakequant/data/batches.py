@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.data.again import Runs, Values, original, unchanged
-from fakequant.data.failures import OF_TORCH, BatchError, described, failure_named
+from fakequant.data.failures import OF_TORCH, BatchError, described, elsewhere, failure_named
 from fakequant.data.progress import length, track
 from fakequant.data.token_mask import Mask, TokenMask
 from fakequant.errors import CalibrationError, ConfigError, DTypeError, shown
@@ -108,7 +108,11 @@ class Batches:
         """
         number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
-        with failure_named(model, lambda *failed: BatchError(number, batch, *failed), kinds):
+
+        def failed(where: str, cause: str) -> BatchError:
+            return BatchError(number, batch, where, cause, elsewhere(model, batch, cause))
+
+        with failure_named(model, failed, kinds):
             return self.runs.run(model, batch, self.call, alone=alone)
 
     def kept(self) -> KeptBatches:
@@ -187,13 +191,13 @@ class Arguments(NamedTuple):
         Raises:
             ConfigError: the model failed; names the shapes and the layer. Errors of this package stay.
         """
-        with failure_named(model, self._refused), unchanged(model, (self.args, self.kwargs)) as values:
-            return values.apart(model(*self.args, **self.kwargs))
 
-    def _refused(self, where: str, cause: str) -> ConfigError:
-        return ConfigError(
-            f"the example, {described(self)}, failed{where}: {cause}; give an example that the model takes"
-        )
+        def refused(where: str, cause: str) -> ConfigError:
+            cure = elsewhere(model, (self.args, self.kwargs), cause) or "give an example that the model takes"
+            return ConfigError(f"the example, {described(self)}, failed{where}: {cause}; {cure}")
+
+        with failure_named(model, refused), unchanged(model, (self.args, self.kwargs)) as values:
+            return values.apart(model(*self.args, **self.kwargs))
 
 
 def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, Any]:

@@ -26,9 +26,26 @@ class BatchError(CalibrationError):
         where: in which layer, on what, see `locate`.
     """
 
-    def __init__(self, number: int, batch: Any, where: str, cause: str) -> None:
-        super().__init__(f"batch {number}, {described(batch)}, failed{where}: {cause}; correct the batch or the model")
+    def __init__(self, number: int, batch: Any, where: str, cause: str, cure: str = "") -> None:
+        cure = cure or "correct the batch or the model"
+        super().__init__(f"batch {number}, {described(batch)}, failed{where}: {cause}; {cure}")
         self.number, self.batch, self.where = number, batch, where
+
+
+def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
+    """What to do where an error speaks of devices, and tensors are on another one than the model; else "".
+
+    >>> import torch
+    >>> elsewhere(nn.Linear(2, 2), torch.ones(2, device="meta"), "two devices")
+    "the batch is on meta, and the model on cpu; give batch.to('cpu'), or move it in forward="
+    """
+    own = {str(one.device) for one in (*model.parameters(), *model.buffers())}
+    others = {str(leaf.device) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)} - own
+    if len(own) != 1 or not others or "device" not in cause:
+        return ""
+    (device,) = own
+    where = f"the batch is on {', '.join(sorted(others))}, and the model on {device}"
+    return f"{where}; give batch.to({device!r}), or move it in forward="
 
 
 @contextmanager

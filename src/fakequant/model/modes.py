@@ -86,6 +86,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def exact_products() -> Any:
+    """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has 10 bits.
+
+    Checks that a function stays the same, and the sums and solutions of `improve`, need all 24.
+    """
+    of_torch: Any = torch.backends
+    kinds = (of_torch.cuda.matmul, of_torch.cudnn.conv, of_torch.cudnn.rnn)
+    kinds += (of_torch.mkldnn.matmul, of_torch.mkldnn.conv, of_torch.mkldnn.rnn)
+    return _set_for_a_while(kinds, "fp32_precision", "ieee")
+
+
+@contextmanager
+def _set_for_a_while(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
+    with restore_after(attributes_of(objects, name)):
+        for one in objects:
+            setattr(one, name, value)
+        yield
+
+
 def score_of(metric: Metric, model: nn.Module) -> float:
     """What a metric gives for a model in eval mode, without gradients, with each weight quantized once."""
     with evaluating(model), cached_weights(model), torch.no_grad():

@@ -131,6 +131,9 @@ def prepare(
         share_mesh(model)
         with Peaks(model if table is None else nn.Identity()).watching() as peaks:  # an engine asks for fixed ranges
             recording = None if run is None else record(model, run)
+        missed = [] if recording is None else [name for name in held if not recording.visits[name]]
+        for quantizer in (own for name in missed for own in modules[name].children()):
+            vars(quantizer)["is_unreached"] = True  # `calibrate` leaves the layer in float if no batch comes either
         counted = () if recording is None or not _quantizes_inputs(config) else operations_of(recording)
         computed = () if recording is None else quantized_parameters(model, recording)
         left = left_in_float(model, purposely, counted, computed)

@@ -30,7 +30,7 @@ class Watched:
 
     def show(self, *values: Any) -> None:
         """Show values to all functions that watch."""
-        for see in self._watching.values():
+        for see in tuple(self._watching.values()):  # a lane of `improve` may stop in one, while others come
             see(*values)
 
 

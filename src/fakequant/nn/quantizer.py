@@ -61,6 +61,8 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
     """Whether a weight was zero when its range was looked for, and goes on without one."""
     mesh: Mesh | None = None
     """What the quantizers of a model know together of tensor parallelism."""
+    is_unreached = False
+    """Whether the example of `prepare` did not come to it."""
     is_same_everywhere = False
     """Whether its processes were seen to have the same values."""
 

@@ -369,3 +369,34 @@ def test_the_rules_of_parts_that_no_batch_reaches_are_few_and_can_be_pasted(pres
     fq.calibrate(model, [X])
     kept = {name.rpartition(".")[0] for name in quantizers(model)}
     assert kept == {"neck.1.0", "neck.1.1", "neck.1.2", "neck.2.1", "posterior_head"}
+
+
+class Neck(nn.Module):
+    """A first block that skips what it could add, a head that training alone calls, and a layer that is read."""
+
+    def __init__(self, skips: str) -> None:
+        super().__init__()
+        self.first, self.head, self.last = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 8)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.skips == "read":
+            x = F.linear(x, self.first.weight)
+        elif self.skips == "wide" and x.shape[0] > 16:
+            x = self.first(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("skips", ["head", "read", "wide"])
+def test_what_the_example_of_prepare_does_not_reach_is_left_in_float(skips: str) -> None:
+    model = fq.prepare(Neck(skips).eval(), "int8", X)
+    with pytest.warns(CoverageWarning, match=r"left in float: .*head.*, nor did the example of prepare"):
+        fq.calibrate(model, [X], progress=False)
+    assert [name for name, own in quantizers(model).items() if "last" not in name] == []
+    assert torch.allclose(model(X), Neck(skips).eval().requires_grad_(False)(X), atol=10)
+
+
+def test_what_the_example_reaches_and_no_batch_is_an_error() -> None:
+    model = fq.prepare(Neck("wide").eval(), "int8", X.repeat(2, 1))
+    with pytest.warns(CoverageWarning, match="head"), pytest.raises(CalibrationError, match=r"first\._input_quantizer"):
+        fq.calibrate(model, [X], progress=False)

@@ -242,9 +242,43 @@ class Block(nn.Module):
         return x + torch.rand_like(x) if self.training and self.last else x
 
 
-def test_calls_that_differ_in_training_mode_are_refused_by_prepare() -> None:
-    with pytest.raises(ConfigError, match=r"block is called 2 times in training mode and calls functions in different"):
-        fq.prepare(Noisy(), fq.Config("sums", (fq.Rule("*", input="int8", ops=("add",)),)), X)
+class Streaming(nn.Module):
+    """A causal block with a cache of the frames before, of which the first call has none, beside another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = Cached(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.block.cache = None
+        return self.other(self.block(self.block(x)))
+
+
+class Cached(nn.Module):
+    cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.cache is None else torch.cat([self.cache, x])[-len(x) :] + x
+        self.cache = x
+        return y + x.abs()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "owner", "sites"),
+    [
+        (Noisy, {"config": fq.Config("sums", (fq.Rule("*", input="int8", ops=("add",)),))}, "block", 0),
+        (Streaming, {"config": fq.Config("sums", (fq.Rule("*", input="int8", ops=("add",)),))}, "block", 1),
+        (Streaming, {"config": "int8", "target": "openvino"}, "block", 1),
+    ],
+)
+def test_an_owner_whose_calls_differ_is_left_in_float(model: Any, given: Any, owner: str, sites: int) -> None:
+    wanted = model().eval()(X)
+    with pytest.warns(CoverageWarning, match=rf"^{owner} is called 2 times .*calls functions in different orders"):
+        found = fq.prepare(model().eval(), example=X, **given)
+    assert len(fq.site_plan(found).sites) == sites
+    if sites:
+        fq.calibrate(found, [X], progress=False)
+    assert torch.allclose(found(X), wanted, atol=0.1)
 
 
 def test_the_rule_that_an_error_offers_speaks_of_the_model_alone() -> None:

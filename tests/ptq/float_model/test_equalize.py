@@ -298,3 +298,24 @@ def test_modules_of_jit_beside_the_layers_are_left(make: Any, transform: str, wi
     assert torch.equal(weight, model[3].weight) == (width == 6)
     assert ("torch.jit does not show whether a run reads it" in str(found)) == (width == 6)
     assert all(torch.equal(one, other) for one, other in zip(inner, part.parameters(), strict=True))
+
+
+def test_what_checks_the_function_multiplies_exactly_whatever_is_allowed() -> None:
+    seen = list[Any]()
+
+    class Seeing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision))
+            return super().forward(x)
+
+    given, before = [torch.randn(2, 4)], torch.get_float32_matmul_precision()
+    model = nn.Sequential(Seeing(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    try:
+        torch.set_float32_matmul_precision("high")
+        OutputCheck(model, kept(given)).why_not()
+        fq.ptq.improve(fq.prepare(model, "int4_weight_only", skip=["0"]), given, "fast", progress=False)
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert {*seen} == {("ieee", "ieee")}
+    assert after == "high"

@@ -356,3 +356,25 @@ def test_an_output_of_zero_has_no_scores() -> None:
         model[1].bias.zero_()
     with pytest.raises(ConfigError, match="every output of the model is 0, and scores are shares of its energy"):
         fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
+
+
+class Finds(nn.Module):
+    """Gives the rows of what it finds, which may be none."""
+
+    def __init__(self, gives: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.gives = nn.Linear(32, 32), nn.Linear(32, 8), gives
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x).relu())
+        return self.gives(y, y[x[:, 0] > 0])
+
+
+@pytest.mark.parametrize(
+    "gives", [lambda y, found: found, lambda y, found: {"found": found, "all": y}, lambda y, found: found.mT]
+)
+def test_outputs_without_rows_have_scores(gives: Any) -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    found = fq.ptq.scores(Finds(gives).eval(), [x, -x.abs()], ["INT8_WEIGHT_ONLY"], progress=False)
+    assert {*found.layers} == {"a", "b"}

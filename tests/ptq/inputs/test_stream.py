@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import time
+from collections import Counter
 from itertools import count
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.ptq.inputs.order import call_order
-from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
+from fakequant.ptq.inputs.stream import Stage, Stream, _Lane, check_side_by_side
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept
 
@@ -187,3 +189,29 @@ def test_the_threads_of_torch_are_as_before() -> None:
     with Stream(model, layers_of(model), kept(many, run), recorded) as stream:
         assert sum(1 for _ in stream) == 3
     assert torch.get_num_threads() == before
+
+
+def test_lanes_have_the_default_device_of_the_caller() -> None:
+    seen: list[torch.device] = []
+    with torch.device("meta"):
+        lane = _Lane(0, Counter(), lambda: seen.append(torch.get_default_device()), lambda: int, int)
+    lane.go()
+    assert seen == [torch.device("meta")]
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+def test_recurrent_layers_take_a_transform_while_lanes_wait_in_them(cls: type[nn.RNNBase]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.out = cls(8, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.rnn(x)[0])
+
+    given = [torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    model = fq.prepare(Recurrent().eval(), "int8")
+    fq.calibrate(model, given, progress=False)
+    assert fq.ptq.improve(model, given, ["rotate"], progress=False).layers

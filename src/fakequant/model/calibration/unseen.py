@@ -64,6 +64,14 @@ class Unseen:
         if unseen == "float" and layers:
             warn_user(f"{_count(layers)} left in float: {self._reasons(layers, read)}", CalibrationWarning)
             return layers
+        expected = {layer_of(name) for name in starved if self.inputs[name].is_unreached}
+        if expected:
+            names = sorted(expected)
+            text = f"{_count(names)} left in float: {self._reasons(names, read)}, nor did the example of prepare"
+            warn_user(f"{text}. Rules say that it is meant: {self._rules(names)}", CoverageWarning)
+            starved = [name for name in starved if layer_of(name) not in expected]
+            layers = [name for name in layers if name not in expected]
+            read = {name: path for name, path in read.items() if name not in expected}
         if starved:
             what = f"{len(starved)} of {len(self.inputs)} input quantizers saw no data: {', '.join(starved)}"
             raise CalibrationError(f"{what}. Reason: {self._reasons(layers, read)}. {self._advice(layers, starved)}")
@@ -77,7 +85,7 @@ class Unseen:
         if read:
             text = f"{_count([*read])} left in float: {self._reasons([*read], read)}"
             warn_user(f"{text}. Rules say that it is meant: {self._rules([*read])}", CoverageWarning)
-        return [*read]
+        return [*read, *sorted(expected)]
 
     def say_read(self, left: list[str]) -> None:
         """Warn of layers that are called, and whose weight another module uses in float, too; not of those `left`."""

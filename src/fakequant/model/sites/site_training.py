@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.errors import ConfigError
 from fakequant.model.modes import training
 from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.run.recording import record
 from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.sites import different_orders, shielded_modules
+from fakequant.model.sites.sites import shielded_modules, warn_orders
 from fakequant.nn.sites.sites import site_keys
 from fakequant.text import listed, module_name
 
@@ -38,8 +37,6 @@ def with_training(
         recording: of the run in eval mode.
         run: calls the model.
 
-    Raises:
-        ConfigError: an owner is called with different sequences in training mode.
     """
     if not plan.steps:
         return plan, []
@@ -47,7 +44,11 @@ def with_training(
         trained = record(model, run, training)
     except Exception:  # whatever a model raises that is called without its labels
         return plan, []
-    keys = {owner: _keys(plan, owner, recording, trained) for owner in plan.steps}
+    found = {owner: _keys(plan, owner, recording, trained) for owner in plan.steps}
+    if unclear := {owner for owner, own in found.items() if own is None}:
+        steps = {owner: own for owner, own in plan.steps.items() if owner not in unclear}
+        plan = replace(plan, sites=tuple(site for site in plan.sites if site.owner not in unclear), steps=steps)
+    keys = {owner: own for owner, own in found.items() if own is not None}
     other = {owner: found for owner, found in keys.items() if found != site_keys(plan.steps[owner])}
     modules = dict(model.named_modules())
     shielded = {*plan.shielded, *shielded_modules(modules, trained.called, plan.steps)}
@@ -55,8 +56,11 @@ def with_training(
     return replace(plan, shielded=in_order, training_keys=other), _note(plan, other)
 
 
-def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...]:
-    """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner."""
+def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...] | None:
+    """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner.
+
+    None where it is called with different sequences, with a warning.
+    """
     usual = site_keys(plan.steps[owner])
     counted = set(plan.steps[owner])
     visits = [[call for call in visit if call.function in counted] for visit in trained.of_owner(owner)]
@@ -64,7 +68,8 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
         return usual
     sequences = [tuple(call.function for call in visit) for visit in visits]
     if other := next((steps for steps in sequences if steps != sequences[0]), None):
-        raise ConfigError(different_orders(owner, sequences[0], other, len(visits), mode=" in training mode"))
+        warn_orders(owner, sequences[0], other, len(visits), mode=" in training mode")
+        return None
     before = _by_place([call for call in recording.of_owner(owner)[0] if call.function in counted], usual)
     calls = visits[0]
     now = _by_place(calls, range(len(calls)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, CoverageWarning, warn_user
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.sites.planned import Candidate, PlannedSite, SitePlan, SiteQuantizer, site_path
@@ -41,7 +42,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
         placed: the quantizers that a target places; none without a target.
 
     Raises:
-        ConfigError: a rule matches no call, or the owner of a site is called with different sequences of functions.
+        ConfigError: a rule matches no call.
     """
     found = candidates(model, recording)
     rules = rules_of_sites(model, config, found)
@@ -80,8 +81,10 @@ def complete_plan(
 ) -> SitePlan:
     """The plan for chosen calls: with the sequences of their owners, and the modules that owners call.
 
+    Owners that are called with different sequences have no sites, and a `CoverageWarning` says so.
+
     Raises:
-        ConfigError: an owner is called with different sequences, or cannot be one.
+        ConfigError: an owner cannot be one.
     """
     parameters = list(model.parameters())  # a recording numbers them first
     sites = tuple(_planned_site(model, recording, one, held, parameters, rules.get(one)) for one, held in planned)
@@ -89,6 +92,9 @@ def complete_plan(
     for site in sites:
         counted.setdefault(site.owner, set()).add(site.function)
     steps = {owner: _steps(recording, owner, functions) for owner, functions in counted.items()}
+    if unclear := [owner for owner, own in steps.items() if own is None]:
+        sites = tuple(site for site in sites if site.owner not in unclear)
+    steps = {owner: own for owner, own in steps.items() if own is not None}
     modules = dict(model.named_modules())
     for owner in steps:
         if bypasses_class(modules[owner]):
@@ -197,25 +203,27 @@ def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
     return held
 
 
-def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, ...]:
-    """The one sequence of the functions of an owner's sites."""
+def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, ...] | None:
+    """The one sequence of the functions of an owner's sites; None where there are several, with a warning."""
     visits = [
         tuple(call.function for call in visit if call.function in functions) for visit in recording.of_owner(owner)
     ]
     other = next((steps for steps in visits if steps != visits[0]), None)
     if other is not None:
-        raise ConfigError(different_orders(owner, visits[0], other, len(visits)))
+        warn_orders(owner, visits[0], other, len(visits))
+        return None
     return visits[0]
 
 
-def different_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> str:
-    """What is said of an owner that calls the functions of its sites in another order when it is called again."""
+def warn_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> None:
+    """Say that an owner calls the functions of its sites in another order when it is called again."""
     ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
-    return (
+    warn_user(
         f"{module_name(owner)} is called {visits} times{mode} and calls functions in different orders, so that "
-        f"their quantizers cannot be told apart:\n  {', '.join(steps) or 'none'}\n  {', '.join(other) or 'none'}\n"
-        "Move the branch or the loop into a module of its own, or leave the functions in float by "
-        f"Rule({owner!r}, ops=({ops},))"
+        f"their quantizers could not be told apart: {', '.join(steps) or 'none'}; {', '.join(other) or 'none'}. They "
+        "are left in float. Move the branch or the loop into a module of its own; "
+        f"Rule({owner!r}, ops=({ops},)) says that it is meant",
+        CoverageWarning,
     )
 
 
@@ -261,7 +269,9 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
     for owner, steps in plan.steps.items():
         sites: dict[str, Site] = {}
         for site in planned.get(owner, []):
-            held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
+            first = next(chain(modules[owner].parameters(), modules[owner].buffers(), model.parameters()), None)
+            device = None if first is None or first.is_meta else first.device
+            held = {name: _made(q, f"{site.path}.{name}", shared, device) for name, q in site.quantizers.items()}
             sites[site.key] = made = Site(site.function, site.operands, held, site.weights)
             made.gradient = site.gradient
         if unknown := sorted(set(sites) - set(site_keys(steps))):
@@ -272,14 +282,15 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         shield(modules[path])
 
 
-def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer]) -> Quantizer:
+def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer], device: torch.device | None) -> Quantizer:
     if planned.group is not None and planned.group in shared:
         return shared[planned.group]
     quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
     quantizer.name = path
     if planned.fixed is not None:
         scale, zero_point = planned.fixed
-        quantizer.set_qparams(QParams(torch.tensor([scale]), torch.tensor([zero_point], dtype=torch.int32)))
+        zero = torch.tensor([zero_point], dtype=torch.int32, device=device)
+        quantizer.set_qparams(QParams(torch.tensor([scale], device=device), zero))
         quantizer.pinned = True
     return shared.setdefault(planned.group or path, quantizer)
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import SiteError
@@ -109,7 +111,7 @@ class Site(Watched, Trained):
         return ATTENTION if self.function == "scaled_dot_product_attention" else super().trained_products()
 
     def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
-        if self._watching:
+        if self.is_watched:
             self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
 
     def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
@@ -241,6 +243,10 @@ def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[t
     return places
 
 
+_WHOLE: WeakSet[Sites] = WeakSet()
+"""Those of owners that have made all their calls."""
+
+
 class SiteMode(TorchFunctionMode):
     """The calls of one `forward` of an owner so far; each call makes a new mode, so that threads share nothing."""
 
@@ -281,8 +287,22 @@ class SiteMode(TorchFunctionMode):
         _unchecked(stack_without(self))  # torch's own takes off the top, also where an interrupt came after `pause`
 
     def finish(self) -> None:
-        """Raise if `forward` returned before all planned calls came."""
-        if self.place != len(self.steps):
+        """Raise if `forward` made fewer calls than planned, unless it is sure which: it may return early.
+
+        A forward that has never made all calls is another one than that of the plan.
+        """
+        if torch.compiler.is_compiling():
+            is_whole = self.place == len(self.steps)
+        elif is_whole := self.place == len(self.steps):
+            _WHOLE.add(self.sites)
+        elif self.sites in _WHOLE and not is_fx_tracing():
+            place = len(self.steps)
+            for index in reversed(range(self.place)):  # the last calls that the made ones may be
+                place = max(one for one in range(place) if self.steps[one] == self.steps[index])
+                if place != index:
+                    break
+            is_whole = not self.place or not place
+        if not is_whole:
             raise SiteError(_other_calls(self, self.steps[: self.place]))
 
     def _refuse_recomputed(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.data.batches import KeptBatches
 from fakequant.errors import ConfigError
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import evaluating, exact_products
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.restore import Restore
 
@@ -37,7 +37,8 @@ class OutputCheck(OutputDistance):
     """
 
     def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
-        super().__init__(model, batches)
+        with exact_products():
+            super().__init__(model, batches)
         self._model = model
         if not self.wanted:
             raise ConfigError(
@@ -59,7 +60,8 @@ class OutputCheck(OutputDistance):
 
     def difference(self) -> float:
         """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""
-        return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
+        with exact_products():
+            return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
 
     def keep(
         self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore

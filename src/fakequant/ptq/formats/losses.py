@@ -161,7 +161,7 @@ def _add_errors(
         result, scales = [*found.values()], [weights[place] for place in found]
         if not result:
             raise ConfigError("no output of the model has a gradient for its layers; give measure=")
-        examples = len(result[0]) if result[0].dim() else 1
+        examples = max(len(result[0]), 1) if result[0].dim() else 1  # a detector may find nothing
         random = torch.Generator().manual_seed(seed)
         for _ in range(_PROBES):
             signs = [
@@ -193,6 +193,8 @@ def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Ten
 
 def _by_example(values: Tensor, examples: int) -> Tensor:
     """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
+    if not values.numel():
+        return torch.zeros(examples, dtype=torch.float64)
     if values.dim() and len(values) == examples:
         return values.reshape(examples, -1).sum(1).cpu()
     return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()

@@ -17,7 +17,7 @@ from fakequant.data.progress import track
 from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import evaluating, exact_products
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.ties import tie_scales
 from fakequant.nn.paths import layer_of
@@ -163,7 +163,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
             is not measured.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), exact_products(), torch.no_grad():
         judging = split.judging(processes) if undo is not None else None
         layers, recorded, fixed, result = _looked_at(model, weights, split.all)
         check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")

@@ -13,7 +13,7 @@ import contextvars
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -234,6 +234,8 @@ class _Lane:
         self.added: dict[str, Tensor] = {}
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
         self._state, self._own = state, start
+        self._device = torch.get_default_device()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
         self._is_started = self._is_ended = self._is_over = False
@@ -242,7 +244,7 @@ class _Lane:
     def _run(self) -> None:
         try:
             if not self._is_ended:  # an interrupt came while the thread started
-                with torch.no_grad():
+                with torch.no_grad(), self._around():
                     self._context.run(self._call)
         except _Ended:
             pass
@@ -255,6 +257,12 @@ class _Lane:
             self._is_over = True
             self._pauses.put(None)
             self._ends.put(None)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """A context with what torch keeps for each thread: the default device, and the stream of the caller."""
+        with self._device if self._device.type != "cpu" else nullcontext(), torch.cuda.stream(self._stream):
+            yield
 
     def go(self) -> None:
         """Run until the last call of the next layer, or to the end.
