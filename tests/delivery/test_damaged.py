@@ -89,7 +89,6 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "ordered groups": lambda c: group(c)["weights"].update(actorder="group"),
     "another layout": lambda c: group(c).update(format="marlin-24"),
     "a broken pattern": lambda c: group(c).update(targets=["re:("]),
-    "not compressed": lambda c: c.update(quantization_status="frozen"),
     "rotations": lambda c: c.update(transform_config={"config_groups": {"u": {}}}),
     "sparsity": lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}),
     "keys and values": lambda c: c.update(kv_cache_scheme={"num_bits": 8, "type": "float"}),
