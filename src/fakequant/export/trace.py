@@ -26,6 +26,7 @@ from fakequant.export.constants import fold_constants
 from fakequant.export.nodes import loops
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
+from fakequant.model.run.regions import inline_regions
 from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
@@ -72,6 +73,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     """
     with torch.no_grad(), _quiet():
         program = traced_program(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes))
+        inline_regions(program, gradients=False)
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     for node in (node for part in parts for node in part.graph.nodes):
         stack = node.meta.get("nn_module_stack") or {}
@@ -134,7 +136,9 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Trace
                 continue
             try:
                 if module is not program.graph_module:
-                    raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
+                    raise ExportError(
+                        "lies inside control flow (torch.cond or a loop) or torch.autocast, which cannot be exported"
+                    )
                 if nesting:
                     raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
                 found = _site(node, moving, by_bits, style) if node.target is _TARGET else _loop_site(node, style)

@@ -16,9 +16,9 @@ from fakequant.errors import GraphError
 from fakequant.ir.fx.concatenation import unite_types
 from fakequant.ir.fx.convert import Converter, needed, type_of
 from fakequant.ir.fx.functional import remove_changes_in_place
-from fakequant.ir.fx.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Graph
 from fakequant.ir.structure import Constant, Input
+from fakequant.model.run.regions import inline_regions
 from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.contexts import fixed_ranges
 
@@ -63,7 +63,7 @@ def capture(
     # With gradients in any case: only so the trace says which parts of the model are without them.
     with fixed_ranges(model), quiet("torch.export"), torch.enable_grad():
         program = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-        inline_grad_modes(program)
+        inline_regions(program, gradients=True)
         # Where views of the same memory are about, torch's own functionalization sorts them out.
         if not remove_changes_in_place(program.graph):
             program = program.run_decompositions({})

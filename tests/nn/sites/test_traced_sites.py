@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +100,59 @@ def test_a_graph_break_within_an_owner_is_refused_or_changes_nothing() -> None:
     with suppress(SiteError):
         assert_same_bits([torch.compile(model, backend="eager")(x)], [model(x)])
     assert torch._C._len_torch_function_stack() == 0
+
+
+class OtherPath(nn.Module):
+    """Attention that calls more functions in a trace than otherwise."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor], before: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.more, self.before = nn.Linear(8, 8), nn.Linear(8, 8), more, before
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        q = self.q(x) + places
+        q = self.more(q) if is_traced and self.before else q
+        scores = q @ self.k(x).mT
+        scores = self.more(scores) if is_traced and not self.before else scores
+        return scores.softmax(-1) @ x
+
+
+def example() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 4, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
+
+
+MORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda scores: scores + torch.zeros(4, 4),
+    "sums": lambda scores: scores + torch.zeros(1) + torch.zeros(4, 4),
+    "product": lambda scores: scores @ torch.eye(4),
+}
+
+
+@pytest.mark.parametrize("more", [MORE["mask"], MORE["sums"]], ids=["mask", "sums"])
+def test_functions_that_a_trace_alone_calls_stay_in_float(more: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = OtherPath(more, False).eval(), example()
+    fq.prepare(model, "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    expected = model(*x)
+    if more is MORE["mask"]:
+        assert torch.equal(torch.export.export(model, x, strict=False).module()(*x), expected)
+    path = fq.export_onnx(model, x, tmp_path / "m.onnx").path
+    assert fq.verify_onnx(path, model, [x]).passed
+
+
+@pytest.mark.parametrize(("more", "before"), [(MORE["product"], False), (MORE["mask"], True)], ids=["product", "sum"])
+def test_calls_that_could_be_the_planned_ones_are_an_error_that_names_the_trace(
+    more: Callable[[Tensor], Tensor], before: bool
+) -> None:
+    x = example() if not before else (torch.randn(2, 4, 4), torch.randn(2, 4, 4))
+    model = OtherPath(more, before).eval()
+    if before:
+        model.q, model.k = nn.Linear(4, 4), nn.Linear(4, 4)
+    fq.prepare(model, "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    with pytest.raises(SiteError, match=r"called: .* \(while it is traced, where forward may take another path"):
+        torch.export.export(model, x, strict=False)

@@ -320,7 +320,8 @@ class _Watch(TorchDispatchMode):
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """A context in which a GPU rounds no factors of products, as the CPU does not."""
-    places = [torch.backends.cuda.matmul, torch.backends.cudnn.conv] if torch.cuda.is_available() else []
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn.conv] if torch.cuda.is_available() else []
     with restore_after(attributes_of(places, "fp32_precision")):
         for place in places:
             place.fp32_precision = "ieee"

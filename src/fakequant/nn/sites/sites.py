@@ -264,8 +264,7 @@ class SiteMode(TorchFunctionMode):
         called = called_as(func)
         if kwargs is None:
             kwargs = {}
-        is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
-        if called is None or not is_counted:
+        if called is None or self.counted(func, args, kwargs) is None:
             # torch's compiler cannot trace the method under any mode: it calls `super()`.
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
         sites, place = self.sites, self.place
@@ -278,6 +277,12 @@ class SiteMode(TorchFunctionMode):
         if not torch.compiler.is_compiling() and self.context != _context():
             self._refuse_recomputed()
         return site.call(self, called, func, args, kwargs)
+
+    def counted(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        """The name of a function in the plan; None for a call that no plan counts."""
+        called = called_as(func)
+        is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
+        return called.function.name if called is not None and is_counted else None
 
     def __enter__(self) -> SiteMode:
         resume(self)
@@ -382,12 +387,15 @@ def float_rule(sites: Sites) -> str:
     return f"Rule({sites.owner!r}, ops=({ops},))"
 
 
+_TRACED = " (while it is traced, where forward may take another path: torch.compiler.is_compiling() is true)"
+
+
 def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = False) -> str:
-    sites = mode.sites
+    sites, is_traced = mode.sites, torch.compiler.is_compiling() or torch._C._is_tracing()
     return (
         f"{module_name(sites.owner)} calls functions that have quantizers in another order than planned.\n"
         f"  planned: {', '.join(mode.steps) or 'none'}{'' if mode.keys is sites.keys else ' (in training mode)'}\n"
-        f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}\n"
+        f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}{_TRACED if is_traced else ''}\n"
         "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
         "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
         f"whose length changes, into a module of its own; or leave the functions in float by {float_rule(sites)}"

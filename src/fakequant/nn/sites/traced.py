@@ -7,15 +7,16 @@ call them otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import SiteError
-from fakequant.nn.sites.sites import SiteMode, Sites
+from fakequant.nn.sites.sites import SITES, SiteMode, Sites
 from fakequant.numerics.compilers import is_exporting
 
 
@@ -33,7 +34,9 @@ MakeMode = Callable[[Sites, nn.Module], SiteMode]
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The result of an owner: where its calls do not fit the plan, those with parameters alone do not count.
 
-    What the first try called has no use in the trace. The error stays if it wrote to a tensor that was there before.
+    Where they do not fit either, and the planned calls are among them in one way alone, the others stay in float, as a
+    mask that is added in a trace alone. What earlier tries called has no use in the trace. The error stays if one wrote
+    to a tensor that was there before.
 
     Args:
         run: calls the owner's `forward` under the mode that is made by its argument.
@@ -54,7 +57,13 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
         try:
             return run(_OfInputs)
         except SiteError:
+            pass
+        called: list[str] = []
+        run(partial(_Listing, called))
+        places = _embedding(module, called)
+        if places is None or [x._version for x in before] != versions:
             raise error from None
+        return run(partial(_Aligned, places))
 
 
 class _OfInputs(SiteMode):
@@ -73,6 +82,53 @@ class _OfInputs(SiteMode):
         self.alive += _tensors(result)
         self.constants.update(map(id, _tensors(result)))
         return result
+
+
+class _Listing(SiteMode):
+    """Quantizes nothing, and lists the functions that the plan counts."""
+
+    def __init__(self, called: list[str], sites: Sites, module: nn.Module) -> None:
+        super().__init__(sites, module)
+        self.called = called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := self.counted(func, args, kwargs or {})) is not None:
+            self.called.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def finish(self) -> None:
+        pass
+
+
+class _Aligned(SiteMode):
+    """Counts the calls at some places alone."""
+
+    def __init__(self, places: Collection[int], sites: Sites, module: nn.Module) -> None:
+        super().__init__(sites, module)
+        self.places, self.at = places, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.counted(func, args, kwargs or {}) is not None:
+            self.at += 1
+            if self.at - 1 not in self.places:
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _embedding(module: nn.Module, called: Sequence[str]) -> list[int] | None:
+    """The places of the planned calls among those of a trace; None if there is no way, or more than one."""
+    planned = SiteMode(cast("Sites", module._modules[SITES]), module).steps
+    first = _earliest(planned, called)
+    last = [len(called) - 1 - place for place in _earliest(planned[::-1], called[::-1])][::-1]
+    return first if len(first) == len(planned) and first == last else None
+
+
+def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
+    places: list[int] = []
+    for place, name in enumerate(called):
+        if len(places) < len(planned) and planned[len(places)] == name:
+            places.append(place)
+    return places
 
 
 def _tensors(values: Any) -> list[Tensor]:

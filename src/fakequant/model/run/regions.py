@@ -1,4 +1,4 @@
-"""Parts of a model that run without gradients, such as rotary embeddings under `torch.no_grad`, as plain operations."""
+"""Parts of a traced model that run in a mode of their own, as plain operations: without gradients or autocast."""
 
 from __future__ import annotations
 
@@ -12,35 +12,47 @@ from torch.export.graph_signature import TensorArgument
 
 from fakequant.errors import GraphError
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
-def inline_grad_modes(program: ExportedProgram) -> None:
-    """Replace every call of a part without gradients by the operations of that part, in place.
+def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
+    """Replace every call of a part with a mode of its own by the operations of that part, in place.
 
-    The part reads detached tensors: no gradient passes, and kernels are chosen as where gradients are off.
+    Where the program has gradients, a part without them reads detached tensors: no gradient passes, and kernels are
+    chosen as where gradients are off. A part under autocast stays.
 
     Args:
-        program: exported where gradients are enabled, so that each part that has a mode of its own is without them.
+        program: exported where gradients are enabled, so that each part that has a mode of its own is without them, or
+            where they are not, and their modes say nothing.
+        gradients: which of both.
 
     Raises:
         GraphError: a part has gradients where the model has none.
     """
     renamed: dict[str, str] = {}
-    for node in list(program.graph.nodes):
-        if node.target is _REGION:
-            renamed |= _inline(program.graph_module, node)
+    while regions := [node for node in program.graph.nodes if _is_region(node)]:
+        for node in regions:
+            renamed |= _inline(program.graph_module, node, gradients)
     for spec in program.graph_signature.output_specs:
+        name = spec.arg.name if isinstance(spec.arg, TensorArgument) else ""
+        while name in renamed:
+            name = renamed[name]
         if isinstance(spec.arg, TensorArgument):
-            spec.arg = replace(spec.arg, name=renamed.get(spec.arg.name, spec.arg.name))
+            spec.arg = replace(spec.arg, name=name)
     if renamed:
         program.graph_module.recompile()
 
 
-def _inline(module: fx.GraphModule, node: fx.Node) -> dict[str, str]:
+def _is_region(node: fx.Node) -> bool:
+    return node.target is _GRADIENTS or (node.target is _AUTOCAST and not node.args[2])
+
+
+def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:
     """The names of the results before and after."""
-    enabled, body, *inputs = cast("list[Any]", list(node.args))
-    if enabled:
+    is_mode = node.target is _GRADIENTS
+    body, *inputs = cast("list[Any]", list(node.args[1 if is_mode else 4 :]))
+    if is_mode and gradients and node.args[0]:
         raise GraphError("torch.enable_grad in a part of the model cannot be in a graph; compute that part outside")
     part: fx.GraphModule = getattr(module, body.target)
     graph = module.graph
@@ -48,7 +60,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> dict[str, str]:
     with graph.inserting_before(node):
         places = [place for place in part.graph.nodes if place.op == "placeholder"]
         for place, given in zip(places, inputs, strict=True):
-            copies[place] = _detached(graph, given)
+            copies[place] = _detached(graph, given) if is_mode and gradients else given
         for inner in part.graph.nodes:
             if inner.op in ("placeholder", "output"):
                 continue
@@ -66,6 +78,9 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> dict[str, str]:
         user.replace_all_uses_with(value)
         graph.erase_node(user)
     graph.erase_node(node)
+    if not body.users:
+        graph.erase_node(body)
+        module.delete_submodule(str(body.target))
     return renamed
 
 

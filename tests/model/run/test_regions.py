@@ -1,4 +1,4 @@
-"""Parts of a model without gradients: a graph computes their bits, and has no gradient that the model does not have."""
+"""Parts of a model without gradients or autocast: their bits are computed, and no gradient is that the model lacks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant import ir
-from fakequant.errors import GraphError
+from fakequant.errors import ExportError, GraphError
 from tests.support.bits import assert_same_bits
 from tests.support.vision import import_torchvision
 
@@ -172,3 +172,71 @@ def test_rotary_models_are_captured(name):
     model.requires_grad_(False)
     with torch.no_grad():
         assert_same_bits(ir.capture(model, ids).run(ids), model(ids).logits)
+
+
+class Regions(nn.Module):
+    """Layers and functions under a mode of their own."""
+
+    def __init__(self, region):
+        super().__init__()
+        torch.manual_seed(0)
+        self.region, self.q, self.k = region, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.region(self, x)
+
+
+def a_function(self, x):
+    q, k = self.q(x), self.k(x)
+    with torch.autocast("cpu", enabled=False):
+        return q.float() @ k.float().mT
+
+
+def a_layer(self, x):
+    with torch.autocast("cpu", enabled=False):
+        return self.k(self.q(x))
+
+
+def nested(self, x):
+    with torch.no_grad():
+        y = self.q(x)
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            y = self.k(y) + x
+    return y * 2
+
+
+def two_results(self, x):
+    with torch.autocast("cpu", enabled=False):
+        q, k = self.q(x), self.k(x)
+    return q, q + k
+
+
+@pytest.mark.parametrize("target", [None, "onnxruntime"])
+@pytest.mark.parametrize("region", [a_function, a_layer, nested, two_results])
+def test_regions_without_autocast_are_exported(region, target, tmp_path):
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    model = fq.prepare(Regions(region).eval(), "int8", x, **({"target": target} if target else {}))
+    fq.calibrate(model, [x])
+    assert fq.verify_onnx(fq.export_onnx(model, x, tmp_path / "m.onnx").path, model, [x]).passed
+
+
+@pytest.mark.parametrize("region", [a_function, a_layer, two_results])
+def test_regions_without_autocast_are_captured(region):
+    model, x = Regions(region), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    found, expected = ir.capture(model, x).run(x), model(x)
+    for one, other in zip(*((y if isinstance(y, (tuple, list)) else [y]) for y in (found, expected)), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_a_region_under_autocast_is_named(tmp_path):
+    pytest.importorskip("onnxruntime")
+
+    def cast(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.q(x)
+
+    model, x = fq.prepare(Regions(cast).eval(), "int8"), torch.randn(2, 8)
+    fq.calibrate(model, [x], unseen="float")
+    with pytest.raises(ExportError, match=r"q._input_quantizer: lies inside control flow .* or torch.autocast"):
+        fq.export_onnx(model, x, tmp_path / "m.onnx")
