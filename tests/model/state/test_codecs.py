@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -115,3 +116,29 @@ def test_damaged_files_are_named_and_change_nothing(saved: tuple[nn.Module, Path
         fq.load(model, saved[1], format="own")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert type(model.layer) is nn.Linear
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_that_gather_tensors_make_them_together(count: int, tmp_path: Path) -> None:
+    """A lock around the work would make each of them wait for the other."""
+    together, errors = Barrier(count, timeout=20), list[BaseException]()
+
+    def make() -> Tensor:
+        together.wait()
+        return torch.ones(4)
+
+    def write() -> None:
+        try:
+            codecs.write_folder(
+                tmp_path, {"t.safetensors": {"x": fq.LazyTensor((4,), torch.float32, make)}, "plan.json": b"{}"}
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [Thread(target=write) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert {path.name for path in tmp_path.iterdir()} == {"t.safetensors", "plan.json"}

@@ -123,7 +123,7 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
     Args:
         folder: where they lie.
         files: by name; that of a copied file may have a folder.
-        check: is called when the folder is locked, before anything is written.
+        check: is called before anything is written, and again when the folder is locked.
 
     Raises:
         CheckpointError: a name that is no file of the folder, or content that does not fit it.
@@ -137,10 +137,9 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
                 f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
                 f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
             )
+    refuse_links(folder, files)
+    check()
     with ExitStack() as stack:
-        stack.enter_context(locked(folder))
-        refuse_links(folder, files)
-        check()
         ready: dict[Path, bytes | Path] = {}
         for name, content in files.items():
             if (folder / name).parent != folder:
@@ -149,6 +148,8 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
                 ready[folder / name] = content
             else:
                 ready[folder / name] = stack.enter_context(temporary_file(folder, _parts(content)))
+        stack.enter_context(locked(folder))  # only now: processes that gather tensors make them together
+        check()
         write_in_order(ready, without_old=len(ready) > 1)
 
 
