@@ -175,6 +175,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
         used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
         _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
+    if job.vanishing is not None:
+        job.vanishing.warn()
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used

@@ -16,6 +16,7 @@ from fakequant.data.batches import Batches
 from fakequant.distributed import Together, first_sharded, is_data_parallel
 from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.model.calibration.unseen import Unseen, observed
+from fakequant.model.calibration.vanishing import Vanishing
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import watching
@@ -72,6 +73,7 @@ class Observation:
     read: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.vanishing: Vanishing | None = None
         self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
         # Dynamic ones too: that the quantizer of a weight is called tells that the layer is.
         weights = quantized_weights(self.model).items()
@@ -103,12 +105,14 @@ class Observation:
         is_sharded = shared and bool(first_sharded(self.model))
         batches, failed = self.data.tracked("calibrating"), self._deferred() if is_sharded else list[Exception]()
         restore = mask.observe_through(self.model, self.inputs)
+        self.vanishing = vanishing = Vanishing(self.model, self.inputs)
         for batch in self.processes.in_step(batches) if is_sharded else batches:
             mask.enter(batch)
+            vanishing.enter(batch)
             # Not all: 24 batches of eight small blocks took 2.5 times as long.
             watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
             forms.add(form)
-            with watch, self.processes.unheard() if is_sharded else nullcontext():
+            with watch, vanishing.seeing(), self.processes.unheard() if is_sharded else nullcontext():
                 self.data.run(model, batch)
             mask.leave()
             if failed:
