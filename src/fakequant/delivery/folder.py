@@ -24,8 +24,8 @@ _NOT_TAKEN = (
     *("experts_implementation", "_experts_implementation"),
 )
 """Keys of a configuration that a model is built without: they name code, which may come from the network."""
-_COUNTED, _COUNTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 18, 256
-"""Keys that count something, the largest count that is taken for one, and that of layers in any file."""
+_COUNTED, _COUNTS, _EXPERTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 22, 1 << 14, 256
+"""Keys that count something, the largest count that is taken, that of experts, and that of layers in any file."""
 _CODES, _BUFFERS = 8, 1 << 30
 """The weights that a byte of a file may hold, and bytes of buffers that no file has, as masks."""
 _MARK = "fakequant"
@@ -238,7 +238,7 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
     named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
     for key, value in named.items():
         check_counts(value, tensors, path)
-        limit = max(tensors, _FEW) if "layer" in key else _COUNTS
+        limit = max(tensors, _FEW) if "layer" in key else _EXPERTS if "expert" in key else _COUNTS
         if isinstance(value, (int, float)) and _COUNTED.search(key) and not abs(value) <= limit:
             raise CheckpointError(f"{path} is damaged: {key} is {value!r:.40}, and its files hold {tensors} tensors")
 
