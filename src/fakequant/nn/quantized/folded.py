@@ -6,6 +6,7 @@ statistics, and in training the output is scaled back and normalised by those of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,13 +18,46 @@ from torch.fx import Proxy
 from fakequant.errors import ConfigError
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantizedLayer, QuantLinear
+from fakequant.nn.wrappers import inside
+
+_REMEMBERED = 8
+"""Calls of a layer whose statistics are remembered until its checkpoint computes them anew."""
+
+
+@torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _kept(x: Tensor) -> Tensor:
+    """A copy that a compiled backward pass keeps: what it computes anew, it computes of statistics that have moved."""
+    return x.clone()
+
+
+@_kept.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def norm_factor(norm: Any) -> Tensor:
+    """Gamma / sigma [out] of the running statistics of a batch normalisation, in float64."""
+    variance = norm.variance() if isinstance(norm, FoldedNorm) else norm.running_var
+    factor = (variance.double() + norm.eps).rsqrt()
+    return factor if norm.weight is None else factor * norm.weight.double()
+
+
+def norm_offset(norm: Any, bias: Tensor | None, factor: Tensor) -> Tensor:
+    """What is added to the product with the folded weight [out], in float64, for the bias of the layer."""
+    offset = ((0.0 if bias is None else bias.double()) - norm.running_mean.double()) * factor
+    return offset if norm.bias is None else offset + norm.bias.double()
 
 
 class FoldedNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch normalisation whose layer computes it: it returns its input, and keeps parameters and statistics."""
+    """A batch normalisation whose layer computes it: it returns its input, and keeps parameters and statistics.
+
+    Modules inside it, as the activation of timm's `BatchNormAct2d`, are called with the input.
+    """
 
     layer: str
     axes: int
+    _seen: deque[tuple[Tensor, torch.Size, Tensor]] = deque()
+    _replayed: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
@@ -34,11 +68,41 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
                 f"whose channels are not those of {self.layer}; only inputs of {self.axes} axes can be computed after "
                 "fold_batch_norm"
             )
+        for module in self.children():
+            input = module(input)
         return input
 
+    def begin(self, x: Tensor) -> None:
+        """Remember the running variance for a call with an input x; the same one serves when a checkpoint repeats it."""
+        assert self.running_var is not None
+        self._replayed = None
+        if torch._C._current_graph_task_id() >= 0:  # within a backward pass
+            total = x.detach().double().sum()
+            held = [var for seen, shape, var in self._seen if torch.equal(seen, total) and shape == x.shape]
+            if not held:
+                raise ConfigError(
+                    f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}, so that "
+                    "the statistics of its folded batch normalisation are not known; checkpoint other modules"
+                )
+            self._replayed = held[-1]
+        elif not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            held = vars(self).setdefault("_seen", deque(maxlen=_REMEMBERED))
+            held.append((x.detach().double().sum(), x.shape, self.running_var.clone()))
+
     def normalised(self, x: Tensor) -> Tensor:
-        """What the batch normalisation computes; in training it moves the running statistics."""
+        """What the batch normalisation computes; in training it moves the running statistics, once for each batch."""
+        if self._replayed is not None:
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         return super().forward(x)
+
+    def variance(self) -> Tensor:
+        """The running variance [out] that the weight is folded with."""
+        assert self.running_var is not None
+        if not self.training:
+            return self.running_var
+        if torch.compiler.is_compiling():
+            return _kept(self.running_var)
+        return self.running_var if self._replayed is None else self._replayed
 
 
 class FoldedBatchNorm1d(FoldedNorm, nn.BatchNorm1d):
@@ -53,6 +117,10 @@ class FoldedBatchNorm3d(FoldedNorm, nn.BatchNorm3d):
     """BatchNorm3d that the layer before it computes."""
 
 
+class FoldedSyncBatchNorm(FoldedNorm, nn.SyncBatchNorm):
+    """SyncBatchNorm that the layer before it computes."""
+
+
 class FoldedLayer(QuantizedLayer):
     """What layers with a folded batch normalisation share: their weight and bias are those that an engine sees.
 
@@ -62,40 +130,49 @@ class FoldedLayer(QuantizedLayer):
     """
 
     plain_class: type[QuantizedLayer]
-    _norm: tuple[FoldedNorm]  # in a tuple, because the module has its place in the model already
+    _norm: tuple[FoldedNorm, nn.Module, str]  # in a tuple, because modules in it have their place in the model already
+
+    @property
+    def norm(self) -> FoldedNorm:
+        """The folded batch normalisation.
+
+        Raises:
+            ConfigError: another module has its place in the model.
+        """
+        norm, holder, name = self._norm
+        now = holder._modules.get(name)
+        if now is not norm and (now is None or inside(now) is not norm):
+            raise ConfigError(
+                f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, which "
+                "would come on top of it; replace it before fold_batch_norm, as nn.SyncBatchNorm."
+                "convert_sync_batchnorm(model) does, or after merge_batch_norm"
+            )
+        return norm
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The parameter times gamma / sigma of each output channel, in float64 and rounded once."""
         own = cast("Tensor", self._parameters["weight"])
-        return (own.double() * self._factor().view(-1, *(1 for _ in own.shape[1:]))).to(own.dtype)
+        return (own.double() * norm_factor(self.norm).view(-1, *(1 for _ in own.shape[1:]))).to(own.dtype)
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
         """What is added to the product with the folded weight, likewise."""
-        norm, own = self._norm[0], self._parameters.get("bias")
-        assert norm.running_mean is not None
-        offset = ((0.0 if own is None else own.double()) - norm.running_mean.double()) * self._factor()
-        offset = offset if norm.bias is None else offset + norm.bias.double()
+        offset = norm_offset(self.norm, self._parameters.get("bias"), norm_factor(self.norm))
         return offset.to(cast("Tensor", self._parameters["weight"]).dtype)
-
-    def _factor(self) -> Tensor:
-        """Gamma / sigma [out] of the running statistics, in float64."""
-        norm = self._norm[0]
-        assert norm.running_var is not None
-        factor = (norm.running_var.double() + norm.eps).rsqrt()
-        return factor if norm.weight is None else factor * norm.weight.double()
 
     def _without_bias(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        norm = self._norm[0]
+        norm = self.norm
         if isinstance(input, Proxy) or not norm.training:
             return cast("Callable[..., Tensor]", super().forward)(input)
+        if not torch.compiler.is_compiling():
+            norm.begin(input)
         y = self._without_bias(self.quantized_input(input), self.quantized_weight())
         channels = (-1, *(1 for _ in range(norm.axes - 2)))
-        factor = self._factor().to(y.dtype).view(channels)
+        factor = norm_factor(norm).to(y.dtype).view(channels)
         y = y / torch.where(factor == 0, 1.0, factor)
         own = self._parameters.get("bias")
         return norm.normalised(y if own is None else y + own.view(channels))
@@ -139,6 +216,7 @@ FOLDED_NORMS: dict[type[nn.Module], type[FoldedNorm]] = {
     nn.BatchNorm1d: FoldedBatchNorm1d,
     nn.BatchNorm2d: FoldedBatchNorm2d,
     nn.BatchNorm3d: FoldedBatchNorm3d,
+    nn.SyncBatchNorm: FoldedSyncBatchNorm,
 }
 FOLDED_LAYERS: dict[type[nn.Module], type[Any]] = {
     cls.plain_class: cls for cls in (FoldedLinear, FoldedConv1d, FoldedConv2d, FoldedConv3d)
