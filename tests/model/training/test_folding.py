@@ -3,16 +3,19 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from fakequant.errors import ConfigError, FusionWarning
 from fakequant.model.training import qat
+from tests.model.training.test_fuse import FrozenNorm, NormAct
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear": (lambda: nn.Linear(4, 6), lambda: nn.BatchNorm1d(6), (8, 4)),
@@ -176,3 +179,121 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^0 is calibrated, .* between fakequant\.prepare and fakequant\.calibrate$"):
         qat.fold_batch_norm(model, x)
     assert type(model[0]) is kind
+
+
+def trained_gradients(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """The gradients of a step, and the statistics after it."""
+    model = copy.deepcopy(model).train()
+    run(model).square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: x for name, x in model.named_buffers() if "running" in name}
+
+
+def learned(name: str) -> tuple[nn.Sequential, Tensor]:
+    model, x = folded(name)
+    qat.set_scales(model, qat.Scales.LEARNED)
+    return model, x
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], *, near: tuple[str, ...] = ()) -> None:
+    """`near`: the ends of names of gradients that are sums in any order."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not name.endswith(near or "-") and not torch.equal(one[name], other[name])] == []
+    for name in one:
+        torch.testing.assert_close(
+            one[name], other[name], rtol=1e-3, atol=1e-3
+        )  # of a bias before a norm they are noise
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpoints_have_the_gradients_and_statistics_of_a_plain_step(name: str, reentrant: bool) -> None:
+    """They call a layer again in the backward pass, when its running statistics have moved."""
+    model, x = learned(name)
+    x.requires_grad_()
+    again = partial(checkpoint, use_reentrant=reentrant)
+    plain = trained_gradients(model, lambda m: m(x))
+    assert_same(trained_gradients(model, lambda m: again(m, x)), plain, near=("1.weight",) if reentrant else ())
+
+    def two(run: Callable[..., Tensor]) -> Callable[[nn.Module], Tensor]:
+        return lambda m: run(m, x) + run(m, 2 * x)
+
+    plain = trained_gradients(model, two(lambda m, x: m(x)))
+    assert_same(trained_gradients(model, two(again)), plain, near=("weight", "bias", "step"))
+
+
+def test_a_checkpoint_of_an_unknown_input_is_refused() -> None:
+    model, x = learned("Conv2d")
+    calls: list[Tensor] = []
+
+    def other(y: Tensor) -> Tensor:  # a function that is not the same when it is called again
+        calls.append(y)
+        return model.train()(y * len(calls))
+
+    with pytest.raises(ConfigError, match=r"computes 0 anew for an input that is none of its last 8"):
+        checkpoint(other, x.requires_grad_(), use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("name", ["Linear", "Conv2d"])
+def test_compiled_steps_have_the_eager_gradients(name: str, backend: str) -> None:
+    """A compiled backward pass computed the factor anew from statistics that the step had moved."""
+    model, x = learned(name)
+    torch._dynamo.reset()
+    compiled = trained_gradients(model, lambda m: torch.compile(m, backend=backend)(x))
+    decomposed = ("weight", "bias", "step", "running_mean", "running_var") if "decomp" in backend else ()
+    assert_same(compiled, trained_gradients(model, lambda m: m(x)), near=decomposed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.__setitem__(1, nn.GroupNorm(2, 6)),
+        lambda m: m.__setitem__(1, nn.Identity()),
+        lambda m: m.__setitem__(1, copy.deepcopy(m[1])),
+        nn.SyncBatchNorm.convert_sync_batchnorm,
+    ],
+    ids=["group", "identity", "copy", "sync"],
+)
+def test_a_replaced_normalisation_is_refused(change: Callable[[nn.Module], object]) -> None:
+    """The layer went on with the normalisation that was folded, and what took its place came on top of it."""
+    model, x = folded("Conv2d")
+    change(model)
+    with pytest.raises(ConfigError, match=r"folded into 0 was replaced by a .*replace it before fold_batch_norm"):
+        model.eval()(x)
+    with pytest.raises(ConfigError, match="was replaced by"):
+        qat.merge_batch_norm(model)
+
+
+def test_converted_normalisations_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)  # torch's runs on GPUs alone
+    model, x = network("Conv2d")
+    expected = qat.fold_batch_norm(fq.prepare(copy.deepcopy(model), "int8_weight_only"), x)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    qat.fold_batch_norm(fq.prepare(model, "int8_weight_only"), x)
+    for training in (True, False):
+        assert torch.equal(model.train(training)(x), expected.train(training)(x))
+    assert isinstance(model[1], nn.SyncBatchNorm)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.PReLU(6)])
+def test_a_normalisation_with_an_activation_folds_like_the_two(act: nn.Module) -> None:
+    plain, x = network("Conv2d")
+    plain[2] = copy.deepcopy(act)
+    one = nn.Sequential(copy.deepcopy(plain[0]), NormAct(6, copy.deepcopy(act)))
+    one[1].load_state_dict(plain[1].state_dict(), strict=False)
+    models = [qat.fold_batch_norm(fq.prepare(model, "int8_weight_only"), x) for model in (plain, one)]
+    for training in (True, False):
+        first, second = (model.train(training)(x) for model in models)
+        assert torch.equal(first, second)
+    for model in models:
+        qat.merge_batch_norm(model)
+    assert torch.equal(models[0](x), models[1](x))
+
+
+def test_frozen_normalisations_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), FrozenNorm(4))
+    with pytest.warns(
+        FusionWarning, match="a FrozenNorm does not train: call fuse_batch_norm before fakequant.prepare"
+    ):
+        qat.fold_batch_norm(fq.prepare(model, "int8"), torch.randn(2, 3, 5, 5))

@@ -184,7 +184,89 @@ def set_module(name: str, module: nn.Module) -> Callable[[nn.Sequential], object
 
 
 class Other(nn.BatchNorm2d):
-    """May compute anything."""
+    """Computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class OtherFrozen(nn.Module):
+    """Has the tensors of a batch normalisation, and computes something else."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.eps = 1e-5
+        for name in ("weight", "running_var"):
+            self.register_buffer(name, torch.ones(channels))
+        for name in ("bias", "running_mean"):
+            self.register_buffer(name, torch.zeros(channels))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.abs()
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's `BatchNormAct2d`: a normalisation, a dropout and an activation in one module."""
+
+    def __init__(self, channels: int, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return self.act(self.drop(x))
+
+
+class FrozenNorm(nn.Module):
+    """As in detectors: statistics and affine parameters in buffers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.eps = 1e-5
+        for name in ("weight", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+        for name in ("bias", "running_mean"):
+            self.register_buffer(name, torch.randn(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.weight * (self.running_var + self.eps).rsqrt(), self.running_mean
+        return (x - shift.view(1, -1, 1, 1)) * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+
+
+class FrozenNormAct(FrozenNorm):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NormAct(4, nn.ReLU(inplace=True)),
+        lambda: NormAct(4, nn.PReLU(4)),
+        lambda: FrozenNorm(4),
+        lambda: FrozenNormAct(4),
+        lambda: pytest.importorskip("timm").layers.BatchNormAct2d(4, act_layer=nn.Hardswish),
+    ],
+    ids=["relu", "prelu", "frozen", "frozen-act", "timm"],
+)
+def test_normalisations_of_other_libraries_are_fused_and_what_follows_them_stays(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    norm = make()
+    for name in ("running_mean", "bias"):
+        getattr(norm, name).data.normal_()
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), norm, nn.Conv2d(4, 2, 1)).eval(), torch.randn(2, 3, 6, 6)
+    before, kept = model(x), {name for name, _ in model.named_modules() if name.endswith(("act", "drop"))}
+    fq.fuse_batch_norm(model, x)
+    torch.testing.assert_close(model(x), before)
+    assert kept <= {name for name, _ in model.named_modules()}
+    inner = model[1][0] if kept else model[1]
+    assert str(inner) == "FusedBatchNorm(into 0, inputs of 4 axes)"
 
 
 def tie(model: nn.Sequential) -> None:
@@ -195,10 +277,14 @@ LEFT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "no statistics": (set_module("1", nn.BatchNorm2d(4, track_running_stats=False)), "no running statistics"),
     "tied": (tie, "shares a parameter with another module"),
     "weight_norm": (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "the weight of the layer before it is comp"),
-    "pruned": (lambda m: nn.utils.prune.random_unstructured(m[0], "weight", 0.5), "has hooks or a forward of its own"),
+    "pruned": (
+        lambda m: nn.utils.prune.random_unstructured(m[0], "weight", 0.5),
+        "the weight of the layer before it is c",
+    ),
     "hook on the layer": (lambda m: m[0].register_forward_hook(lambda *_: None), "the layer before it has hooks"),
     "hook on itself": (lambda m: m[1].register_forward_hook(lambda *_: None), "it has hooks or a forward of its own"),
     "a class of its own": (set_module("1", Other(4)), "a Other may compute something else"),
+    "tensors of one": (set_module("1", OtherFrozen(4)), "a OtherFrozen may compute something else"),
     "other channels": (set_module("1", nn.BatchNorm2d(5)), "it has 5 channels, and the layer before it 4"),
 }
 

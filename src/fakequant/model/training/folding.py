@@ -14,7 +14,7 @@ from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.modes import disabled
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
-from fakequant.model.training.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
+from fakequant.model.training.fuse import FusedBatchNorm, Fusions, is_norm, left_text, replace_modules, why_other
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantized.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.sites.classes import set_class, unshielded_class
@@ -73,16 +73,18 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
             )
     with restore_on_error(structure_of([model])):
         for norm, path in found.fused.items():
-            _fold(modules[path], cast("nn.BatchNorm2d", modules[norm]), path)
+            holder, _, name = norm.rpartition(".")
+            _fold(modules[path], path, modules[holder], name)
     if found.left:
         warn_user(left_text(found, "folded"), FusionWarning)
     return model
 
 
-def _fold(layer: nn.Module, norm: nn.Module, path: str) -> None:
-    set_class(norm, FOLDED_NORMS[unshielded_class(norm)])
+def _fold(layer: nn.Module, path: str, holder: nn.Module, name: str) -> None:
+    norm = cast("nn.Module", holder._modules[name])
+    set_class(norm, FOLDED_NORMS[_torch_class(norm)])
     vars(norm).update(layer=path, axes=_axes(layer))
-    vars(layer)["_norm"] = (norm,)
+    vars(layer)["_norm"] = (norm, holder, name)
     set_class(layer, FOLDED_LAYERS[unshielded_class(layer)])
 
 
@@ -104,13 +106,13 @@ def merge_batch_norm(model: Model) -> Model:
     with restore_on_error(structure_of([model])):
         merged: dict[nn.Module, nn.Module] = {}
         for layer in [module for module in model.modules() if isinstance(module, FoldedLayer)]:
-            norm: FoldedNorm = layer._norm[0]
+            norm = layer.norm
             own = cast("nn.Parameter", layer._parameters["weight"])
             weight, bias = (nn.Parameter(x.detach(), own.requires_grad) for x in (layer.weight, layer.bias))
             set_class(layer, layer.plain_class)
             del vars(layer)["_norm"]
             layer._parameters.update(weight=weight, bias=bias)
-            merged[norm] = FusedBatchNorm(norm.layer, norm.axes)
+            merged[norm] = FusedBatchNorm.of(norm, norm.layer, norm.axes)
         replace_modules(model, merged)
     return model
 
@@ -126,7 +128,7 @@ def _pairs(model: nn.Module, recording: Recording) -> Fusions:
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, norm in model.named_modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, FoldedNorm):
+        if is_norm(norm) and not isinstance(norm, FoldedNorm):
             layer = _layer_before(path, recording)
             why = _why_norm_stays(norm, path, recording) or _why_layer_stays(layer, modules, shared, recording)
             if why is None and layer is not None:
@@ -149,8 +151,13 @@ def _layer_before(path: str, recording: Recording) -> str | None:
 
 
 def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | None:
-    if unshielded_class(norm) not in FOLDED_NORMS:
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        return f"a {type(norm).__name__} does not train: call fuse_batch_norm before fakequant.prepare"
+    if _torch_class(norm) not in FOLDED_NORMS:
         return f"a {type(norm).__name__} has no folded form"
+    calls = recording.calls_of.get(path, [])
+    if calls and (why := why_other(norm, len(recording.values[calls[0].inputs[0]].shape))):
+        return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:
         return "it has no running statistics, so that each batch is normalised by its own"
     if (weight := cast("nn.BatchNorm2d", norm).weight) is not None and bool((weight == 0).any()):
@@ -159,6 +166,11 @@ def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | N
         return "it has hooks or a forward of its own"
     count = recording.visits[path]
     return None if count == 1 else "it is never called" if not count else f"it is called {count} times"
+
+
+def _torch_class(norm: nn.Module) -> type[nn.Module]:
+    """The class of torch that a batch normalisation is of."""
+    return next((cls for cls in unshielded_class(norm).__mro__ if cls in FOLDED_NORMS), type(norm))
 
 
 def _why_layer_stays(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx import Proxy
 from torch.nn.parameter import UninitializedParameter, is_lazy
@@ -25,6 +27,7 @@ from fakequant.model.run.recording import record
 from fakequant.model.sites.own_products import ends_in_product
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.leaf import as_leaf
+from fakequant.nn.quantized.folded import norm_factor, norm_offset
 from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
@@ -63,6 +66,12 @@ class FusedBatchNorm(nn.Identity):
                 "fuse_batch_norm"
             )
         return input
+
+    @classmethod
+    def of(cls, norm: nn.Module, layer: str, axes: int) -> nn.Module:
+        """What takes the place of a normalisation: with modules inside it, such as an activation, these follow."""
+        made = cls(layer, axes)
+        return nn.Sequential(OrderedDict(fused=made, **dict(norm.named_children()))) if [*norm.children()] else made
 
     def extra_repr(self) -> str:
         return f"into {self.layer}, inputs of {self.axes} axes"
@@ -139,7 +148,7 @@ def fuse_found(model: nn.Module, found: Fusions) -> None:
     fused: dict[nn.Module, nn.Module] = {}
     for norm, layer in found.fused.items():
         _fuse(modules[layer], modules[norm])
-        fused[modules[norm]] = FusedBatchNorm(layer, _axes(modules[layer]))
+        fused[modules[norm]] = FusedBatchNorm.of(modules[norm], layer, _axes(modules[layer]))
     replace_modules(model, fused)
 
 
@@ -166,8 +175,9 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
         model: in eval mode.
         arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
     """
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    if training := [module_name(name) for name, norm in norms.items() if norm.training]:
+    norms = {name: m for name, m in model.named_modules() if is_norm(m)}
+    trained = {name: m for name, m in norms.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if training := [module_name(name) for name, norm in trained.items() if norm.training]:
         raise ConfigError(
             f"{len(training)} batch normalisations are in training mode, the first is {training[0]}; "
             "call model.eval() before fuse_batch_norm"
@@ -188,7 +198,8 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for name, norm in norms.items():
-        layer, why = sources.get(norm), _why_norm_stays(norm, flow.calls[norm])
+        layer = sources.get(norm)
+        why = _why_norm_stays(norm, flow.calls[norm], 4 if layer is None else _axes(layer))
         if why is None and layer is not None:
             why = _why_layer_stays(layer, norm, flow, users)
         elif why is None:
@@ -255,14 +266,47 @@ def _float_class(module: nn.Module) -> type[nn.Module]:
     return next((one for one in cls.__mro__ if one in _LAYERS), cls) if issubclass(cls, QuantizedLayer) else cls
 
 
-def _why_norm_stays(norm: nn.Module, calls: int) -> str | None:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch normalisation, or has the tensors of one, as torchvision's `FrozenBatchNorm2d`."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    held = [getattr(module, name, None) for name in ("running_mean", "running_var", "weight", "bias")]
+    return hasattr(module, "eps") and all(isinstance(x, Tensor) and x.shape == held[1].shape for x in held)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def why_other(norm: nn.Module, axes: int) -> str | None:
+    """Why a module may compute something else than a batch normalisation and then the modules inside it.
+
+    A class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and torchvision's
+    `FrozenBatchNorm2d` is no batch normalisation of torch.
+    """
+    if type(norm) in _NORMS or getattr(norm, "running_mean", None) is None:
+        return None
+    own: Any = norm
+    shape = (2, len(own.running_mean), *[3] * (axes - 2))
+    x = torch.linspace(-3, 3, prod(shape), dtype=torch.float64).to(own.running_mean).reshape(shape)
+    said = f"a {type(norm).__name__} may compute something else than a batch normalisation"
+    with in_eval_mode(norm):
+        try:
+            found = norm(x.clone())
+            y = F.batch_norm(x, own.running_mean, own.running_var, own.weight, own.bias, eps=own.eps)
+            for module in norm.children():
+                y = module(y)
+        except (RuntimeError, TypeError, ValueError):  # as for another number of axes
+            return said
+    is_same = isinstance(found, Tensor) and found.shape == y.shape
+    return None if is_same and torch.allclose(found, y, rtol=1e-4, atol=1e-5) else said
+
+
+def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
     """Why a batch normalisation itself cannot be fused into whatever is before it."""
-    if type(norm) not in _NORMS:
-        return f"a {type(norm).__name__} may compute something else than a batch normalisation"
     if cast("nn.BatchNorm2d", norm).running_mean is None:
         return "it has no running statistics, so that each batch is normalised by its own"
     if not is_as_made(norm):
         return "it has hooks or a forward of its own"
+    if why := why_other(norm, axes):
+        return why
     return None if calls == 1 else "it is never called" if not calls else f"it is called {calls} times"
 
 
@@ -271,17 +315,17 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if flow.calls[layer] != 1:
         return f"the layer before it is called {flow.calls[layer]} times"
+    if weight is None or layer.weight is not weight:
+        return "the weight of the layer before it is computed (weight_norm, pruning, a parametrization)"
     if layer in flow.elsewhere or len(flow.readers[layer]) > 1:
         return "the output or a parameter of the layer before it is used elsewhere, too"
     if not is_as_made(layer):
         return "the layer before it has hooks or a forward of its own"
-    if weight is None or layer.weight is not weight:
-        return "the weight of the layer before it is computed (weight_norm, pruning, a parametrization)"
     if isinstance(weight, UninitializedParameter):
         return "the layer before it gets its shapes in the first call; run the model once first"
     if any(users[parameter.data_ptr()] > 1 for parameter in (weight, bias) if parameter is not None):
         return "the layer before it shares a parameter with another module"
-    channels = cast("nn.BatchNorm2d", norm).num_features
+    channels = len(cast("Tensor", norm.running_mean))
     if _output_channels(layer) != channels:
         return f"it has {channels} channels, and the layer before it {_output_channels(layer)}"
     return None
@@ -309,16 +353,9 @@ def _axes(layer: nn.Module) -> int:
 @torch.no_grad()
 def _fuse(layer: nn.Module, norm: nn.Module) -> None:
     """Fold a batch normalisation into a layer; computed in float64 and rounded once."""
-    norm, weight = cast("nn.BatchNorm2d", norm), layer._parameters["weight"]
+    weight, bias, factor = layer._parameters["weight"], layer._parameters.get("bias"), norm_factor(norm)
     assert weight is not None
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    factor = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        factor = factor * norm.weight.double()
-    bias = layer._parameters.get("bias")
-    offset = (0.0 if bias is None else bias.double()) - norm.running_mean.double()
-    offset = offset * factor + (0.0 if norm.bias is None else norm.bias.double())
+    offset = norm_offset(norm, bias, factor)
     weight.copy_(_scaled(layer, weight.double(), factor))
     if bias is None:
         layer.bias = nn.Parameter(offset.to(weight.dtype), requires_grad=weight.requires_grad)

@@ -56,7 +56,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
 
     layer: str
     axes: int
-    _seen: deque[tuple[Tensor, torch.Size, Tensor]] = deque()
+    _seen: deque[tuple[Tensor, torch.Size, Tensor]] | tuple[()] = ()
     _replayed: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         return input
 
     def begin(self, x: Tensor) -> None:
-        """Remember the running variance for a call with an input x; the same one serves when a checkpoint repeats it."""
+        """Remember the running variance of a call with an input x, which serves when a checkpoint repeats the call."""
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass
@@ -81,8 +81,8 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
             held = [var for seen, shape, var in self._seen if torch.equal(seen, total) and shape == x.shape]
             if not held:
                 raise ConfigError(
-                    f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}, so that "
-                    "the statistics of its folded batch normalisation are not known; checkpoint other modules"
+                    f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}: the "
+                    "statistics of its folded batch normalisation are not known; checkpoint other modules"
                 )
             self._replayed = held[-1]
         elif not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -91,8 +91,8 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """What the batch normalisation computes; in training it moves the running statistics, once for each batch."""
-        if self._replayed is not None:
-            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        if self._replayed is not None:  # the same function, because a checkpoint counts what it saves
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
         return super().forward(x)
 
     def variance(self) -> Tensor:
@@ -143,8 +143,8 @@ class FoldedLayer(QuantizedLayer):
         now = holder._modules.get(name)
         if now is not norm and (now is None or inside(now) is not norm):
             raise ConfigError(
-                f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, which "
-                "would come on top of it; replace it before fold_batch_norm, as nn.SyncBatchNorm."
+                f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, "
+                "which would come on top of it; replace it before fold_batch_norm, as nn.SyncBatchNorm."
                 "convert_sync_batchnorm(model) does, or after merge_batch_norm"
             )
         return norm
