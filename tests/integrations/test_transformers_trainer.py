@@ -247,3 +247,31 @@ def test_a_trainer_that_cannot_prepare_leaves_the_model(tmp_path):
         trainer(tmp_path, model, [QATCallback("int8", [{"input_ids": torch.full((1, 3), 99)}])])
     assert json.dumps([str(model), sorted(model.state_dict())]) == before
     trainer(tmp_path, model, [QATCallback("int8", CALIBRATION)], max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scales": LEARNED, "teacher": "self"}, {"scales": fq.qat.Scales.ONLY}, {"teacher": "float"}]
+)
+def test_after_an_interrupt_the_model_is_no_longer_watched(tmp_path, settings):
+    """The Trainer has no event for it: the loss stayed half of the teacher's, and parameters stayed frozen."""
+    model = classifier(dropout=0.0)
+    callback = QATCallback(FEW_BITS, CALIBRATION, **settings)
+    made = trainer(tmp_path, model, [callback, Stop(2)])
+    trainable = [name for name, p in model.named_parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    batch = {"input_ids": IDS[:8], "labels": torch.arange(8) % 2}
+    with pytest.warns(UserWarning, match="an error ended the training of the Trainer"):
+        loss = model.train()(**batch).loss
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trainable
+    assert torch.equal(loss, model(**batch).loss)
+
+
+def test_another_training_may_begin_after_an_interrupt(tmp_path):
+    model = classifier()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, model, [QATCallback(FEW_BITS, CALIBRATION, teacher="self"), Stop(2)]).train()
+    with pytest.warns(UserWarning, match="an error ended the training of the Trainer"):
+        trainer(tmp_path / "other", model, [QATCallback(teacher="self")]).train()

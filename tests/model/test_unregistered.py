@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections import UserDict, deque
 from collections.abc import Callable
@@ -89,3 +91,46 @@ def test_what_is_registered_elsewhere_or_has_no_parameters_is_not_said(tmp_path:
         model = fq.prepare(Fine(), "INT8_WEIGHT_ONLY")
         fq.save(model, tmp_path)
         fq.prepare(Fine().child, "INT8_WEIGHT_ONLY")
+
+
+def prepared() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4))
+    model = fq.prepare(net, "int8", skip=["3"])
+    fq.calibrate(model, [torch.randn(4, 8)], progress=False)
+    return model
+
+
+LATER: dict[str, Callable[[nn.Sequential], object]] = {
+    "4 (Linear)": lambda m: m.append(nn.Linear(4, 2)),
+    "2 (Linear)": lambda m: m.__setitem__(2, nn.Linear(8, 8)),
+    "0 (Linear)": lambda m: m.__setitem__(0, nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_layers_that_come_after_prepare_are_named(name: str, tmp_path: Path) -> None:
+    """A new head, an appended layer, a branch that re-parameterization made."""
+    looks: dict[str, Callable[[nn.Module], object]] = {
+        "calibrate": lambda m: fq.calibrate(m, [torch.randn(4, 8)], progress=False),
+        "save": lambda m: fq.save(m, tmp_path / "saved"),
+        "export": lambda m: fq.export_onnx(m, torch.randn(4, 8), tmp_path / "model.onnx"),
+        "summary": fq.summary,
+    }
+    for look in looks.values():
+        model = prepared()
+        LATER[name](model)
+        with pytest.warns(CoverageWarning, match=rf"came after fakequant.prepare are in float: {name[0]}"):
+            look(model)
+
+
+def test_the_cure_that_is_named_works_and_layers_left_on_purpose_are_not_named(tmp_path: Path) -> None:
+    model: Any = prepared()
+    LATER["4 (Linear)"](model)
+    fq.prepare(model.get_submodule("4"), "int8")
+    for change in (lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        changed = change(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CoverageWarning)
+            fq.calibrate(changed, [torch.randn(4, 8)], progress=False)
+            fq.save(changed, tmp_path / "saved")
+            torch.compile(changed)

@@ -185,3 +185,26 @@ def test_trackers_of_torch_follow_a_prepared_model(watch: Callable[[], Any], gra
             expected = model(X)
             with watch():
                 assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize(("one", "other"), [("int8", "int4"), ("int8_affine", "int8"), ("int6 per_channel(0)", "int8")])
+def test_the_state_of_another_preset_is_refused(one: str, other: str) -> None:
+    """It was loaded with "All keys matched", and gave outputs of 0 dB."""
+    first, second = (
+        fq.prepare(nn.Sequential(nn.Linear(4, 4)), fq.Config("own", [fq.Rule("*", weight=c)]) if " " in c else c)
+        for c in (one, other)
+    )
+    for model in (first, second):
+        fq.calibrate(model, [torch.randn(8, 4)], progress=False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"0\._(weight|input)_quantizer is u?int.*, and its state is of u?int.*: prepare the model with",
+    ):
+        second.load_state_dict(first.state_dict())
+    second.load_state_dict(second.state_dict())
+
+
+def test_the_state_of_another_gradient_or_rounding_is_that_of_the_same_numbers() -> None:
+    one, other = calibrated(), calibrated("int8 per_channel(0) stochastic")
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.scale, one.scale)

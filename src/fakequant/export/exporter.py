@@ -35,6 +35,7 @@ from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.modes import evaluating, in_eval_mode
 from fakequant.model.run.tracing import example_named
 from fakequant.model.scale_floor import raise_scales, warn_raised
+from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn import fixed_ranges
 from fakequant.nn.products.recurrent_loop import written_as_loops
@@ -167,6 +168,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     refuse_sharded(model, "export")
     refuse_stored(model, "export")
     warn_stale_scales(model)
+    warn_of_new_layers(model)
     warn_raised(raise_scales(model))
     chosen_example = example if inputs is None else select_inputs(example, inputs)
     ready = traced(model, chosen_example, path, dynamic_shapes, opset, dialect)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from inspect import unwrap
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_callback import TrainerCallback
 
-from fakequant.errors import CheckpointError, ConfigError
+from fakequant.errors import CheckpointError, ConfigError, warn_user
 from fakequant.integrations.transformers import enable_saving
 from fakequant.model.training.steps import Training
 from fakequant.model.weights import note_weights
@@ -32,6 +36,8 @@ class QATCallback(Training, TrainerCallback):
     """
 
     _used = True
+    _loop: Sequence[FrameType] = ()
+    """The frame of the Trainer's method that trains: the Trainer has no event for an error or an interrupt in it."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:  # pyright: ignore
         self.prepare(model)
@@ -49,7 +55,20 @@ class QATCallback(Training, TrainerCallback):
             self.load_state_dict(stored)
         elif state.global_step:
             raise CheckpointError("the checkpoint was written without this callback; start a new training")
+        self._loop = _loops()[-1:]
         self.begin(getattr(optimizer, "optimizer", optimizer))
+
+    def leave_if_over(self) -> None:
+        if self._loop and current_thread() is main_thread() and self._loop[0] not in _loops():
+            warn_user(
+                "an error ended the training of the Trainer, so that QATCallback no longer watches the model; "
+                "parameters that it froze train again"
+            )
+            self.leave()
+
+    def leave(self) -> None:
+        super().leave()
+        self._loop = ()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.at(state.global_step / max(1, state.max_steps), int(state.epoch or 0))
@@ -92,6 +111,16 @@ class QATCallback(Training, TrainerCallback):
                 "the Trainer trains by another loss than the model's own, so that the teacher has no part in it; "
                 "leave out compute_loss or compute_loss_func, or train without teacher="
             )
+
+
+def _loops() -> list[FrameType]:
+    """The frames of the Trainer's methods that are running, from the innermost one on."""
+    found, frame = list[FrameType](), sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def _share(model: Any, kwargs: Any) -> float | Tensor:

@@ -33,7 +33,7 @@ from fakequant.model.sites.sites import apply_sites, plan_sites
 from fakequant.model.sites.targets import Target, find_target
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.ties import untied
-from fakequant.model.unregistered import warn_unregistered
+from fakequant.model.unregistered import note_floats, warn_unregistered
 from fakequant.nn.integer import Execution
 from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join
@@ -144,6 +144,7 @@ def prepare(
         for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)
+        note_floats(model)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()

@@ -1,18 +1,60 @@
-"""Modules in plain containers, which torch does not know: neither quantized, nor saved, nor moved to a device."""
+"""Modules that are easily lost: those in plain containers, which torch does not know, and those that come later."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from fakequant.errors import CoverageWarning, warn_user
-from fakequant.text import listed
+from fakequant.nn.merged_adapters import adapter_layers
+from fakequant.nn.paths import join
+from fakequant.nn.quantized.forms import quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.text import listed, module_name
 
 _NAMED = 4
+
+
+_SEEN = "_seen_by_prepare"
+"""The attribute of a prepared model, and of its layers that were left in float on purpose."""
+
+
+def note_floats(model: nn.Module) -> None:
+    """Mark the layers in float that have a quantized form: those that come later are not meant to be in float."""
+    for module in (model, *filter(_is_float, model.modules())):
+        if not isinstance(module, torch.jit.ScriptModule):
+            vars(module)[_SEEN] = True
+
+
+def warn_of_new_layers(model: nn.Module) -> None:
+    """Warn in one line of layers in float that came into a model after it was prepared; those of adapters are meant."""
+    skip = [*adapter_layers(model), "*.modules_to_save.*"]
+    new = {
+        join(path, name): module
+        for path, owner in model.named_modules()
+        if vars(owner).get(_SEEN)
+        for name, module in owner.named_modules()
+        if _is_float(module) and _SEEN not in vars(module) and not any(fnmatchcase(f".{name}.", own) for own in skip)
+    }
+    if new:
+        named = listed([f"{module_name(path)} ({type(module).__name__})" for path, module in new.items()], _NAMED)
+        first = next(iter(new))
+        warn_user(
+            f"layers that came after fakequant.prepare are in float: {named}. To quantize them, call "
+            f"fakequant.prepare(model.get_submodule({first!r}), preset) and calibrate the model",
+            CoverageWarning,
+        )
+
+
+def _is_float(module: nn.Module) -> bool:
+    own = not isinstance(module, QuantizedLayer) and quantized_class(module) is not None
+    return own and next(module.parameters(), None) is not None
 
 
 def warn_unregistered(model: nn.Module) -> None:

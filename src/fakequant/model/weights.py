@@ -20,7 +20,7 @@ from fakequant.model.modes import in_eval_mode
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.fitted import is_stale, magnitudes, mark
 from fakequant.nn.sites.products import site_products
 from fakequant.numerics.qparams import QParams, Range, lend
@@ -136,8 +136,24 @@ def give_values(model: nn.Module) -> None:
             note_weight(weight)
 
 
+@torch.no_grad()
+def warn_vanished(model: nn.Module) -> None:
+    """Say which learned scales training drove to zero or below: nothing but the largest codes is left there."""
+    found = {path: own.learned.vanished() for path, own in quantizers(model).items() if own.learned is not None}
+    found = {path: (count, total) for path, (count, total) in found.items() if count}
+    if found:
+        counts = ", ".join(f"{count} of {total} in {path}" for path, (count, total) in [*found.items()][:3])
+        more = f" and {len(found) - 3} more quantizers" if len(found) > 3 else ""
+        warn_user(
+            f"training drove learned scales to zero: {counts}{more}; what they quantize is lost. Train with a lower "
+            "learning rate, or give the scales a lower one: Options(scale_lr=0.1), or in your own loop a group of the "
+            "optimizer with fakequant.qat.learned_scales(model)",
+            StaleScaleWarning,
+        )
+
+
 def warn_stale_scales(model: nn.Module) -> list[str]:
-    """Warn, in one line, of weights that no longer have the range for which their scales were made.
+    """Warn of learned scales at zero, and in one line of weights that no longer have the range of their scales.
 
     A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
     groups are others. Weights sharded over processes are not looked at, because that takes all processes, nor are those
@@ -146,6 +162,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     Returns:
         The paths of the quantizers, for `note_weights` of what loads the model.
     """
+    warn_vanished(model)
     found = []
     for name, weight in scaled_weights(model).items():
         quantizer = weight.quantizer

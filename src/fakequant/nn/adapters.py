@@ -11,10 +11,25 @@ import sys
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fakequant.errors import StaleScaleWarning, warn_user
 from fakequant.nn.ranges.fixed_codes import KEY
+
+MERGED = "trained_merged"
+"""The attribute of a weight's quantizer, and its key beside an adapter, by which the adapter was trained as merged."""
+
+
+def take_flag(quantizer: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Say where an adapter that is loaded was trained as merged, and its layer adds it to the quantized weight."""
+    if state_dict.pop(prefix + MERGED, None) is not None and not vars(quantizer).get(MERGED):
+        warn_user(
+            "the adapter was trained as it will be merged (QATCallback, Training or train_merged), and computes "
+            "something else beside quantized layers; call fakequant.integrations.peft.train_merged(model)",
+            StaleScaleWarning,
+        )
 
 
 def join_adapters(quantizer: nn.Module) -> None:
@@ -77,7 +92,8 @@ class _Joined:
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state of an adapter without the codes of weights, which are as large as the model and saved with it."""
-        return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")}
+        flag = {MERGED: torch.ones((), dtype=torch.uint8)} if vars(self).get(MERGED) else {}
+        return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
         """No key is renamed: `load_state_dict` finds those that were saved."""

@@ -15,8 +15,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fakequant.errors import ConfigError
+from fakequant.nn.adapters import MERGED
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import quantizers
+from fakequant.nn.quantizer import Kind, quantizers
 from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics.qparams import QParams
 from fakequant.restore import attributes_of, restore_on_error
@@ -70,6 +71,9 @@ def train_merged(model: Model) -> Model:
     with restore_on_error(attributes_of(found.values(), "__class__")):
         for layer in found.values():
             layer.__class__ = _merged_class(type(layer))
+    for layer in found.values():
+        for quantizer in quantizers(_base(layer)).values():
+            vars(quantizer)[MERGED] = quantizer.kind is Kind.WEIGHT
     return model
 
 

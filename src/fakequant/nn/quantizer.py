@@ -14,7 +14,7 @@ from torch.nn.modules import module as _all_modules
 from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
-from fakequant.nn.adapters import join_adapters
+from fakequant.nn.adapters import join_adapters, take_flag
 from fakequant.nn.ranges.by_value import ByValue, RangesByValue
 from fakequant.nn.ranges.fitted import look
 from fakequant.nn.ranges.fixed_codes import UNUSUAL
@@ -26,7 +26,7 @@ from fakequant.nn.ranges.sharded import Mesh, known_part
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.qparams import PLAIN, QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
-from fakequant.numerics.spec import QuantSpec, as_spec
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding, as_spec
 from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
 
@@ -356,11 +356,13 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         join_adapters(self)  # here, because peft asks for the state of the model before it looks for what to save
-        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["fitted_to"] = self.fitted_to
+        noted = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        noted |= {"fitted_to": self.fitted_to, "spec": self._numbers()}
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Become what the state says: fixed, or learned by the method that its keys name."""
+        take_flag(self, state_dict, prefix)
         methods = {key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)}
         stated = sorted(methods & set(learned_ranges()))
         if stated and stated[0] != self._method:
@@ -369,7 +371,16 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             self._take_away_learned()
         if methods & {"scale", *stated}:
             self.fitted_to, self.seen = args[0].get("fitted_to"), None
+            if (other := args[0].get("spec", self._numbers())) != self._numbers():
+                args[4].append(
+                    f"{prefix.removesuffix('.')} is {self._numbers()}, and its state is of {other}: prepare the model "
+                    "with the configuration that the state is of"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _numbers(self) -> str:
+        """The specification without what changes no scale: the gradient, and rounding to nearest or by chance."""
+        return str(self.spec.replace(gradient=Gradient.CODE_RANGE, rounding=Rounding.NEAREST_EVEN))
 
     def __repr__(self) -> str:
         words = [str(self.spec), self.kind.value]

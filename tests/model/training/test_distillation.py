@@ -311,3 +311,73 @@ def test_much_that_never_comes_again_is_said_once(monkeypatch: pytest.MonkeyPatc
     said = [str(own.message) for own in recwarn if "keep=True" in str(own.message)]
     assert len(said) == 1
     assert "of which none came again yet; if the loader shuffles" in said[0]
+
+
+MAPS = torch.randn(4, 5, 3, 6, generator=torch.Generator().manual_seed(1))
+"""Logits [N, classes, H, W]."""
+
+
+def distance(own: Tensor, wanted: Tensor, labels: Any = None, **options: Any) -> float:
+    """What a model that gives `own` loses to a teacher that gives `wanted`."""
+    model, teacher = (nn.Identity() for _ in range(2))
+    forward = lambda module: wanted if module is teacher else own  # noqa: E731
+    return float(Distillation(teacher, **options).student(model, forward, (), labels)[1])
+
+
+def along(axis: int, own: Tensor, wanted: Tensor, counted: Tensor | None = None) -> float:
+    own, wanted = own.log_softmax(axis), wanted.log_softmax(axis)
+    each = F.kl_div(own, wanted, reduction="none", log_target=True).sum(axis)
+    return float((each if counted is None else each[counted]).mean())
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "axis"),
+    [
+        (MAPS, MAPS.argmax(1), 1),  # segmentation
+        (MAPS[..., 0], MAPS[..., 0].argmax(1), 1),  # [N, classes, T], as of a temporal convolution
+        (MAPS[..., 0].mT, MAPS[..., 0].argmax(1), -1),  # tokens
+        (MAPS[..., 0].mT, None, -1),
+        (MAPS[:, :, 0, 0], MAPS[:, :, 0, 0].argmax(1), -1),
+        (MAPS, MAPS.softmax(1), 1),  # shares of classes
+        (MAPS[..., 0].mT, MAPS[..., 0].mT.softmax(-1), -1),
+    ],
+)
+def test_labels_say_which_axis_has_the_classes(logits: Tensor, labels: Any, axis: int) -> None:
+    """The softmax was taken over the columns of an image."""
+    other = logits.clone()
+    other.select(axis, 0).add_(5)
+    assert distance(other, logits, labels) == pytest.approx(along(axis, other, logits), rel=1e-5)
+
+
+@pytest.mark.parametrize("ignored", [-100, 255, 5])
+def test_labels_that_are_no_class_do_not_count(ignored: int) -> None:
+    labels, other = MAPS.argmax(1), MAPS.flip(0)
+    labels[:2] = ignored
+    counted = torch.arange(4) > 1
+    expected = along(1, other[counted], MAPS[counted])
+    assert distance(other, MAPS, labels) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_unknown_axis_and_a_regression_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"which axis of the logits \[4, 5, 3, 6\] has the classes"):
+        distance(MAPS, MAPS)
+    square = torch.randn(2, 4, 4)
+    with pytest.raises(ConfigError, match=r"which axis of the logits \[2, 4, 4\]"):
+        distance(square, square, square.argmax(1))
+    assert distance(MAPS, MAPS, axis=1) == 0
+    with pytest.raises(ConfigError, match=r"the targets are \[4, 5\] numbers that are no shares of classes"):
+        distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 1], MAPS[:, :, 0, 0])
+    assert distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], axis=-1) == 0
+
+
+def test_a_segmentation_network_comes_closer_to_its_teacher() -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 5, 1)).eval()
+    model, x = copy.deepcopy(teacher), torch.randn(8, 3, 6, 10)
+    with torch.no_grad():
+        model[2].bias[0] += 5
+    fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
+    batches, schedule = [(x, teacher(x).argmax(1))] * 4, fq.qat.Schedule(5.0, 100)
+    before = float((model(x).argmax(1) == batches[0][1]).float().mean())
+    fq.qat.finetune(model, batches, no_loss, schedule, teacher=Distillation(teacher, weight=1.0))
+    assert float((model(x).argmax(1) == batches[0][1]).float().mean()) > before + 0.2

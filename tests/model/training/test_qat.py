@@ -1,6 +1,9 @@
 import copy
 import math
+import pickle
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,3 +316,59 @@ def test_scales_alone_leave_the_statistics_of_a_batch_normalisation() -> None:
     qat.finetune(model, batches, lambda out, y: nn.functional.cross_entropy(out, y), schedule, options)
     assert torch.equal(model[1].running_mean, before)
     assert not torch.equal(model[0]._weight_quantizer.scale, step)
+
+
+def test_modules_that_the_user_put_in_eval_mode_stay_there() -> None:
+    """A detector's backbone: its normalisations are frozen by `eval`, in a model that trains."""
+    for name in ("norm", "head"):
+        model = calibrated().train()
+        frozen = model.get_submodule(name).eval()
+        seen: list[bool] = []
+        frozen.register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.training))
+        before = model.norm.running_mean.clone()
+        finetune(model, BATCHES, nn.functional.cross_entropy, SCHEDULE, Options(freeze_batch_norm_after=1.0))
+        assert not any(seen)
+        assert torch.equal(before, model.norm.running_mean) is (name == "norm")
+
+
+def test_a_training_loop_of_its_own_keeps_them_too() -> None:
+    model = calibrated().train()
+    model.norm.eval()
+    training = fq.qat.Training(freeze_batch_norm_after=1.0)
+    training.prepare(model)
+    before = model.norm.running_mean.clone()
+    for step in range(2):
+        model.train()  # as trainers do before each step
+        training.at(step / 2)
+        model(BATCHES[0][0])
+    assert torch.equal(before, model.norm.running_mean)
+
+
+@pytest.mark.parametrize("change", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_frozen_batch_norms_stay_frozen_when_the_model_trains(change: Callable[[nn.Module], Any]) -> None:
+    model = calibrated()
+    freeze_batch_norm(model)
+    model = change(model)
+    before = model.norm.running_mean.clone()
+    model.train()(BATCHES[0][0])
+    assert model.training
+    assert torch.equal(before, model.norm.running_mean)
+    del model.norm.train
+    model.train()(BATCHES[0][0])
+    assert not torch.equal(before, model.norm.running_mean)
+
+
+@pytest.mark.parametrize("look", ["summary", "save", "export", "fix"])
+def test_learned_steps_below_zero_in_any_loop_are_said(look: str, tmp_path: Path) -> None:
+    model = calibrated()
+    set_scales(model, Scales.LEARNED)
+    with torch.no_grad():
+        model.head._weight_quantizer.learned.step[0] = -1e-3
+    looks: dict[str, Callable[[], object]] = {
+        "summary": lambda: fq.summary(model),
+        "save": lambda: fq.save(model, tmp_path / "saved"),
+        "export": lambda: fq.export_onnx(model, BATCHES[0][0], tmp_path / "model.onnx"),
+        "fix": lambda: set_scales(model, Scales.FIXED),
+    }
+    with pytest.warns(StaleScaleWarning, match=r"drove learned scales to zero: 1 of \d+ in head\._weight_quantizer"):
+        looks[look]()

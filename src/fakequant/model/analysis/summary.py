@@ -17,6 +17,7 @@ from fakequant.model.analysis.operations import left_of, record_example
 from fakequant.model.run.queries import modules_called, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
+from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import is_searched, quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
@@ -140,6 +141,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
     warn_stale_scales(model)
+    warn_of_new_layers(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     recording = None if example is None else record_example(model, example, inputs)
     left = None if recording is None else left_of(model, recording)

@@ -30,6 +30,7 @@ from fakequant.model.calibration.unseen import check_unseen, leave_in_float, obs
 from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.ties import tie_scales
+from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import (
     give_range,
     is_searched,
@@ -177,6 +178,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
     if job.vanishing is not None:
         job.vanishing.warn()
+    warn_of_new_layers(model)
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used

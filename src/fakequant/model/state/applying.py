@@ -33,6 +33,7 @@ from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_pl
 from fakequant.model.state.stored_sites import check_sites, restore_sites
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.ties import share_learned
+from fakequant.model.unregistered import note_floats
 from fakequant.model.weights import note_weights, quantized_weights, warn_stale_scales, weights_of
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.quantized.fast_paths import leave_fast_paths
@@ -194,6 +195,7 @@ def _gives_codes(weight: Tensor, quantizer: Quantizer, codes: Any) -> bool:
 
 def _note(model: nn.Module, plan: Plan) -> None:
     note_weights(model, plan.stale)
+    note_floats(model)
     warn_stale_scales(model)
 
 

@@ -17,7 +17,7 @@ from fakequant.model.state.json_values import plain_of
 from fakequant.model.state.plan import Plan, layer_entry, read_plan
 from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
-from fakequant.model.unregistered import warn_unregistered
+from fakequant.model.unregistered import warn_of_new_layers, warn_unregistered
 from fakequant.model.weights import give_values, quantized_weights, warn_stale_scales
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
@@ -200,6 +200,7 @@ def snapshot(model: nn.Module) -> QuantizedState:
     """
     check_model(model, "snapshot", "snapshot(model)", CheckpointError)
     warn_unregistered(model)
+    warn_of_new_layers(model)
     refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
     give_values(model)
     shared = shared_names(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,6 @@ from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.run.outputs import float_tensors
 from fakequant.restore import restore_after
 
-_IGNORED = -100
-"""The label of tokens that torch's losses leave out."""
 _MUCH = 2**30
 """Bytes of kept outputs at which a warning comes if none was asked for again."""
 _MASK = "attention_mask"
@@ -45,10 +44,12 @@ class Distillation:
             their size (Hinton et al., arXiv 1503.02531).
         features: names of modules that the model and the teacher both have.
         logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
-        axis: of the classes in the logits.
-        mask: which tokens count, as for `calibrate`. Tokens whose label is -100 do not count either. By default these
-            are left out, and where there are none those of "attention_mask" in a batch. An output with other leading
-            axes than the mask counts as a whole.
+        axis: of the classes in the logits. By default it is the one that integer labels lack: axis 1 of maps
+            [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last one of tokens. Without such
+            labels it is the last one of up to three.
+        mask: which tokens count, as for `calibrate`. Integer labels that are no class, such as -100 or 255, do not
+            count either. By default these are left out, and where there are none those of "attention_mask" in a batch.
+            An output with other leading axes than the mask counts as a whole.
         keep: whether what the teacher gives for a batch is kept in memory, whole and as it is, for when the same batch
             comes again. A batch is known by the digest of what the teacher gets, so that a loader that shuffles or
             changes its samples finds nothing: give a list of batches. Weights that are written through `.data` are not
@@ -66,7 +67,7 @@ class Distillation:
     temperature: float = 1.0
     features: tuple[str, ...] = ()
     logits: Callable[[Any], Tensor] | None = None
-    axis: int = -1
+    axis: int | None = None
     mask: Mask | None = None
     keep: bool = False
     _kept: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -93,16 +94,13 @@ class Distillation:
                 if feature not in names:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
-    def masks(self, batch: Any, labels: Any) -> list[Tensor]:
-        """The masks of a batch, bool: that of its labels, and that of its tokens [batch, tokens].
+    def masks(self, batch: Any) -> list[Tensor]:
+        """The masks of a batch, bool: that of its tokens [batch, tokens].
 
         Args:
             batch: what a data loader gives.
-            labels: its targets, if they are known; integers of -100 do not count, as for torch's losses.
         """
         found = []
-        if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == _IGNORED).any()):
-            found.append(labels != _IGNORED)
         if self.mask is not None:
             found.append(TokenMask(self.mask).mask(batch))
         elif isinstance(batch, Mapping) and _is_mask(batch.get(_MASK)):
@@ -110,7 +108,7 @@ class Distillation:
         return [mask for mask in found if mask is not None]
 
     def student(
-        self, model: nn.Module, forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = ()
+        self, model: nn.Module, forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = (), labels: Any = None
     ) -> tuple[Any, Tensor]:
         """The outputs of the trained model, and its distance from the teacher.
 
@@ -118,15 +116,22 @@ class Distillation:
             model: the one that is trained.
             forward: calls a model with the batch.
             masks: of the batch, see `masks`.
+            labels: its targets, if they are known.
 
         Raises:
-            ConfigError: the model and its teacher give other shapes, or `mask` fits nothing that is compared.
+            ConfigError: the model and its teacher give other shapes, `mask` fits nothing that is compared, or it is not
+                known which axis has the classes.
         """
         outputs, own = self._run(model, forward)
-        return outputs, self.distance(model, own, forward, masks)
+        return outputs, self.distance(model, own, forward, masks, labels)
 
     def distance(
-        self, model: nn.Module, own: Sequence[Tensor], forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = ()
+        self,
+        model: nn.Module,
+        own: Sequence[Tensor],
+        forward: Callable[[nn.Module], Any],
+        masks: Sequence[Tensor] = (),
+        labels: Any = None,
     ) -> Tensor:
         """The distance of a trained model from its teacher, by what it gave for a batch already.
 
@@ -134,7 +139,7 @@ class Distillation:
             model: the one that is trained.
             own: what `compared` found in its outputs.
             forward: calls a model with the batch.
-            masks: of the batch, see `masks`.
+            masks, labels: as for `student`.
 
         Raises:
             ConfigError: as `student`.
@@ -149,10 +154,12 @@ class Distillation:
         for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
             if x.shape != y.shape:
                 raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
+        axis = 0 if self.features else self._axis(own[0], labels)
         if self.features:
             each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
         else:
-            each = [self._divergence(own[0], wanted[0])]
+            each = [self._divergence(own[0], wanted[0], axis)]
+        masks = [*_of_labels(labels, math.inf if self.features else own[0].shape[axis]), *masks]
         least = 3 if self.features else 1  # [batch, features] may be as long as [batch, tokens]
         fitting = [[mask for mask in masks if x.dim() >= least and x.shape[: mask.dim()] == mask.shape] for x in each]
         if self.mask is None:  # the first one: of an encoder and a decoder, the mask of tokens may be the other's
@@ -208,10 +215,32 @@ class Distillation:
                 "list(loader), or leave out keep"
             )
 
-    def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
-        student = F.log_softmax(own.float() / self.temperature, self.axis)
-        teacher = F.log_softmax(wanted.float() / self.temperature, self.axis)
-        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis) * self.temperature**2
+    def _divergence(self, own: Tensor, wanted: Tensor, axis: int) -> Tensor:
+        student = F.log_softmax(own.float() / self.temperature, axis)
+        teacher = F.log_softmax(wanted.float() / self.temperature, axis)
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(axis) * self.temperature**2
+
+    def _axis(self, logits: Tensor, labels: Any) -> int:
+        """The axis of the classes in logits."""
+        if self.axis is not None:
+            return self.axis
+        shape, known = [*logits.shape], [*labels.shape] if isinstance(labels, Tensor) else None
+        fits = {axis for axis in (1, -1) if shape[:axis] + (shape[axis + 1 :] if axis > 0 else []) == known}
+        if isinstance(labels, Tensor) and labels.is_floating_point() and known == shape:
+            fits = {axis for axis in (1, -1) if len(shape) > 1 and _are_shares(labels, axis)}
+            if not fits:
+                raise ConfigError(
+                    f"the targets are {shape} numbers that are no shares of classes, and distillation compares the "
+                    "softmax of outputs: give Distillation(features=...), or axis= if they are logits all the same"
+                )
+        if len(shape) < 3 or (not fits and len(shape) == 3):
+            return -1
+        if len(fits) != 1:
+            raise ConfigError(
+                f"which axis of the logits {shape} has the classes? Give Distillation(axis=1) for maps "
+                "[N, classes, ...], or axis=-1 for tokens [..., classes]"
+            )
+        return fits.pop()
 
 
 class _Asked(nn.Module):
@@ -230,6 +259,20 @@ class _Asked(nn.Module):
             self.given.append((args, kwargs, devices, casts))
 
         self.forward = note
+
+
+def _are_shares(labels: Tensor, axis: int) -> bool:
+    """Whether targets are probabilities along an axis."""
+    total = labels.sum(axis)
+    return bool((labels >= 0).all()) and torch.allclose(total, torch.ones_like(total), atol=1e-2)
+
+
+def _of_labels(labels: Any, classes: float) -> list[Tensor]:
+    """The mask of integer labels that are classes, if some are not: no loss of torch counts these."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool:
+        return []
+    counted = (labels >= 0) & (labels < classes)
+    return [] if bool(counted.all()) else [counted]
 
 
 def _is_mask(value: Any) -> bool:

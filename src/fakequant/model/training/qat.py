@@ -266,7 +266,8 @@ def _loss(
     if distillation is None:
         outputs = forward(model)
         return _own_loss(outputs) if loss is None else loss(outputs, wanted)
-    outputs, distance = distillation.student(model, forward, distillation.masks(batch, _labels(batch, targets)))
+    masks = distillation.masks(batch)
+    outputs, distance = distillation.student(model, forward, masks, _labels(batch, targets))
     value = _own_loss(outputs) if loss is None else loss(outputs, wanted)
     return (1 - distillation.weight) * value + distillation.weight * distance
 

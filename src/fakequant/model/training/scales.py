@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,18 @@ from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepar
 from fakequant.distributed import is_data_parallel, parallel_group, processes_of, refuse_sharded, whole
 from fakequant.errors import ConfigError, shown
 from fakequant.model.ties import share_learned
-from fakequant.model.weights import fresh_weight, give_range, note_weight, quantized_weights, warn_of_zeros
+from fakequant.model.weights import (
+    fresh_weight,
+    give_range,
+    note_weight,
+    quantized_weights,
+    warn_of_zeros,
+    warn_vanished,
+)
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.delayed import DelayedRange
 from fakequant.ops import library
-from fakequant.restore import attributes_of, restore_on_error, state_of_parts
+from fakequant.restore import restore_on_error, state_of_parts, structure_of
 
 
 class Scales(Enum):
@@ -38,13 +46,34 @@ class Scales(Enum):
     gradient of a scale is the codes'. `finetune` and `Training` train nothing else, and end with fixed scales."""
 
 
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch normalisations of a model."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
+    """Put batch normalisations in eval mode for good: `model.train()` leaves them there, and their statistics stay.
+
+    `del norm.train` ends it for a normalisation.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> freeze_batch_norm(model)
+    >>> model.train()[1].training
+    False
+    """
     check_model(model, "freeze_batch_norm", "freeze_batch_norm(model)")
-    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    with restore_on_error(attributes_of(found, "training")):
+    found = batch_norms(model)
+    with restore_on_error(structure_of(found)):
         for module in found:
             module.eval()
+            vars(module)["train"] = partial(_stay, module)
+
+
+def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
+    """What takes the place of `train` of a frozen normalisation: modules inside it follow the mode."""
+    for module in norm.children():
+        module.train(mode)
+    return norm
 
 
 def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
@@ -69,6 +98,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     if not isinstance(scales, Scales):
         raise ConfigError(f"set_scales takes a policy, such as Scales.LEARNED, got {shown(scales)}")
     refuse_unprepared(model)
+    warn_vanished(model)
     coded = quantized_weights(model).values() if scales is Scales.ONLY else ()
     parameters = (weight.parameter for weight in coded)
     touched = [*quantizers(model).values(), *(parameter for parameter in parameters if parameter is not None)]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.digest import digest
 from fakequant.distributed import Together, all_processes
-from fakequant.errors import CheckpointError, ConfigError, StaleScaleWarning, warn_user
+from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.training.distillation import Distillation
-from fakequant.model.training.scales import Scales, freeze_batch_norm, set_scales
-from fakequant.model.weights import note_weights
+from fakequant.model.training.scales import Scales, batch_norms, set_scales
+from fakequant.model.weights import note_weights, warn_vanished
 from fakequant.nn.merged_adapters import adapter_layers, train_merged
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.restore import restore_on_error, structure_of
@@ -84,6 +84,7 @@ class Training:
         self._settings: dict[str, Any] = {}
         self._progress, self._epoch = 0.0, -1
         self._held: list[Any] = []
+        self._asleep: list[nn.Module] = []  # modules that the user put in eval mode within a model in training mode
         self._frozen: list[nn.Parameter] = []
         self._distances: list[Tensor] = []
         self._begun: list[int] = []
@@ -98,6 +99,7 @@ class Training:
         """
         if model is self._model:
             return model
+        asleep = [module for module in model.modules() if model.training and not module.training]
         if self.teacher == "float":
             if quantizers(model):
                 raise ConfigError(
@@ -124,7 +126,7 @@ class Training:
                     "the processes quantize other layers or in other ways; give all of them one model and the same "
                     'settings, or calibration={"group": False} where they train models of their own'
                 )
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._asleep = model, settings, asleep
         self._freeze_others(model)
         return model
 
@@ -141,9 +143,15 @@ class Training:
         _check_optimizers(model, optimizers)
         if self._watch is not None:
             return
-        hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
-        if any(isinstance(owner, Training) for owner in hooks):
-            raise ConfigError("another QATCallback or Training watches this model; give the trainer one alone")
+        hooks = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+        others = [owner for owner in hooks if isinstance(owner, Training)]
+        for owner in others:
+            owner.leave_if_over()
+        if any(owner.watches for owner in others):
+            raise ConfigError(
+                "another QATCallback or Training watches this model, as after an error in a loop: call its leave(), or "
+                "give the trainer one alone"
+            )
         with ExitStack() as stack:
             stack.callback(model.register_forward_pre_hook(self._before).remove)
             if self._distillation is not None:
@@ -208,13 +216,21 @@ class Training:
         model = self._prepared()
         self.leave()
         model.eval()
-        _warn_of_vanished(model)
+        warn_vanished(model)
         if self.scales is Scales.ONLY:
             set_scales(model, Scales.FIXED)
         raise_scales(model)
         note_weights(model)  # the training has seen what the scales do to the weights
         if finish and self.finish is not None:
             self.finish(model)
+
+    @property
+    def watches(self) -> bool:
+        """Whether it watches the calls of the model."""
+        return self._watch is not None
+
+    def leave_if_over(self) -> None:
+        """Stop to watch the model where an error ended the loop of a trainer, which tells nobody."""
 
     def leave(self) -> None:
         """Stop to watch the model, as after an error that ends the training."""
@@ -284,8 +300,10 @@ class Training:
 
     def _freeze(self) -> None:
         trains_others = self.scales is not Scales.ONLY and self._progress < self.freeze_batch_norm_after
-        if not trains_others and self._model is not None:
-            freeze_batch_norm(self._model)
+        if self._model is None:
+            return
+        for module in (*self._asleep, *(() if trains_others else batch_norms(self._model))):
+            module.training = False
 
     def _hold(self, *, held: bool) -> None:
         """Let the gradients of learned scales be zero, or what they are."""
@@ -298,6 +316,9 @@ class Training:
             self._held = []
 
     def _before(self, model: nn.Module, _: Any) -> None:
+        self.leave_if_over()
+        if not self.watches:
+            return
         self._begun.append(self._calls)
         if model.training:  # trainers call `model.train()` behind the last event before a step
             self._freeze()
@@ -314,8 +335,8 @@ class Training:
             forward = partial(_call, args, kwargs)
             labels = kwargs.get("labels")
             own = self._distillation.compared(outputs, self._seen)
-            masks = self._distillation.masks(kwargs or args, labels)
-            self._distances.append(self._distillation.distance(model, own, forward, masks))
+            masks = self._distillation.masks(kwargs or args)
+            self._distances.append(self._distillation.distance(model, own, forward, masks, labels))
         finally:
             self._begun = watch
         return self._with_distance(outputs, kwargs)
@@ -344,21 +365,6 @@ def learned_scales(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all learned ranges of a model, those that quantizers share once."""
     found = (quantizer.learned for quantizer in quantizers(model).values())
     return [parameter for learned in dict.fromkeys(found) if learned is not None for parameter in learned.parameters()]
-
-
-@torch.no_grad()
-def _warn_of_vanished(model: nn.Module) -> None:
-    """Say which learned scales training drove to zero or below: nothing but the largest codes is left there."""
-    found = {path: own.learned.vanished() for path, own in quantizers(model).items() if own.learned is not None}
-    found = {path: (count, total) for path, (count, total) in found.items() if count}
-    if found:
-        counts = ", ".join(f"{count} of {total} in {path}" for path, (count, total) in [*found.items()][:3])
-        more = f" and {len(found) - 3} more quantizers" if len(found) > 3 else ""
-        warn_user(
-            f"training drove learned scales to zero: {counts}{more}; what they quantize is lost. Train with a lower "
-            "learning rate, or Options(scale_lr=0.1)",
-            StaleScaleWarning,
-        )
 
 
 @torch.utils.hooks.unserializable_hook

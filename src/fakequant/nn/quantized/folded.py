@@ -85,7 +85,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
                     "statistics of its folded batch normalisation are not known; checkpoint other modules"
                 )
             self._replayed = held[-1]
-        elif not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        elif not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
             held = vars(self).setdefault("_seen", deque(maxlen=_REMEMBERED))
             held.append((x.detach().double().sum(), x.shape, self.running_var.clone()))
 

@@ -36,7 +36,7 @@ def scores(
     batches: Iterable[Any],
     choices: Sequence[str] | str = ("INT8", "INT4_GROUP32"),
     *,
-    measure: Metric | str | None = None,
+    measure: Metric | str | tuple[str, int] | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
@@ -52,8 +52,9 @@ def scores(
         model: in float; it stays as it is.
         batches: what a data loader gives; a few are enough.
         choices: names of presets.
-        measure: "kl", the divergence from the float model's logits [..., classes]; or called as measure(model), smaller
-            is better, such as 1 less an accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
+        measure: "kl", the divergence from the float model's logits [..., classes]; ("kl", 1) where axis 1 has the
+            classes, as in maps [N, classes, H, W]; or called as measure(model), smaller is better, such as 1 less an
+            accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
         inputs, forward, progress: as for `calibrate`.
 
     Raises:
@@ -83,9 +84,10 @@ def scores(
         if measure is None:
             arriving = arriving_errors(model, layers, quantized, given)
         else:
-            chosen = divergence(model, given) if measure == "kl" else measure
+            name, axis = measure if isinstance(measure, tuple) and len(measure) == 2 else (measure, None)
+            chosen = divergence(model, given, axis) if name == "kl" else measure
             if not callable(chosen):
-                raise ConfigError(f'expected measure="kl" or a function of the model, got {measure!r}')
+                raise ConfigError(f'expected measure="kl", ("kl", axis) or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
     products = {layer: ran.multiplications[layer] for layer in layers}
     weights, found = _weights(layers, reached), dict[str, dict[str, Score]]()

@@ -28,32 +28,40 @@ _PROBES = 16
 """Random directions of the output, for each batch."""
 
 
-def divergence(model: nn.Module, batches: KeptBatches) -> Metric:
+def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) -> Metric:
     """The mean Kullback-Leibler divergence from the model's logits to those of another model.
 
     Args:
-        model: in float, in eval mode; its first floating output holds logits [..., classes].
+        model: in float, in eval mode; its first floating output holds logits.
         batches: those to compare on.
+        axis: of the classes; None for the last one of up to three.
+
+    Raises:
+        ConfigError: there are no logits, or they have more axes than three and the axis is not given.
     """
     with torch.no_grad(), batches.one_pass(model):
-        wanted = [_logits(batches.run(model, batch)) for batch in batches]
+        wanted = [_logits(batches.run(model, batch), axis) for batch in batches]
 
     def loss(other: nn.Module) -> float:
         with batches.one_pass(other):
-            total = sum(
-                float(nn.functional.kl_div(_logits(batches.run(other, batch)), one, log_target=True, reduction="sum"))
-                for batch, one in zip(batches, wanted, strict=True)
-            )
-        return total / sum(one.numel() // one.shape[-1] for one in wanted)
+            found = [_logits(batches.run(other, batch), axis) for batch in batches]
+        pairs = zip(found, wanted, strict=True)
+        total = sum(float(nn.functional.kl_div(own, one, log_target=True, reduction="sum")) for own, one in pairs)
+        return total / max(sum(one.numel() // max(one.shape[-1 if axis is None else axis], 1) for one in wanted), 1)
 
     return loss
 
 
-def _logits(outputs: Any) -> Tensor:
+def _logits(outputs: Any, axis: int | None) -> Tensor:
     found = float_tensors(outputs)
     if not found or not found[0].dim():
         raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; give a function as measure=')
-    return found[0].double().log_softmax(-1)
+    if axis is None and found[0].dim() > 3:
+        raise ConfigError(
+            f'measure="kl" of logits {list(found[0].shape)}: which axis has the classes? Give measure=("kl", 1) for '
+            'maps [N, classes, H, W], or ("kl", -1)'
+        )
+    return found[0].double().log_softmax(-1 if axis is None else axis)
 
 
 @torch.no_grad()
