@@ -127,7 +127,7 @@ def test_a_run_says_of_itself_what_it_is(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "run-1.json").read_text()) == {"version of fakequant": fq.__version__}
 
 
-@pytest.mark.parametrize("what", ["a name", "one more", "one less"])
+@pytest.mark.parametrize("what", ["a name", "one more", "one less", "another weight", "nothing left"])
 def test_a_finished_block_with_other_layers_is_refused(what: str, tmp_path: Path) -> None:
     empty, load = without_weights(decoder())
 
@@ -143,10 +143,14 @@ def test_a_finished_block_with_other_layers_is_refused(what: str, tmp_path: Path
     values = json.loads(path.read_text())
     first = next(iter(values["layers"]))
     entry = values["layers"][first] if what == "one more" else values["layers"].pop(first)
-    if what != "one less":
+    if what in ("a name", "one more"):
         values["layers"]["x"] = entry
+    if what == "another weight":
+        values["packed"] = {"up.bias": next(iter(values["packed"].values()))}
     path.write_text(json.dumps(values))
+    if what == "nothing left":
+        path.unlink()
     empty, load = without_weights(decoder())
-    with pytest.raises(CheckpointError, match=r"is damaged|cannot be used|has other layers"):
+    with pytest.raises(CheckpointError, match=r"block-00001 is damaged: .*; remove"):
         fq.improve_folder(empty, tmp_path / "out", "int4_group32", batches(), ("ranges",), load=load, **how)  # type: ignore[arg-type]
     assert not [*tmp_path.glob("out/*.safetensors")]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
-from fakequant.errors import CheckpointError
 from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry
 from fakequant.model.state.snapshots import LazyTensor, LazyTensors, Made, QuantizedState, lazy, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
@@ -43,7 +42,6 @@ def joined_state(
             }
             continue
         held = work.state(number)
-        _check(held, own, [state.layers, state.sites.owners], path, work)
         plans.append(_placed(held, path))
         for key, x in held.tensors.items():
             tensors[join(path, key)] = LazyTensor.of(x, lambda number=number, key=key: work.state(number).tensors[key])
@@ -67,18 +65,6 @@ def joined_state(
     names = {name: name for name in [*source.model.state_dict()] if name in tensors}  # in the order of the model
     ordered = {name: tensors[name] for name in (*names, *(name for name in tensors if name not in names))}
     return QuantizedState.of(plan, LazyTensors(ordered), Made(weights))
-
-
-def _check(
-    held: QuantizedState, own: Mapping[str, Tensor], model: Sequence[Iterable[str]], path: str, work: Work
-) -> None:
-    """Raise where a finished block has other layers, sites or weights than that of the model: its files are damaged."""
-    inside = [{name for name in names if f"{name}.".startswith(f"{path}.")} for names in model]
-    found = [{join(path, name) for name in names} for names in (held.layers, held.sites.owners)]
-    if found != inside or not {*held.weights} <= {*own}:
-        raise CheckpointError(
-            f"{work.folder} is damaged: {path} has other layers there than the model has; remove the folder"
-        )
 
 
 def _renamed(weight: WeightCodes, path: str) -> WeightCodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from fakequant.errors import CheckpointError
 from fakequant.files import read_whole, remove_abandoned, temporary_file, writable_folder, write_in_order, write_whole
 from fakequant.model.state.checkpoint import read, save
 from fakequant.model.state.json_values import plain_of, value_of
-from fakequant.model.state.manifest import remove_checkpoint
+from fakequant.model.state.manifest import MANIFEST, remove_checkpoint
 from fakequant.model.state.snapshots import QuantizedState
 from fakequant.model.state.tensor_file import file_content
 from fakequant.ptq.results import LayerResult
@@ -48,7 +49,7 @@ class Work:
             raise CheckpointError(
                 f"{self.folder} holds other files, {listed(others)}; remove them, or give another folder"
             )
-        self._state = lru_cache(maxsize=1)(lambda number: read(self._block(number))[0])
+        self._state = lru_cache(maxsize=1)(self._read_state)
 
     @staticmethod
     def is_begun(folder: Path) -> bool:
@@ -121,7 +122,8 @@ class Work:
         if self._rank == 0:
             if block is not None:
                 save(block, self._block(number), packed=True)
-            content = json.dumps(plain_of(_Results(weights, [*layers]))).encode()
+            manifest = "" if block is None else self._manifest(number)
+            content = json.dumps(plain_of(_Results(weights, [*layers], manifest))).encode()
             write_whole(writable_folder(self._block(number)) / _RESULTS, content)
 
     def check_weights(self, number: int, path: str, weights: str) -> None:
@@ -144,6 +146,18 @@ class Work:
     def state(self, number: int) -> QuantizedState:
         """The state of a finished block; use it before you ask for another one."""
         return self._state(number)
+
+    def _read_state(self, number: int) -> QuantizedState:
+        if self._manifest(number) != self._results(number).manifest:
+            raise CheckpointError(f"{self._block(number)} is damaged: {MANIFEST} is another; remove {self.folder}")
+        return read(self._block(number))[0]
+
+    def _manifest(self, number: int) -> str:
+        """The digest of what a block says of itself, which has that of its tensors."""
+        try:
+            return hashlib.sha256(read_whole(self._block(number) / MANIFEST)).hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{self._block(number)} is damaged: {error}; remove {self.folder}") from error
 
     def layers(self, number: int) -> list[LayerResult]:
         """What was chosen in a finished block."""
@@ -188,10 +202,11 @@ class Work:
 
 @dataclass
 class _Results:
-    """What a file says of a finished block: the digest of its weights in float, and what was chosen."""
+    """What a file says of a finished block: digests of its weights in float and of its plan, and what was chosen."""
 
     weights: str
     layers: list[LayerResult]
+    manifest: str = ""
 
 
 def _read(path: Path, kind: Any) -> Any:
