@@ -12,6 +12,7 @@ from torch._dynamo.exc import UserError
 
 import fakequant as fq
 from fakequant.errors import ExportError
+from fakequant.export import trace as trace_module
 from fakequant.export.trace import module_path, path_of, sites, to_onnx, trace
 from fakequant.nn import Quantizer
 
@@ -97,3 +98,56 @@ def test_a_refused_dynamic_export_leaves_the_example_as_it_was(form: Any, tmp_pa
         fq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes=shapes)
     assert vars(x) == {}
     assert fq.verify_onnx(fq.export_onnx(model, example, tmp_path / "m.onnx").path, model, [x]).exact
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) + self.layers[1](x)
+
+
+UNNAMED = {
+    "layers": (lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), None),
+    "functions": (Summed, "onnxruntime"),
+    "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), None),
+}
+
+
+@pytest.mark.parametrize(("make", "target"), UNNAMED.values(), ids=UNNAMED)
+def test_quantizers_have_their_paths_where_torch_loses_them(
+    make: Any, target: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for layers that a forward calls through several plain lists."""
+    traced = trace_module.traced_program
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        program = traced(*args, **kwargs)
+        for node in program.graph.nodes:
+            if "nn_module_stack" in node.meta:
+                node.meta["nn_module_stack"] = {"": ("", ""), "x": ("_input_quantizer", "")}
+        return program
+
+    monkeypatch.setattr(trace_module, "traced_program", lost)
+    x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
+    model = fq.prepare(make().eval(), "int8", x, **({"target": target} if target else {}))
+    fq.calibrate(model, [x])
+    report = fq.export_onnx(model, x, tmp_path / "m.onnx")
+    assert {one.quantizer for one in report.quantizers} == {*fq.nn.quantizers(model)}
+    assert fq.verify_onnx(report.path, model, [x]).passed
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_quantizer_without_a_module_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fq.fake_quantize(x, "int8", scale=0.1)
+
+    found = trace_module._path
+    monkeypatch.setattr(trace_module, "_path", lambda node: "lost" + found(node))
+    with pytest.raises(
+        ExportError, match=r"finds quantizers at lost.*, where the model has no module; hold the modules"
+    ):
+        fq.export_onnx(nn.Sequential(Calls()), torch.ones(2), tmp_path / "m.onnx")

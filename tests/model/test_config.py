@@ -1,6 +1,8 @@
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -291,3 +293,22 @@ def test_weights_in_functions_say_which_target_or_rule_takes_them(cls: type[nn.M
             == [f"0._sites.{op}_0.{name}" for name in ("input", "other" if op == "matmul" else "weight")]
             or op == "einsum"
         )
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 4))])
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript_says_to_prepare_what_was_written(script: Any, inside: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = script(nn.Sequential(nn.Linear(4, 4)).eval())
+    model = nn.Sequential(net) if inside else net
+    with pytest.raises(
+        ConfigError, match=r"is of TorchScript, in which no layer of torch is seen; prepare the model as"
+    ):
+        fq.prepare(model, "int8")
+
+
+@pytest.mark.parametrize("name", ["GGUF_Q4_K_M", "gguf_q3_k_s", "GGUF_Q5_K_M_A8"])
+def test_a_mixture_of_gguf_on_another_model_is_an_error_of_the_preset(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?i){name} is a mixture for models that llama.cpp knows: .* single types"):
+        fq.prepare(nn.Sequential(nn.Linear(256, 256)), name)

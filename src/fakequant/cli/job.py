@@ -295,6 +295,11 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     if resumed is not None:
         model, progress.accuracy, progress.improvement = resumed, kept.accuracy, kept.improvement
         steps.note(f"Goes on after {kept.done[-1]}, from {kept.folder}; --overwrite starts anew.")
+    elif settings and kept.has_state:
+        steps.note(
+            f"Starts anew: {kept.folder} is of other weights, batches or options. Where model() draws weights, "
+            "torch.manual_seed(0) in it gives the same each time."
+        )
     if recipe.offers("evaluate"):
         with steps.step("measuring float32", done=resumed is not None) as wanted:
             if wanted:

@@ -54,6 +54,11 @@ class Unfinished:
         """Whether the page of an unfinished job is there."""
         return (self.folder / REPORT).is_file()
 
+    @property
+    def has_state(self) -> bool:
+        """Whether an earlier call left something to go on from."""
+        return (self.folder / _STATE).is_file()
+
     def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
         """The model as an earlier call of the same job left it; None if there is none that can be read.
 
@@ -98,7 +103,7 @@ class Unfinished:
 
     def remove(self) -> None:
         """Remove what this command wrote: the results are in their place, or the job starts anew."""
-        if not (self.folder / _STATE).is_file():
+        if not self.has_state:
             return
         remove_checkpoint(self.folder / CHECKPOINT)
         with suppress(OSError):

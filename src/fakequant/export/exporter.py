@@ -314,6 +314,12 @@ def traced(
         raise ExportError(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
+    known = dict(model.named_modules(remove_duplicate=False))
+    if unnamed := [site.path for site in quantizing if site.path not in known]:
+        raise ExportError(
+            f"torch.export finds quantizers at {listed(unnamed)}, where the model has no module; hold the modules that "
+            "forward calls in nn.ModuleList or nn.ModuleDict"
+        )
     return Traced(target, active, program, quantizing, codes, state)
 
 

@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx import traceback
 
 from fakequant.errors import ExportError
 from fakequant.export.capability import LAST_OPSET, Dimension
@@ -31,6 +33,7 @@ from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.restore import restore_after
 from fakequant.text import module_name
 
 if TYPE_CHECKING:
@@ -71,18 +74,45 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     Raises:
         torch.export's errors: the model cannot be traced.
     """
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), _marked(model):
         program = traced_program(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes))
         inline_regions(program, gradients=False)
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     for node in (node for part in parts for node in part.graph.nodes):
         stack = node.meta.get("nn_module_stack") or {}
+        if path := (node.meta.pop("custom", None) or {}).get(DOMAIN):
+            node.meta["nn_module_stack"] = {**stack, next(reversed(stack), ""): (path, "")}
+            continue
         if any("slice(" in path for path, _ in stack.values()):
             node.meta["nn_module_stack"] = {
                 key: (module_path(model, path), kind) for key, (path, kind) in stack.items()
             }
     fold_constants(program, (_TARGET, _SCALE_TARGET))
     return program
+
+
+@contextmanager
+def _marked(model: nn.Module) -> Iterator[None]:
+    """A context in which the nodes of a trace have the paths of the quantizers that made them.
+
+    The paths that torch finds are those by which Python got to a module: a plain list is in none.
+    """
+    found = {path: module for path, module in model.named_modules() if path and hasattr(type(module), "quantizes")}
+    held = [(vars(module), vars(module).get("forward")) for module in found.values()]
+
+    def restore() -> None:
+        for own, forward in held:
+            own.pop("forward", None)
+            own.update({} if forward is None else {"forward": forward})
+
+    def run(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with traceback.annotate({DOMAIN: path}):
+            return forward(*args, **kwargs)
+
+    with restore_after(restore), traceback.preserve_node_meta():
+        for path, module in found.items():
+            vars(module)["forward"] = partial(run, path, module.forward)
+        yield
 
 
 def module_path(model: nn.Module, path: str) -> str:

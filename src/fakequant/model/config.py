@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fakequant.errors import ConfigError, FakeQuantError, check_keys
@@ -381,6 +382,11 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Mod
     own = {name: type(one).__name__ for name, one in model.named_modules() if weights_of(one)}
     if not candidates and own:
         first, kind = next(iter(own.items()))
+        if any(isinstance(one, torch.jit.ScriptModule) for one in model.modules()):
+            return (
+                f"the rule {rule.pattern!r} matches nothing: {module_name(first)} is of TorchScript, in which no layer "
+                "of torch is seen; prepare the model as it was written, before torch.jit.script, trace or save"
+            )
         return (
             f"the rule {rule.pattern!r} matches nothing: the weights of the model are in {len(own)} modules without "
             f"a quantized form, the first is {module_name(first)} ({kind}). The functions that read them get "

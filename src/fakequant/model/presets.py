@@ -20,6 +20,9 @@ from dataclasses import replace
 from importlib import import_module
 from math import prod
 
+from torch import nn
+
+from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig
 from fakequant.model.names import ALIASES as ALIASES
 from fakequant.model.names import NAMED
@@ -273,7 +276,16 @@ NAMED.update(presets())
 
 def _mixture(name: str) -> ModelConfig:
     # By name, because the rules need the names of tensors, which rooms further out know.
-    return ModelConfig(name, make=lambda model: import_module("fakequant.delivery").mixture(model, name))
+    def make(model: nn.Module) -> Config:
+        try:
+            return import_module("fakequant.delivery").mixture(model, name)  # type: ignore[no-any-return]
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{name} is a mixture for models that llama.cpp knows: {error}; GGUF_Q4_K and the other "
+                "single types serve every model"
+            ) from error
+
+    return ModelConfig(name, make=make)
 
 
 def _of_gguf() -> Iterator[Config]:
