@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fakequant.export import verify_onnx  # noqa: E402
-from tests.support.export_files import INPUT, WEIGHT, constant, exported, rewrite  # noqa: E402
+from tests.support.export_files import INPUT, WEIGHT, batch, constant, exported, rewrite, two_layers  # noqa: E402
 
 
 @pytest.fixture
@@ -190,3 +191,21 @@ def test_mutated_records_give_an_error_or_a_report(tmp_path: Path) -> None:
         (tmp_path / "m.onnx").write_bytes(data)
         with contextlib.suppress(VerificationError):
             assert isinstance(verify_onnx(tmp_path / "m.onnx").exact, bool)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_file_that_a_tool_rewrote_is_named(at: int, tmp_path: Path) -> None:
+    """As ONNX Runtime's optimizer does, which removes and renames tensors."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(exported())
+    model = onnx.load(path)
+    values = json.loads(model.metadata_props[0].value)["sites"]
+    old = [values[0]["y"], values[1]["y"], values[2]["x"]][at]
+    for node in model.graph.node:
+        node.input[:] = ["renamed" if name == old else name for name in node.input]
+        node.output[:] = ["renamed" if name == old else name for name in node.output]
+    onnx.save(model, path)
+    with pytest.raises(
+        VerificationError, match=r"its record names the tensor .*, which the file lacks: a tool changed"
+    ):
+        verify_onnx(path, two_layers(), [batch()])

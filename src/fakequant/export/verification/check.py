@@ -42,6 +42,7 @@ class Source:
     Attributes:
         constants: the constants of the file.
         read_as: the name of the tensor that a quantizer of a float16 tensor reads: its cast to float32.
+        names: of all tensors of the file.
         modules: the model's modules by path.
         tensors: the model's parameters and buffers by name.
 
@@ -61,6 +62,8 @@ class Source:
             for node in casts
             if types.get(node.input[0]) == TensorProto.FLOAT16 and any(a.i == TensorProto.FLOAT for a in node.attribute)
         }
+        made = {name for node in file.graph.node for name in node.output}
+        self.names = made | {value.name for value in (*file.graph.input, *file.graph.initializer)}
         self.modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
         named = () if model is None else (model.named_buffers, model.named_parameters)
         self.tensors = {name: x.detach() for of in named for name, x in of(remove_duplicate=False)}
@@ -92,11 +95,21 @@ class SiteCheck:
             raise VerificationError(
                 f"the constants {', '.join(missing)} are missing: the file was changed after export"
             )
+        if lost := [name for name in self._named(record) if name not in source.names]:
+            raise VerificationError(
+                f"its record names the tensor {lost[0]}, which the file lacks: a tool changed the file after export; "
+                "verify the file that export_onnx wrote"
+            )
         intact = record.digest == digest(self._constants.constant(name) for name in record.constants)
         kind = "weight" if record.codes else "activation"
         self.row = Row(record.quantizer, record.spec, kind, intact=intact)
         self._x = record.x if record.codes else source.read_as.get(record.x, record.x)
         self._weight = source.tensors.get(record.x) if record.codes else None
+
+    @staticmethod
+    def _named(record: SiteRecord) -> list[str]:
+        """The tensors of the graph that a comparison reads."""
+        return [record.y] if record.codes else [record.x, record.y]
 
     @property
     def is_computed(self) -> bool:
