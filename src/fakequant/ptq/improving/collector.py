@@ -21,6 +21,7 @@ from fakequant.ptq.improving.finished import InputChoice
 from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CallOrder
 from fakequant.ptq.inputs.stream import Stage
+from fakequant.ptq.solvers.grid import structured_zeros
 from fakequant.ptq.solvers.layer import Choice, choose, on_device
 from fakequant.ptq.solvers.parts import WIDEST_HALVED, Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
@@ -77,6 +78,8 @@ class Collector:
         count, without = Parts.of(product).count, choice.rows.count(0)
         remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
         remarks += [_FEW_ROWS] if min(filter(None, choice.rows)) < product.columns // count else []
+        if (zeros := structured_zeros(product.tensor)) is not None:
+            remarks.append(f"its zeros stay, {float(zeros.float().mean()):.0%} of its weight")
         remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
         remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
         if without:

@@ -26,6 +26,7 @@ from fakequant.ops import library
 from fakequant.ptq.inputs.order import call_order
 from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult
+from fakequant.ptq.solvers.grid import structured_zeros
 from fakequant.ptq.solvers.problem import Problem, damped_factor
 from fakequant.ptq.solvers.sums import InputSums
 from fakequant.ptq.weights import fixed_parameters, prepared_weights
@@ -116,6 +117,8 @@ def _why_not(weight: Product, fixed: Mapping[nn.Parameter, str], rank: int) -> s
         return "its weight is chosen already; call low_rank before improve"
     if weight.quantizer.learned is not None or weight.quantizer.dynamic:
         return "its range is not fixed"
+    if structured_zeros(parameter.detach()) is not None:
+        return "its zeros are a structure, which two matrices would fill"
     bits = 16 * rank * sum(parameter.shape)
     if bits >= 16 * parameter.numel():
         return f"rank {rank} would take as many bits as the weight in float16"

@@ -11,6 +11,8 @@ from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
 
+STRUCTURED = 0.3
+"""The share of zeros in a weight above which they are a structure that the user made, such as 2:4, and stay."""
 _BITS = 33  # steps of a bisection over all float32 numbers
 
 
@@ -24,6 +26,7 @@ class WeightGrid:
         spec: of the weight's quantizer.
         params: its parameters.
         shape: of the weight.
+        zeros: where values stay 0, bool [out, columns]; None: nowhere.
 
     >>> from fakequant.functional import choose_qparams
     >>> weight = torch.tensor([[0.3, -0.7], [1.0, 0.2]])
@@ -32,7 +35,7 @@ class WeightGrid:
     tensor([0., 1.])
     """
 
-    def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size) -> None:
+    def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size, zeros: Tensor | None = None) -> None:
         # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
         # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
         blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
@@ -49,16 +52,19 @@ class WeightGrid:
             self._zero_point = points
         else:
             self._offset, plain = points, plain | {"offset": None, "symmetric": True}
+        self._zeros = None if zeros is None else zeros.T.contiguous()
         self._scale, self._spec = scale, spec.replace(granularity=PerChannel(0, 1), **plain)
 
     def column(self, index: int, values: Tensor) -> Tensor:
         """The nearest values of a column [out], in the dtype of the given ones."""
         run = self._runs[index]
-        return self._nearest(values[:, None], slice(run, run + 1))[:, 0]
+        found = self._nearest(values[:, None], slice(run, run + 1))[:, 0]
+        return found if self._zeros is None else found.masked_fill_(self._zeros[index], 0.0)
 
     def nearest(self, values: Tensor) -> Tensor:
         """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
-        return self._nearest(values, self._runs)
+        found = self._nearest(values, self._runs)
+        return found if self._zeros is None else found.masked_fill_(self._zeros.T, 0.0)
 
     def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The values at or just below and at or just above those of a matrix [out, columns].
@@ -83,6 +89,8 @@ class WeightGrid:
             first, last = torch.where(same, middle, first), torch.where(same, last, middle)
         other = torch.where(near == exact, near, self.nearest(_in_order(last)))
         pair = torch.where(rises, near, other), torch.where(rises, other, near)
+        if self._zeros is not None:
+            pair = pair[0].masked_fill(self._zeros.T, 0.0), pair[1].masked_fill(self._zeros.T, 0.0)
         return pair[0].to(values.dtype), pair[1].to(values.dtype)
 
     def _nearest(self, values: Tensor, runs: slice | list[int]) -> Tensor:
@@ -101,6 +109,17 @@ class WeightGrid:
         grid = object.__new__(WeightGrid)
         vars(grid).update({name: own[:, part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
         return grid
+
+
+def structured_zeros(weight: Tensor) -> Tensor | None:
+    """Where a weight [out, ...] has zeros that are a structure, as those of pruning, bool [out, columns]; else None.
+
+    >>> structured_zeros(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    tensor([[ True, False],
+            [False,  True]])
+    """
+    zeros = weight.flatten(1) == 0
+    return zeros if int(zeros.sum()) > STRUCTURED * zeros.numel() else None
 
 
 def _if_any(mask: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result
 from fakequant.ptq.solvers.adaround import adaround
-from fakequant.ptq.solvers.grid import WeightGrid
+from fakequant.ptq.solvers.grid import WeightGrid, structured_zeros
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.problem import Problem
 from fakequant.ptq.solvers.ranges import searched_params
@@ -106,7 +106,10 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
         found = params = searched_params(float_weight, spec, solved.sums.moments, parts, params.scale)
         judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
     if solving := [step for step in SOLVERS if step in steps]:
-        grid = WeightGrid(spec, params, float_weight.shape)
+        zeros = structured_zeros(float_weight)
+        if zeros is not None and bool(parts.split(matrix.nearest).flatten(1)[zeros].any()):
+            zeros = None  # the format has no 0
+        grid = WeightGrid(spec, params, float_weight.shape, zeros)
         if "damping" in steps and sums.halves:
             solved = Problem(plain.weight, solved.sums, _best_damping(plain, grid, solving[0], bias is not None))
         for step, (values, loss) in _solved(solved, grid, solving).items():

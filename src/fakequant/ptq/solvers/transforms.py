@@ -17,6 +17,7 @@ from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform,
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
+from fakequant.ptq.solvers.grid import structured_zeros
 from fakequant.ptq.solvers.ranges import GAIN, Inputs, joined_range, others_of, sampled, searched_input, whole_range
 from fakequant.restore import state_of
 
@@ -133,7 +134,7 @@ def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candid
 
 def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
     """Rotations of blocks as long as those of the quantizer, and of the longest ones."""
-    if any(layer.tensor.dim() != 2 for layer in layers):
+    if any(layer.tensor.dim() != 2 or structured_zeros(layer.tensor) is not None for layer in layers):
         return []
     granularity = _quantizer(layers).spec.granularity
     own = {size for _, size in granularity.sizes} if isinstance(granularity, PerBlock) else set()
