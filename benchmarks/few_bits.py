@@ -22,8 +22,6 @@ import fakequant as fq
 from examples.demo import text
 from fakequant.nn.backward.config import GradientConfig
 
-DELAYED = "delayed_max:16"
-
 
 def variants() -> dict[str, Any]:
     """The rule of the linear layers of the blocks, by what is trained; the recipes leave other layers in float, too."""
@@ -41,11 +39,6 @@ def variants() -> dict[str, Any]:
                 "without both": replace(nearest, hadamard=0),
             }
             found |= {f"{name}, {how}": replace(rule, gradient=gradient) for how, gradient in without.items()}
-        if name == "FP8_TRAINING":
-            for scale in (DELAYED, "delayed_most_recent:16"):
-                found[f"{name}, gradients {scale}"] = replace(rule, gradient=replace(own, scale=scale))
-            in_all = replace(rule, **dict.fromkeys(("input", "weight"), "float8_e4m3fn"))
-            found[f"{name}, all {DELAYED}"] = replace(in_all, gradient=replace(own, scale=DELAYED))
     return found
 
 
@@ -68,8 +61,6 @@ def trained(corpus: text.Corpus, rule: fq.Rule | None, given: argparse.Namespace
         fq.prepare(model, fq.Config(replace(rule, pattern="blocks.*", layers=("Linear",))))
         if rule.input is not None and not rule.input.dynamic:  # the weights' ranges follow them in all other rows
             fq.calibrate(model, [windows for windows, _ in text.Windows(corpus.training, 1, seed)])
-            method, _, count = DELAYED.partition(":")
-            fq.qat.set_scales(model, fq.qat.Scales.LEARNED, method, steps=int(count))
     optimizer = text.adamw(model.parameters(), 3e-3)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False)
     if given.compiled:

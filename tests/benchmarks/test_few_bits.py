@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from benchmarks.few_bits import DELAYED, trained, variants
+from benchmarks.few_bits import trained, variants
 from examples.demo import text
 
-ROWS = ["NVFP4_TRAINING", "MXFP4_TRAINING, gradients in float", f"FP8_TRAINING, all {DELAYED}"]
+ROWS = ["NVFP4_TRAINING", "MXFP4_TRAINING, gradients in float", "FP8_TRAINING"]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -22,7 +22,7 @@ def step(model, x):
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("learn", ["", *(own for own in fq.nn.learned_ranges() if not own.startswith("delayed"))])
+@pytest.mark.parametrize("learn", ["", *fq.nn.learned_ranges()])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_training_step_is_that_of_the_simulated_layer(kind, learn):
     torch.manual_seed(0)

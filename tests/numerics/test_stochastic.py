@@ -232,7 +232,7 @@ def test_gradient_of_the_scale_is_that_of_the_drawn_codes(name):
     torch.testing.assert_close(tangent, right, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("method", [own for own in fq.nn.learned_ranges() if not own.startswith("delayed")])
+@pytest.mark.parametrize("method", [*fq.nn.learned_ranges()])
 def test_learned_ranges_draw_once_for_forward_and_backward(method):
     symmetric = Quantizer(INT8)
     symmetric.set_range(fq.Range(torch.tensor([-1.0]), torch.tensor([0.8])))

@@ -16,7 +16,6 @@ from fakequant.nn.quantized import (  # noqa: F401  for their entries in the tab
 from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantized.layers import QuantizedLayer, layers, quantizes
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.delayed import DelayedRange
 from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.sites.functions import SiteFunction, SiteOperand, register_function
 from fakequant.nn.sites.traits import Trait
@@ -26,7 +25,6 @@ __all__ = [
     "Add",
     "BlockHadamard",
     "ChannelScale",
-    "DelayedRange",
     "Execution",
     "InputTransform",
     "Kind",

@@ -266,7 +266,7 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
 
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
-                clip value), "tqt" (the logarithm of a power-of-two threshold), or "delayed_max" (from earlier steps).
+                clip value) or "tqt" (the logarithm of a power-of-two threshold).
             options: of the method, such as gradient_factor=False.
 
         Raises:

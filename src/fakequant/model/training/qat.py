@@ -29,7 +29,6 @@ from fakequant.model.training.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.training.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.training.scales import Scales as Scales
 from fakequant.model.training.scales import freeze_batch_norm as freeze_batch_norm
-from fakequant.model.training.scales import merge_histories as merge_histories
 from fakequant.model.training.scales import set_scales as set_scales
 from fakequant.model.training.steps import Training as Training
 from fakequant.model.training.steps import learned_scales

@@ -7,12 +7,10 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepared
-from fakequant.distributed import is_data_parallel, parallel_group, processes_of, refuse_sharded, whole
+from fakequant.distributed import is_data_parallel, parallel_group, refuse_sharded, whole
 from fakequant.errors import ConfigError, shown
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import (
@@ -24,7 +22,6 @@ from fakequant.model.weights import (
     warn_vanished,
 )
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.nn.ranges.delayed import DelayedRange
 from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of_parts, structure_of
 
@@ -39,8 +36,7 @@ class Scales(Enum):
     that `fakequant.ptq` chose."""
     LEARNED = "learned"
     """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale is what
-    rounding changes: a frozen weight that has the codes of `fakequant.ptq` already gives it none. The methods
-    "delayed_max" and "delayed_most_recent" take it from earlier steps, see `fakequant.nn.DelayedRange`."""
+    rounding changes: a frozen weight that has the codes of `fakequant.ptq` already gives it none."""
     ONLY = "only"
     """As LEARNED, while the codes of weights stay as they are, which `fakequant.ptq.reconstruct` chose for example: the
     gradient of a scale is the codes'. `finetune` and `Training` train nothing else, and end with fixed scales."""
@@ -105,28 +101,6 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     with restore_on_error(state_of_parts(model, touched)):
         _set_scales(model, scales, method, options)
         share_learned(model)
-
-
-def merge_histories(model: nn.Module, group: Any = None) -> None:
-    """Give all processes that train a model the largest magnitudes of the last step, by which delayed scales go on.
-
-    Call it after each backward pass, as Transformer Engine does by `reduce_amax`. Without it
-    DistributedDataParallel gives the histories of its first process to all at each call.
-
-    Args:
-        model: with delayed scales; all processes have the same histories of earlier steps.
-        group: the processes, see `fakequant.calibrate`.
-
-    >>> merge_histories(prepare(nn.Sequential(nn.Linear(4, 4)), "int8"))  # nothing, where one process trains alone
-    """
-    check_model(model, "merge_histories", "merge_histories(model)")
-    held = [own.history for own in model.modules() if isinstance(own, DelayedRange) and own.started]
-    if (processes := processes_of(model, group)) is None or not held:
-        return
-    last = torch.stack([history[0] for history in held])
-    dist.all_reduce(last, dist.ReduceOp.MAX, processes)
-    for history, largest in zip(held, last, strict=True):
-        history[0] = largest
 
 
 def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from fakequant.errors import ConfigError
-from fakequant.nn.ranges.delayed import DelayedRange, delayed_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
@@ -30,14 +29,10 @@ class GradientConfig:
             along the axis of its sum before they are quantized, so that a large value is spread. It is done where
             both are quantized here: in dW with `input`, in dx with `weight`. Convolutions, which sum over positions,
             too, do without it. 0: not at all.
-        scale: "delayed_max:16" takes every scale from the largest magnitude of 16 earlier backward passes,
-            "delayed_most_recent:16" from the last of them that was not of zeros alone: see
-            `fakequant.nn.DelayedRange`. "": from the tensor itself.
 
     Raises:
         SpecError: no specification of the gradient, or one that cannot be read.
-        ConfigError: a Hadamard matrix without `input` and `weight`, or of another size than a power of two; a delayed
-            scale beside one, for blocks, or where there are zero points.
+        ConfigError: a Hadamard matrix without `input` and `weight`, or of another size than a power of two.
 
     >>> print(GradientConfig("float8_e5m2"))
     float8_e5m2 per_tensor
@@ -49,7 +44,6 @@ class GradientConfig:
     input: QuantSpec | None = None
     weight: QuantSpec | None = None
     hadamard: int = 0
-    scale: str = ""
     operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
     """The specifications by what they quantize, and by the axis, first or second, that the product sums over."""
 
@@ -59,13 +53,11 @@ class GradientConfig:
         input: QuantSpec | str | None = None,
         weight: QuantSpec | str | None = None,
         hadamard: int = 0,
-        scale: str = "",
     ) -> None:
         object.__setattr__(self, "gradient", as_spec(gradient))
         for name, spec in {"input": input, "weight": weight}.items():
             object.__setattr__(self, name, None if spec is None else as_spec(spec))
         object.__setattr__(self, "hadamard", hadamard)
-        object.__setattr__(self, "scale", scale)
         if not isinstance(hadamard, int) or hadamard < 0 or hadamard == 1 or hadamard & (hadamard - 1):
             raise ConfigError(f"hadamard must be a power of two such as 16, or 0 for none, got {hadamard!r}")
         # `replace` of a specification while a compiler reads the code takes its numbers for ones that vary.
@@ -75,19 +67,11 @@ class GradientConfig:
             for axis in _AXES
         }
         object.__setattr__(self, "operands", operands)
-        if scale and hadamard:
-            raise ConfigError("a delayed scale is that of a tensor as it is; leave out hadamard= or scale=")
-        self.make_ranges()
         if hadamard and input is None and weight is None:
             raise ConfigError(
                 "hadamard multiplies both operands of a product before they are quantized; give input= for the product "
                 "that gives the weight's gradient, or weight= for that of the input's"
             )
-
-    def make_ranges(self) -> dict[str, DelayedRange]:
-        """New ranges of earlier steps for the operands of a product, by name; none where a tensor has its own."""
-        specs = {"gradient": self.gradient, "input": self.input, "weight": self.weight} if self.scale else {}
-        return {name: delayed_range(self.scale, spec) for name, spec in specs.items() if spec is not None}
 
     def __str__(self) -> str:
         named = (f"{name}={value}" for name, value in self._others())

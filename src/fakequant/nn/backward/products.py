@@ -283,8 +283,7 @@ def multiplied(
         bias: added to the product.
 
     Raises:
-        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func; or
-            any transform, with a delayed scale in training mode.
+        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func.
     """
     in_float = x.value is x.before and weight.value is weight.before
     if how is None or in_float or not is_trained(how.config):

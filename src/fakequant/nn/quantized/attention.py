@@ -7,7 +7,6 @@ quantizers have the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ShapeError
 from fakequant.nn.backward.products import Factor, LinearSum, WeightedSum, is_trained, matmul, multiplied
-from fakequant.nn.backward.trained import ATTENTION
 from fakequant.nn.hooks import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
@@ -194,7 +192,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         self.show(y.reshape(queries, n, width))
         last = Factor.of(self, "_out_proj_input_quantizer", y.reshape(queries * n, width))
         of_weight = Factor.of(self, "_out_proj_weight_quantizer", self.out_proj.weight)
-        y = self._product("out_proj", last, of_weight, self.out_proj.bias)
+        y = self._product(last, of_weight, self.out_proj.bias)
         weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None
         return y.view(queries, n, y.shape[1]), weights
 
@@ -214,11 +212,8 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
                     f"{list(masks.attention.shape)}"
                 )
 
-    def _product(self, name: str, x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
-        return multiplied(LinearSum(), self.backward_of(name), x, weight, bias)
-
-    def trained_products(self) -> Sequence[str]:
-        return ("in_proj", *ATTENTION, "out_proj") if self._qkv_same_embed_dim else (*_SEPARATE, *ATTENTION, "out_proj")
+    def _product(self, x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+        return multiplied(LinearSum(), self.backward_of(), x, weight, bias)
 
     def _projected(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Query, key and value [length, n, embed_dim] after their projections."""
@@ -228,20 +223,20 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         projected = []
         for x, name, bias in zip((query, key, value), _SEPARATE, biases, strict=True):
             weight = Factor.of(self, f"_{name}_weight_quantizer", getattr(self, f"{name}_weight"))
-            projected.append(self.quantized("_in_proj_output_quantizer", self._product(name, x, weight, bias)))
+            projected.append(self.quantized("_in_proj_output_quantizer", self._product(x, weight, bias)))
         return projected
 
     def _projected_by_one(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Project by the one weight of all three: inputs that are one tensor share a product and its quantizer."""
         weight, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
         if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
-            return self._in_parts(self._product("in_proj", query, weight, self.in_proj_bias), 3)
+            return self._in_parts(self._product(query, weight, self.in_proj_bias), 3)
         sizes = [width, 2 * width] if key is value else [width] * 3
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
         parts = [weight.map(lambda own, place=place: own.split(sizes)[place]) for place in range(len(sizes))]
         projected: list[Tensor] = []
         for x, part, bias, size in zip((query, key, value), parts, biases, sizes, strict=False):
-            projected += self._in_parts(self._product("in_proj", x, part, bias), size // width)
+            projected += self._in_parts(self._product(x, part, bias), size // width)
         return projected
 
     def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
@@ -262,7 +257,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         """
         query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
         key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
-        scores = self._times("scores", query, key, mask)
+        scores = self._times(query, key, mask)
         if mask is not None and hides_rows:
             hidden = (scores == -math.inf).all(-1, keepdim=True)
             weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
@@ -272,12 +267,12 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         if self.training and self.dropout > 0.0:
             kept = F.dropout(torch.ones_like(weights), p=self.dropout)
             factor = factor.map(lambda own: own * kept)
-        return self._times("values", factor, self._heads("_value_quantizer", v)), factor.value
+        return self._times(factor, self._heads("_value_quantizer", v)), factor.value
 
-    def _times(self, name: str, x: Factor, other: Factor, mask: Tensor | None = None) -> Tensor:
+    def _times(self, x: Factor, other: Factor, mask: Tensor | None = None) -> Tensor:
         """x @ other + mask, of which each is [n * heads, ...]; in float in one operation, as torch has it."""
         if is_trained(self.gradient):
-            y = matmul(self.backward_of(name), x, other)
+            y = matmul(self.backward_of(), x, other)
             return y if mask is None else y + mask
         return torch.bmm(x.value, other.value) if mask is None else torch.baddbmm(mask, x.value, other.value)
 

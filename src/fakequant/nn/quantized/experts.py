@@ -5,7 +5,6 @@ The classes are known by the decorator that made their `forward`, `use_experts_i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -100,9 +99,6 @@ class QuantExperts(QuantizedLayer):
         width = hidden_states.shape[-1] if not tokens else next(iter(tokens.values())).shape[-1]
         return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
 
-    def trained_products(self) -> Sequence[str]:
-        return _first(self), "down_proj"
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum [tokens, in] of the experts [tokens, k] of every token."""
         if isinstance(hidden_states, Proxy):
@@ -162,5 +158,5 @@ def _weights(experts: Any) -> dict[str, Factor]:
 
 def _product(experts: Any, name: str, weight: Factor, expert: int, x: Factor) -> Tensor:
     product = TurnedSum() if experts.is_transposed else LinearSum()
-    y = multiplied(product, experts.backward_of(name), x, weight.map(lambda own: own[expert]))
+    y = multiplied(product, experts.backward_of(), x, weight.map(lambda own: own[expert]))
     return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y

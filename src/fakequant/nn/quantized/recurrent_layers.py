@@ -87,9 +87,6 @@ class Recurrent(Watched, QuantizedLayer):
     def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
         return LinearSum()
 
-    def trained_products(self) -> Sequence[str]:
-        return [f"{name}{suffix}" for suffix in self.suffixes(self) for name in ("ih", "hh")]
-
     def places(self, attribute: str, steps: int) -> Sequence[int] | None:
         """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
         return None
@@ -104,8 +101,8 @@ class Recurrent(Watched, QuantizedLayer):
         for suffix in suffixes:
             held = tuple(getattr(self, name) or _as_it_is for name in _names(suffix))
             transform = self._transformed if f"weight_ih{suffix}" in first_weights(self) else _as_it_is
-            first, second = (self.backward_of(f"{name}{suffix}") for name in ("ih", "hh"))
-            backward = None if first is None or second is None else (first, second)
+            how = self.backward_of()
+            backward = None if how is None else (how, how)
             found.append(_Separate(*held, transform=transform, backward=backward))
         return found
 

@@ -171,7 +171,7 @@ def learned_ranges() -> list[str]:
     """The names of all methods to learn ranges.
 
     >>> learned_ranges()
-    ['delayed_max', 'delayed_most_recent', 'lsq', 'lsq_plus', 'pact', 'tqt']
+    ['lsq', 'lsq_plus', 'pact', 'tqt']
     """
     return sorted(_registry)
 

@@ -13,7 +13,7 @@ from fakequant.nn.backward.products import Factor
 
 
 def attend_in_parts(  # noqa: PLR0913  as torch's
-    multiply: Callable[[str, Factor, Factor], Tensor],
+    multiply: Callable[[Factor, Factor], Tensor],
     probabilities: Callable[[Tensor], Tensor],
     query: Factor,
     key: Factor,
@@ -27,7 +27,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     """What `F.scaled_dot_product_attention` computes, in three operations, within rounding.
 
     Args:
-        multiply: `matmul` of two factors, of the product "scores" or "values".
+        multiply: `matmul` of two factors.
         probabilities: quantizes the result of the softmax [..., queries, keys], before dropout.
         query: [..., heads, queries, features].
         key: [..., heads, keys, features].
@@ -42,16 +42,14 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
     >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> factors = [Factor(x, x) for x in (q, k, v)]
-    >>> found = attend_in_parts(lambda _, *pair: matmul(None, *pair), lambda p: p, *factors, is_causal=True)
+    >>> found = attend_in_parts(lambda *pair: matmul(None, *pair), lambda p: p, *factors, is_causal=True)
     >>> torch.allclose(found, exact, atol=1e-6)
     True
     """
     *_, heads, _, features = query.value.shape
     if enable_gqa:
         key, value = (one.map(lambda own: own.repeat_interleave(heads // own.shape[-3], -3)) for one in (key, value))
-    scores = multiply("scores", query, key.map(lambda own: own.mT)) * (
-        1 / math.sqrt(features) if scale is None else scale
-    )
+    scores = multiply(query, key.map(lambda own: own.mT)) * (1 / math.sqrt(features) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
@@ -65,4 +63,4 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     if dropout_p:
         kept = F.dropout(torch.ones_like(weights), dropout_p)
         factor = factor.map(lambda own: own * kept)
-    return multiply("values", factor, value)
+    return multiply(factor, value)

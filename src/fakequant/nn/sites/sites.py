@@ -9,7 +9,7 @@ mode sees the calls of its owner alone. No function of torch is replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fakequant.errors import SiteError
 from fakequant.nn.backward.products import Factor, is_trained
-from fakequant.nn.backward.trained import ATTENTION, Trained
+from fakequant.nn.backward.trained import Trained
 from fakequant.nn.hooks import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
@@ -91,7 +91,7 @@ class Site(Watched, Trained):
             result = func(*args, **kwargs)
         else:
             factors = {name: Factor(holder[key], x) for (name, holder, key), x in zip(places, before, strict=True)}
-            result = computed(self.backward_of, factors, args, kwargs)
+            result = computed(self.backward_of(), factors, args, kwargs)
         if isinstance(output, Quantizer):
             result = output(result)
         if out is not None:
@@ -106,9 +106,6 @@ class Site(Watched, Trained):
         if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
             return partial(attend, probabilities)
         return TRAINED.get(self.function) if is_trained(self.gradient) else None
-
-    def trained_products(self) -> Sequence[str]:
-        return ATTENTION if self.function == "scaled_dot_product_attention" else super().trained_products()
 
     def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
         if self.is_watched:

@@ -13,13 +13,12 @@ from fakequant.nn.backward.trained import Backward
 from fakequant.nn.sites.attention_parts import attend_in_parts
 
 Factors = Mapping[str, Factor]
-HowTrained = Callable[..., Backward | None]
 _FACTORS = "query", "key", "value"
 
 
 def attend(
     probabilities: Callable[[Tensor], Tensor],
-    how: HowTrained,
+    how: Backward | None,
     factors: Factors,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -28,22 +27,18 @@ def attend(
     others = {name: value for name, value in kwargs.items() if name not in _FACTORS}
     query, key, value = (factors[name] for name in _FACTORS)
     given: Any = args[len(_FACTORS) :]
-
-    def multiply(name: str, *pair: Factor) -> Tensor:
-        return matmul(how(name), *pair)
-
-    return attend_in_parts(multiply, probabilities, query, key, value, *given, **others)
+    return attend_in_parts(partial(matmul, how), probabilities, query, key, value, *given, **others)
 
 
-def _linear(how: HowTrained, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _linear(how: Backward | None, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    return multiplied(LinearSum(), how(), factors["input"], factors["weight"], bias)
+    return multiplied(LinearSum(), how, factors["input"], factors["weight"], bias)
 
 
 TRAINED: dict[str, Callable[..., Tensor]] = {
     "linear": _linear,
-    "matmul": lambda how, factors, *_: matmul(how(), factors["input"], factors["other"]),
+    "matmul": lambda how, factors, *_: matmul(how, factors["input"], factors["other"]),
     "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
-"""What computes a function of what gives its backward products by name, of the factors by name, and of all arguments;
+"""What computes a function of how its backward products are quantized, of the factors by name, and of all arguments;
 attention in visible parts."""
