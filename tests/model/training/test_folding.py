@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fakequant as fq
 from fakequant.errors import ConfigError, FusionWarning
 from fakequant.model.training import qat
-from tests.model.training.test_fuse import FrozenNorm, NormAct
+from tests.support.norms import FrozenNorm, NormAct
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear": (lambda: nn.Linear(4, 6), lambda: nn.BatchNorm1d(6), (8, 4)),
