@@ -60,6 +60,21 @@ def mixtral(**values: Any) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**{**sizes, **heads, "pad_token_id": 0, **values})).eval()
 
 
+def llava() -> Any:
+    """A model of images and text, whose files name layers otherwise than the model."""
+    import_torchvision()
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    words = LlamaConfig(vocab_size=64, num_hidden_layers=2, pad_token_id=0, **sizes)
+    images = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    made = LlavaConfig(vision_config=images, text_config=words, image_token_index=63, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(made).eval()
+
+
 def logits(model: nn.Module) -> Tensor:
     """The logits of the batch."""
     with torch.no_grad():

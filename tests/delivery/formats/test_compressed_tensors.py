@@ -18,8 +18,7 @@ from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
 from fakequant.errors import ExportError
 from fakequant.nn.quantizer import Mode, quantizers
-from tests.support.language_models import BATCHES, llama, logits, mixtral
-from tests.support.vision import import_torchvision
+from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -427,20 +426,6 @@ def test_the_cache_that_transformers_misses_is_said_and_not_compared(
     with pytest.warns(UserWarning, match="Keys and values stay in float in transformers: LlamaAttention takes"):
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
     assert any("Keys and values stay in float" in note for note in fq.verify_delivery(folder, model).not_run)
-
-
-def llava(**text: Any) -> Any:
-    import_torchvision()
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    words = LlamaConfig(vocab_size=64, num_hidden_layers=2, pad_token_id=0, **sizes)
-    images = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    made = LlavaConfig(vision_config=images, text_config=words, image_token_index=63, vision_feature_layer=-1)
-    return LlavaForConditionalGeneration(made).eval()
 
 
 _VISION = ["*vision_tower*", "*multi_modal_projector*"]

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, WEIGHTS, Folder, by_transformers, config_file, is_of_transformers
+from fakequant.delivery.folder import (
+    CONFIG,
+    WEIGHTS,
+    FileNames,
+    Folder,
+    by_transformers,
+    config_file,
+    is_of_transformers,
+)
 from fakequant.delivery.format import Engine, Part
 from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.tensor_classes import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
@@ -76,6 +84,12 @@ class TorchAo(LayeredFormat):
         writer.tensors.metadata["tensor_names"] = json.dumps([*texts])
         if writer.in_float:
             warn_user(f"torchao: {listed(writer.in_float)} in float, with the values of the codes")
+        other = [(name, f"{bases[0]}.weight") for name, bases in writer.pieces.items() if len(bases) == 1]
+        if other := [pair for pair in other if pair[0] != pair[1]]:
+            warn_user(
+                f"torchao: transformers does not load these files, in which {other[0][0]} is {other[0][1]}; deliver "
+                "the model as compressed-tensors for it"
+            )
         return {WEIGHTS: writer.tensors, CONFIG: config_file(model, _quantization(model, said))}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
@@ -97,12 +111,14 @@ class TorchAo(LayeredFormat):
         support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
         tensors = Folder(path).tensors()
         theirs, _ = support.unflatten_tensor_state_dict(dict(tensors), tensors.metadata)
-        names = [name for name, one in theirs.items() if type(one) is not Tensor]
-        copied = bake_weights(deepcopy(model)).eval()
-        for name in names:
+        copied, names = bake_weights(deepcopy(model)).eval(), FileNames(model)
+        like = {name: torch.empty_like(x, device="meta") for name, x in copied.state_dict().items()}
+        places = {key: name for name, x in like.items() for key in names.split(name, x)}
+        coded = {places[key]: one for key, one in theirs.items() if type(one) is not Tensor}
+        for name, one in coded.items():
             parent, _, own = name.rpartition(".")
-            setattr(module_at(copied, parent), own, nn.Parameter(theirs[name], requires_grad=False))
-        values = {name: theirs[name].dequantize() for name in names}
+            setattr(module_at(copied, parent), own, nn.Parameter(one, requires_grad=False))
+        values = {name: one.dequantize() for name, one in coded.items()}
         dtype = next(model.parameters()).dtype
         # Kernels for 8 bits multiply sums by scales: they round elsewhere than torch does with the values.
         tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
