@@ -167,6 +167,6 @@ class LayeredWriter:
         except QParamsError as error:
             raise ExportError(
                 f"servers merge {listed(names)} into a matrix with a single scale of the tensor, and these have "
-                "several: call fakequant.calibrate(model), then improve, before deliver"
+                "several: call fakequant.calibrate(model) before deliver, and before improve"
             ) from error
         self.under |= dict.fromkeys(names, largest)

@@ -368,6 +368,14 @@ def test_an_unknown_axis_and_a_regression_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the targets are \[4, 5\] numbers that are no shares of classes"):
         distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 1], MAPS[:, :, 0, 0])
     assert distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], axis=-1) == 0
+    ages = torch.tensor([1, 2, 3, 4])
+    for own, labels in (
+        (MAPS[:, :1, 0, 0], ages),
+        (MAPS[:, :1, 0, 0], ages / 7),
+        (MAPS[:, :3, 0, 0], ages[:, None].expand(4, 3)),
+    ):
+        with pytest.raises(ConfigError, match="numbers that are no shares of classes"):
+            distance(own, own, labels)
 
 
 def test_a_segmentation_network_comes_closer_to_its_teacher() -> None:

@@ -218,8 +218,12 @@ def test_checkpoints_have_the_gradients_and_statistics_of_a_plain_step(name: str
     def two(run: Callable[..., Tensor]) -> Callable[[nn.Module], Tensor]:
         return lambda m: run(m, x) + run(m, 2 * x)
 
-    plain = trained_gradients(model, two(lambda m, x: m(x)))
-    assert_same(trained_gradients(model, two(again)), plain, near=("weight", "bias", "step"))
+    def alike(run: Callable[..., Tensor]) -> Callable[[nn.Module], Tensor]:
+        return lambda m: run(m, x) + 2 * run(m, x.flip(-1)) + 3 * run(m, x)
+
+    for calls in (two, alike):
+        plain = trained_gradients(model, calls(lambda m, x: m(x)))
+        assert_same(trained_gradients(model, calls(again)), plain, near=("weight", "bias", "step"))
 
 
 def test_a_checkpoint_of_an_unknown_input_is_refused() -> None:
@@ -230,7 +234,7 @@ def test_a_checkpoint_of_an_unknown_input_is_refused() -> None:
         calls.append(y)
         return model.train()(y * len(calls))
 
-    with pytest.raises(ConfigError, match=r"computes 0 anew for an input that is none of its last 8"):
+    with pytest.raises(ConfigError, match=r"computes 0 anew for an input that is none of its last 16"):
         checkpoint(other, x.requires_grad_(), use_reentrant=True).sum().backward()
 
 
@@ -243,6 +247,21 @@ def test_compiled_steps_have_the_eager_gradients(name: str, backend: str) -> Non
     compiled = trained_gradients(model, lambda m: torch.compile(m, backend=backend)(x))
     decomposed = ("weight", "bias", "step", "running_mean", "running_var") if "decomp" in backend else ()
     assert_same(compiled, trained_gradients(model, lambda m: m(x)), near=decomposed)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_checkpoints_are_refused(inside: bool) -> None:
+    """Each alone has the eager gradients; together the compiler computes the layer anew."""
+    model, x = learned("Conv2d")
+    x.requires_grad_()
+    torch._dynamo.reset()
+    again = partial(checkpoint, use_reentrant=False)
+    ways: dict[bool, Callable[[nn.Module], Tensor]] = {
+        True: lambda m: torch.compile(lambda x: again(m, x), backend="aot_eager")(x),
+        False: lambda m: again(torch.compile(m, backend="aot_eager"), x),
+    }
+    with pytest.raises(ConfigError, match=r"use one of both, checkpoint other modules, or call freeze_batch_norm"):
+        trained_gradients(model, ways[inside])
 
 
 @pytest.mark.parametrize(

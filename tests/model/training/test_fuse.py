@@ -191,6 +191,31 @@ class Other(nn.BatchNorm2d):
         return super().forward(input) * 2
 
 
+class Clipped(nn.BatchNorm2d):
+    """Computes something else of large values alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clamp(max=6)
+
+
+class Added(nn.BatchNorm2d):
+    """Takes a residual, too."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = super().forward(input)
+        return y if residual is None else y + residual
+
+
+class Moving(nn.BatchNorm2d):
+    """Changes itself, and stops on other sizes than its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        self.running_mean.mul_(0.9)
+        assert input.shape[-1] < 5
+        return super().forward(input)
+
+
 class OtherFrozen(nn.Module):
     """Has the tensors of a batch normalisation, and computes something else."""
 
@@ -246,6 +271,9 @@ LEFT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "hook on the layer": (lambda m: m[0].register_forward_hook(lambda *_: None), "the layer before it has hooks"),
     "hook on itself": (lambda m: m[1].register_forward_hook(lambda *_: None), "it has hooks or a forward of its own"),
     "a class of its own": (set_module("1", Other(4)), "a Other may compute something else"),
+    "another range": (set_module("1", Clipped(4)), "a Clipped may compute something else"),
+    "two inputs": (set_module("1", Added(4)), "a Added takes more than an input"),
+    "raises": (set_module("1", Moving(4)), "a Moving may compute something else"),
     "tensors of one": (set_module("1", OtherFrozen(4)), "a OtherFrozen may compute something else"),
     "other channels": (set_module("1", nn.BatchNorm2d(5)), "it has 5 channels, and the layer before it 4"),
 }

@@ -226,11 +226,11 @@ class Distillation:
             return self.axis
         shape, known = [*logits.shape], [*labels.shape] if isinstance(labels, Tensor) else None
         fits = {axis for axis in (1, -1) if shape[:axis] + (shape[axis + 1 :] if axis > 0 else []) == known}
-        if isinstance(labels, Tensor) and labels.is_floating_point() and known == shape:
-            fits = {axis for axis in (1, -1) if len(shape) > 1 and _are_shares(labels, axis)}
-            if not fits:
+        if isinstance(labels, Tensor) and (known == shape or shape[1:] == [1]):
+            fits = {axis for axis in (1, -1) if known == shape and len(shape) > 1 and _are_shares(labels, axis)}
+            if not fits or shape[1:] == [1]:
                 raise ConfigError(
-                    f"the targets are {shape} numbers that are no shares of classes, and distillation compares the "
+                    f"the targets are {known} numbers that are no shares of classes, and distillation compares the "
                     "softmax of outputs: give Distillation(features=...), or axis= if they are logits all the same"
                 )
         if len(shape) < 3 or (not fits and len(shape) == 3):
@@ -263,8 +263,12 @@ class _Asked(nn.Module):
 
 def _are_shares(labels: Tensor, axis: int) -> bool:
     """Whether targets are probabilities along an axis."""
-    total = labels.sum(axis)
-    return bool((labels >= 0).all()) and torch.allclose(total, torch.ones_like(total), atol=1e-2)
+    total = labels.double().sum(axis)
+    return (
+        labels.is_floating_point()
+        and bool((labels >= 0).all())
+        and torch.allclose(total, torch.ones_like(total), atol=1e-2)
+    )
 
 
 def _of_labels(labels: Any, classes: float) -> list[Tensor]:

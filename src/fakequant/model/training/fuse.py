@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Set
@@ -278,25 +279,37 @@ def is_norm(module: nn.Module) -> bool:
 def why_other(norm: nn.Module, axes: int) -> str | None:
     """Why a module may compute something else than a batch normalisation and then the modules inside it.
 
-    A class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and torchvision's
-    `FrozenBatchNorm2d` is no batch normalisation of torch.
+    A copy of a class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and
+    torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
     """
     if type(norm) in _NORMS or getattr(norm, "running_mean", None) is None:
         return None
-    own: Any = norm
-    shape = (2, len(own.running_mean), *[3] * (axes - 2))
-    x = torch.linspace(-3, 3, prod(shape), dtype=torch.float64).to(own.running_mean).reshape(shape)
     said = f"a {type(norm).__name__} may compute something else than a batch normalisation"
-    with in_eval_mode(norm):
-        try:
-            found = norm(x.clone())
-            y = F.batch_norm(x, own.running_mean, own.running_var, own.weight, own.bias, eps=own.eps)
-            for module in norm.children():
-                y = module(y)
-        except (RuntimeError, TypeError, ValueError):  # as for another number of axes
-            return said
-    is_same = isinstance(found, Tensor) and found.shape == y.shape
-    return None if is_same and torch.allclose(found, y, rtol=1e-4, atol=1e-5) else said
+    if len(inspect.signature(norm.forward).parameters) != 1:
+        return f"a {type(norm).__name__} takes more than an input"
+    with torch.random.fork_rng(devices=()):
+        own: Any = copy.deepcopy(norm).eval()
+        return None if all(_is_norm_of(own, axes, length) for length in (1, 3, 8)) else said
+
+
+def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
+    """Whether a module in eval mode gives what a batch normalisation gives, and then the modules inside it.
+
+    Args:
+        norm: the module.
+        axes: of the input.
+        length: of each of its places.
+    """
+    shape = (3, len(norm.running_mean), *[length] * (axes - 2))
+    x = (torch.linspace(-1, 1, prod(shape), dtype=torch.float64) ** 5 * 1e4).to(norm.running_mean).reshape(shape)
+    try:
+        found = norm(x.clone())
+        y = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+        for module in norm.children():
+            y = module(y)
+    except Exception:  # the module's own code, which was not written for these numbers, raises any
+        return False
+    return isinstance(found, Tensor) and found.shape == y.shape and torch.allclose(found, y, rtol=1e-4, atol=1e-5)
 
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:

@@ -20,13 +20,18 @@ from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantizedLayer, QuantLinear
 from fakequant.nn.wrappers import inside
 
-_REMEMBERED = 8
+_REMEMBERED = 16
 """Calls of a layer whose statistics are remembered until its checkpoint computes them anew."""
 
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
     """A copy that a compiled backward pass keeps: what it computes anew, it computes of statistics that have moved."""
+    if torch._C._current_graph_task_id() >= 0:
+        raise ConfigError(
+            "torch.compile and torch.utils.checkpoint together compute a folded batch normalisation anew, of "
+            "statistics that have moved: use one of both, checkpoint other modules, or call freeze_batch_norm before"
+        )
     return x.clone()
 
 
@@ -48,6 +53,12 @@ def norm_offset(norm: Any, bias: Tensor | None, factor: Tensor) -> Tensor:
     return offset if norm.bias is None else offset + norm.bias.double()
 
 
+def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """By what an input is known: its sums over the batch, and those of each example."""
+    x = x.detach().double()
+    return x.sum(0), x.flatten(1).sum(1)
+
+
 class FoldedNorm(nn.modules.batchnorm._BatchNorm):
     """A batch normalisation whose layer computes it: it returns its input, and keeps parameters and statistics.
 
@@ -56,7 +67,8 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
 
     layer: str
     axes: int
-    _seen: deque[tuple[Tensor, torch.Size, Tensor]] | tuple[()] = ()
+    _seen: deque[tuple[tuple[Tensor, Tensor], Tensor]] | tuple[()] = ()
+    """By what a call of a checkpoint is known, and the running variance that it had."""
     _replayed: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -77,17 +89,23 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass
-            total = x.detach().double().sum()
-            held = [var for seen, shape, var in self._seen if torch.equal(seen, total) and shape == x.shape]
-            if not held:
-                raise ConfigError(
-                    f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}: the "
-                    "statistics of its folded batch normalisation are not known; checkpoint other modules"
-                )
-            self._replayed = held[-1]
-        elif not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
+            sums = _sums(x)
+            for place in range(len(self._seen) - 1, -1, -1):
+                seen, var = self._seen[place]
+                if len(seen) == len(sums) and all(map(torch.equal, seen, sums)):
+                    # Backward passes go from the last call to the first: of equal inputs the one before is the next.
+                    del self._seen[place]  # type: ignore[misc]
+                    self._seen.appendleft((seen, var))  # type: ignore[union-attr]
+                    self._replayed = var
+                    return
+            raise ConfigError(
+                f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}: the "
+                "statistics of its folded batch normalisation are not known; checkpoint other modules"
+            )
+        # A checkpoint runs without gradients, or with hooks that keep nothing.
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
             held = vars(self).setdefault("_seen", deque(maxlen=_REMEMBERED))
-            held.append((x.detach().double().sum(), x.shape, self.running_var.clone()))
+            held.append((_sums(x), self.running_var.clone()))
 
     def normalised(self, x: Tensor) -> Tensor:
         """What the batch normalisation computes; in training it moves the running statistics, once for each batch."""
