@@ -152,8 +152,10 @@ def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None
         return None
     try:
         results = [
-            [leaf for leaf in pytree.tree_leaves(run(pytree.tree_unflatten(given, form))) if isinstance(leaf, Tensor)]
+            [leaf for leaf in pytree.tree_leaves(run(pytree.tree_unflatten(copies, form))) if isinstance(leaf, Tensor)]
             for given in (leaves, [*leaves[:index], other, *leaves[index + 1 :]])
+            # A forward may write into its inputs.
+            for copies in [[leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]]
         ]
     except OF_TORCH:
         return None

@@ -287,3 +287,65 @@ def test_a_constant_output_is_compared(tmp_path: Path) -> None:
     onnx.save(file, path)
     assert fq.verify_onnx(path, model, [x]).exact
     assert not fq.verify_onnx(path, model, [x, 2 * x]).exact
+
+
+class Streaming(nn.Module):
+    """A recurrence whose state begins at zero, which hides how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("h", torch.zeros(1, 4))
+        self.register_buffer("c", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x + self.h)
+        c = self.c * 0.5 + z[:1]
+        self.h.copy_(torch.tanh(c))
+        self.c.copy_(c)
+        return z
+
+
+def other_operation(old: str, new: str) -> Callable[[Any], None]:
+    def change(graph: Any) -> None:
+        next(node for node in graph.node if node.op_type == old).op_type = new
+
+    return change
+
+
+@pytest.mark.parametrize("change", [None, other_operation("Add", "Sub"), other_operation("Mul", "Div")])
+def test_a_state_that_begins_at_zero_is_drawn(change: Callable[[Any], None] | None, tmp_path: Path) -> None:
+    model, x = Streaming().eval(), torch.randn(1, 4)
+    fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
+    path = fq.export_onnx(model, x, tmp_path / "m.onnx").path
+    if change is not None:
+        proto = onnx.load(path)
+        change(proto.graph)
+        onnx.save(proto, path)
+    before = [buffer.clone() for buffer in (model.h, model.c)]
+    assert fq.verify_onnx(path, model).passed is (change is None)
+    assert all(map(torch.equal, before, (model.h, model.c)))
+
+
+class Writing(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        return self.a(x.add_(1))
+
+
+def test_a_forward_that_writes_into_its_input_leaves_batches_and_example_as_they_were(tmp_path: Path) -> None:
+    """An input that it does not read was taken for one that it reads, and the report was of other numbers."""
+    model, batch = Writing().eval(), (torch.randn(4, 4), torch.randn(4, 4))
+    fq.calibrate(fq.prepare(model, "int8"), [batch], progress=False)
+    before = [x.clone() for x in batch]
+    path = fq.export_onnx(model, batch, tmp_path / "m.onnx").path
+    report = fq.verify_onnx(path, model, [batch])
+    assert (report.passed, report.as_deployed, report.unread) == (True, True, ["unused"])
+    assert all(map(torch.equal, before, batch))

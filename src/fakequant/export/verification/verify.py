@@ -116,6 +116,8 @@ def _verified(
         spans = (
             None if model is None else Spans(proto, checks, model, [one.state for one in record.inputs if one.state])
         )
+        if batches is None and model is not None:
+            _draw_state(model, record.inputs)
         for batch in _batches(
             batches, inputs, model, lambda: random_batch(arguments(record.inputs, model), proto.ByteSize())
         ):
@@ -154,6 +156,17 @@ def _alone(values: Values, checks: Sequence[SiteCheck]) -> Mapping[str, Tensor]:
     return last
 
 
+@torch.no_grad()
+def _draw_state(model: nn.Module, records: list[InputRecord]) -> None:
+    """Give the state of a model other values than those at its start, which are often 0: these hide what reads it."""
+    generator = torch.Generator().manual_seed(len(records))
+    held = dict(model.named_buffers())  # of another model it may lack some, which is refused later
+    for buffer in [held[record.state] for record in records if record.state in held]:
+        if buffer.is_floating_point() and buffer.numel():
+            size = max(float(buffer.abs().amax()), 1.0)
+            buffer.add_(torch.rand(buffer.shape, generator=generator).to(buffer) * size)
+
+
 class _Batch:
     """A batch, and its tensors and the buffers of the model as inputs of the file."""
 
@@ -167,8 +180,10 @@ class _Batch:
         }
 
     def run(self, model: nn.Module, values: Any) -> Any:
-        """Call a model with the batch, or with other values of it."""
-        return run_batch(model, values, known=self._known)
+        """Call a model with a copy of the batch, or of other values of it: a forward may write into its inputs."""
+        copies: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
+        own = pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.detach().clone()), values)
+        return run_batch(model, own, known=self._known)
 
 
 def _beside(
