@@ -233,8 +233,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _memory_of(x: Tensor) -> int:
-    has_memory = x.layout is torch.strided and torch._C._has_storage(x)  # type: ignore[attr-defined]  without a stub
-    return x.untyped_storage().data_ptr() if has_memory and not is_lazy(x) else 0
+    with torch._C.DisableTorchFunction():  # a recording would take it for a function of the model
+        has_memory = x.layout is torch.strided and torch._C._has_storage(x)  # type: ignore[attr-defined]  without a stub
+        return x.untyped_storage().data_ptr() if has_memory and not is_lazy(x) else 0
 
 
 def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:

@@ -10,7 +10,7 @@ from fakequant.delivery.gguf.file import GgufFile
 from fakequant.delivery.gguf.lattices import kind_of
 from fakequant.delivery.gguf.mixtures import _MIXTURES, mixture
 from fakequant.delivery.places import places_of
-from fakequant.errors import CheckpointError, ConfigError
+from fakequant.errors import ConfigError
 from tests.support import llama_cpp_files
 from tests.support.language_models import language_model
 
@@ -62,7 +62,7 @@ def test_a_mixture_is_prepared_by_its_name(tmp_path):
     model = fq.prepare(language_model("llama"), "GGUF_Q3_K_S_A8", skip=["lm_head"])
     assert "q8_k" in str(model.model.layers[0].mlp.up_proj.input_quantizer)
     assert not hasattr(model.lm_head, "input_quantizer")
-    with pytest.raises(CheckpointError, match=r"config.model_type is one of"):
+    with pytest.raises(ConfigError, match=r"config.model_type is one of"):
         fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), "GGUF_Q4_K_M")
     with pytest.raises(ConfigError, match=r"unknown preset 'GGUF_Q4_K_X'; did you mean GGUF_Q4_K"):
         fq.prepare(language_model("llama"), "GGUF_Q4_K_X")

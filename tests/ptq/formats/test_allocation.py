@@ -177,7 +177,7 @@ def test_layers_are_scored_by_the_divergence_of_logits_or_a_function() -> None:
     assert mix.loss == pytest.approx(sum(by_name.layers[layer][name].loss for layer, name in mix.choices.items()))
     with pytest.raises(ConfigError, match="the loss with stem alone in INT8_WEIGHT_ONLY is NaN"):
         fq.ptq.scores(model, given, CHOICES, measure=lambda tried: float("nan") if tried is not model else 0.0)
-    with pytest.raises(ConfigError, match="expected measure=\"kl\" or a function of the model, got 'hessian'"):
+    with pytest.raises(ConfigError, match=r'expected measure="kl", \("kl", axis\) or a function of the model, got'):
         fq.ptq.scores(model, given, CHOICES, measure="hessian")
 
 

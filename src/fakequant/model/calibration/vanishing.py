@@ -23,7 +23,7 @@ _JOINS = ("cat", "stack", "add")
 """Functions whose operands have one scale in the result."""
 
 
-class _Seen(NamedTuple):
+class _Vanishing(NamedTuple):
     quantizers: tuple[Quantizer, ...]
     largest: Tensor
 
@@ -46,7 +46,7 @@ class Vanishing:
             operand = layer.operands(layer).get(attribute) if isinstance(layer, QuantizedLayer) else None
             if operand is not None:
                 self._layers.append((name, quantizer, operand.reduction))
-        self._given, self._found = set[int](), dict[str, _Seen]()
+        self._given, self._found = set[int](), dict[str, _Vanishing]()
 
     def enter(self, batch: Any) -> None:
         """Note a batch before the model gets it."""
@@ -85,7 +85,7 @@ class Vanishing:
         before = self._found.get(what)
         if before is not None and before.largest.shape == largest.shape:
             largest = torch.maximum(before.largest, largest)
-        self._found[what] = _Seen(quantizers, largest.float())
+        self._found[what] = _Vanishing(quantizers, largest.float())
 
     def warn(self) -> None:
         """Say what the scales that were chosen round to nothing."""

@@ -285,6 +285,8 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
     if type(norm) in _NORMS or getattr(norm, "running_mean", None) is None:
         return None
     said = f"a {type(norm).__name__} may compute something else than a batch normalisation"
+    if any(map(is_lazy, chain(norm.parameters(), norm.buffers()))):
+        return said
     if len(inspect.signature(norm.forward).parameters) != 1:
         return f"a {type(norm).__name__} takes more than an input"
     with torch.random.fork_rng(devices=()):
@@ -300,9 +302,9 @@ def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
         axes: of the input.
         length: of each of its places.
     """
-    shape = (3, len(norm.running_mean), *[length] * (axes - 2))
-    x = (torch.linspace(-1, 1, prod(shape), dtype=torch.float64) ** 5 * 1e4).to(norm.running_mean).reshape(shape)
     try:
+        shape = (3, len(norm.running_mean), *[length] * (axes - 2))
+        x = (torch.linspace(-1, 1, prod(shape), dtype=torch.float64) ** 5 * 1e4).to(norm.running_mean).reshape(shape)
         found = norm(x.clone())
         y = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
         for module in norm.children():
@@ -314,12 +316,12 @@ def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
     """Why a batch normalisation itself cannot be fused into whatever is before it."""
+    if why := why_other(norm, axes):
+        return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:
         return "it has no running statistics, so that each batch is normalised by its own"
     if not is_as_made(norm):
         return "it has hooks or a forward of its own"
-    if why := why_other(norm, axes):
-        return why
     return None if calls == 1 else "it is never called" if not calls else f"it is called {calls} times"
 
 

@@ -230,7 +230,7 @@ class Training:
         return self._watch is not None
 
     def leave_if_over(self) -> None:
-        """Stop to watch the model where an error ended the loop of a trainer, which tells nobody."""
+        """Stop to watch the model where an error ended the loop of a trainer that has no event for it."""
 
     def leave(self) -> None:
         """Stop to watch the model, as after an error that ends the training."""
