@@ -239,5 +239,6 @@ def _left(case: Case, model: nn.Module, before: dict[str, Any], wanted: dict[str
 
 
 def _is_learned(line: str) -> bool:
-    """Whether a difference is that a range began to be learned."""
-    return any(part in line for part in ("_quantizer.lsq", "_method", "_modules/lsq", "_buffers/scale", "/fitted_to"))
+    """Whether a difference is that a range began to be learned, or that a layer in eval mode saw a trained weight."""
+    parts = "_quantizer.lsq", "_method", "_modules/lsq", "_buffers/scale", "/fitted_to", "/seen"
+    return any(part in line for part in parts)
