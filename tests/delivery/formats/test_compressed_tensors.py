@@ -335,7 +335,7 @@ def test_merged_layers_under_several_global_scales_are_refused(tmp_path: Path) -
     fq.calibrate(model)
     model[0].to_v.weight_quantizer.scale *= 0.77
     with pytest.raises(
-        ExportError, match=r"servers merge 0\.to_q\.weight, .* call fakequant\.calibrate\(model\), then"
+        ExportError, match=r"servers merge 0\.to_q\.weight, .* call fakequant\.calibrate\(model\) before deliver"
     ):
         fq.deliver(model, tmp_path / "new", "compressed-tensors")
     assert not (tmp_path / "new").exists()
