@@ -240,6 +240,9 @@ def test_an_interrupt_leaves_no_mode_that_counts(name, where, monkeypatch):
             CALLS[name](nn.Sequential(nn.Linear(4, 4)))
     try:
         assert torch._C._len_torch_dispatch_stack() == 0
+        assert not torch.nn.modules.module._global_forward_pre_hooks
     finally:
+        torch.nn.modules.module._global_forward_pre_hooks.clear()
+        torch.nn.modules.module._global_forward_hooks.clear()
         while torch._C._len_torch_dispatch_stack():
             torch._C._pop_torch_dispatch_stack(None)

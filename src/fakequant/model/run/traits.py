@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, called_as
 from fakequant.nn.sites.sites import arguments_of
@@ -135,7 +136,9 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
     if attends:  # flex_attention fails under torch's counter
         output = run()
     else:
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()
+        with counter:
             output = run()
         if operations := counter.get_total_flops():
             return output, operations // 2
@@ -143,6 +146,15 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
     attends = attends or name.removeprefix("_").startswith(_ATTENTION)
     count = _attention if attends else _COUNTS.get(name, _along_reduction(name))
     return output, 0 if has(name, Trait.LOOKUP) else count(first.numel(), *factors)
+
+
+class _NoModules(ModuleTracker):
+    """Counts under no module: hooks of all modules would stay after an interrupt that comes as the counter ends."""
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _along_reduction(name: str) -> Callable[..., int]:
