@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from fakequant.distributed import is_moved
@@ -234,8 +234,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _memory_of(x: Tensor) -> int:
     with torch._C.DisableTorchFunction():  # a recording would take it for a function of the model
+        x = getattr(x, "_local_tensor", x)  # a DTensor has a storage without memory
         has_memory = x.layout is torch.strided and torch._C._has_storage(x)  # type: ignore[attr-defined]  without a stub
-        return x.untyped_storage().data_ptr() if has_memory and not is_lazy(x) else 0
+        if not has_memory or is_lazy(x) or is_traceable_wrapper_subclass(x):
+            return 0
+        return x.untyped_storage().data_ptr()
 
 
 def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
