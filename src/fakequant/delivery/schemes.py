@@ -52,7 +52,7 @@ _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
 _DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
 _LONG, _MOST_CHOICES, _FEW_TIMES = 2_000, 18, 8
-"""Of a pattern in a file: its largest length and number of choices, and how often is not yet a repeat."""
+"""Limits of a pattern in a file: its characters, its choices, and the repeats of a part that count as no choice."""
 _PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0])
 """Ranges by which two rules for scales are told apart."""
 

@@ -115,6 +115,9 @@ def test_what_is_not_kept_is_asked_for(tmp_path):
         fq.recalibrate(restored, method="max")
     with pytest.raises(fq.FakeQuantError, match=r"write recalibrate\(model, method='max'\)"):
         fq.recalibrate(model, "max")
+    for wrong in (batches, torch.ones(2, 8), iter(batches)):
+        with pytest.raises(fq.FakeQuantError, match=r"a mapping of names, got .* call calibrate\(model, batches\)"):
+            fq.recalibrate(model, wrong)
     with pytest.raises(fq.FakeQuantError, match="no quantizers; call fakequant"):
         fq.recalibrate(nn.Linear(2, 2), method="max")
 

@@ -218,6 +218,11 @@ def recalibrate(
     refuse_unprepared(model, CalibrationError)
     if isinstance(calibrators, str):
         raise ConfigError(f"calibrators cannot be {calibrators!r}; write recalibrate(model, method={calibrators!r})")
+    if not isinstance(calibrators, Mapping | None):
+        raise ConfigError(
+            f"calibrators must be what calibrate returned, a mapping of names, got {type(calibrators).__name__}; "
+            "recalibrate runs no batches: call calibrate(model, batches) to see new inputs"
+        )
     calibrators = _collected(found) if calibrators is None else calibrators
     if unknown := sorted(set(calibrators) - set(found)):
         raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
