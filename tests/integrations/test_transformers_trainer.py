@@ -18,6 +18,7 @@ import_torchvision()
 import transformers  # noqa: E402
 
 from fakequant.integrations.transformers import QATCallback  # noqa: E402
+from fakequant.model.training.distillation import labels_of_outputs  # noqa: E402
 
 LEARNED, FIXED, EPOCH = fq.qat.Scales.LEARNED, fq.qat.Scales.FIXED, fq.qat.Scales.EPOCH
 IDS = torch.randint(0, 20, (32, 6), generator=torch.Generator().manual_seed(0))
@@ -32,6 +33,12 @@ def classifier(dropout=0.1):
     torch.manual_seed(0)
     off = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "initializer_range": 0.5}
     return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **off))
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    )
 
 
 def decoder():
@@ -275,3 +282,29 @@ def test_another_training_may_begin_after_an_interrupt(tmp_path):
         trainer(tmp_path, model, [QATCallback(FEW_BITS, CALIBRATION, teacher="self"), Stop(2)]).train()
     with pytest.warns(UserWarning, match="an error ended the training of the Trainer"):
         trainer(tmp_path / "other", model, [QATCallback(teacher="self")]).train()
+
+
+def test_the_teacher_is_followed_at_the_outputs_that_the_labels_are_for():
+    """A causal model predicts the next token: no output has the first label, and its place was taught all the same."""
+    trained = []
+    for places in ([2], [0, 2], [3]):
+        model = fq.prepare(decoder(), "int4")
+        fq.calibrate(model, CALIBRATION, progress=False)
+        labels = torch.full_like(IDS, -100)
+        labels[:, places] = IDS[:, places]
+        teacher = fq.qat.Distillation(decoder(), weight=1.0)
+        batches = [{"input_ids": IDS, "labels": labels}]
+        fq.qat.finetune(model, batches, None, fq.qat.Schedule(10.0, 1.0, fraction=1.0), teacher=teacher)
+        trained.append(model.lm_head.weight.detach())
+    assert_same_bits(trained[0], trained[1])
+    assert not torch.equal(trained[0], trained[2])
+
+
+@pytest.mark.parametrize(
+    ("model", "shifts"),
+    [(decoder, True), (classifier, False), (t5, False), (lambda: nn.Linear(2, 2), False)],
+    ids=["causal", "classes", "encoder and decoder", "plain"],
+)
+def test_labels_are_shifted_where_the_loss_of_the_model_shifts_them(model, shifts):
+    found = labels_of_outputs(model(), IDS)
+    assert torch.equal(found, torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100) if shifts else IDS)

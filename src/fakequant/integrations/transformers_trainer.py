@@ -10,11 +10,11 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_callback import TrainerCallback
 
 from fakequant.errors import CheckpointError, ConfigError, warn_user
 from fakequant.integrations.transformers import enable_saving
+from fakequant.model.training.distillation import shifts_labels
 from fakequant.model.training.steps import Training
 from fakequant.model.weights import note_weights
 
@@ -130,6 +130,6 @@ def _share(model: Any, kwargs: Any) -> float | Tensor:
     names = getattr(unwrap(type(model).forward), "__code__", _share.__code__).co_names
     if items is None or labels is None or "loss_function" not in names:  # others take the mean of each batch
         return 1.0
-    if LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss and "shift_labels" not in kwargs:
+    if shifts_labels(model) and "shift_labels" not in kwargs:
         labels = labels[..., 1:]
     return labels.ne(-100).sum() / items

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import unwrap
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.run.outputs import float_tensors
 from fakequant.restore import restore_after
 
+_IGNORED = -100
+"""The label that the losses of torch leave out."""
 _MUCH = 2**30
 """Bytes of kept outputs at which a warning comes if none was asked for again."""
 _MASK = "attention_mask"
@@ -49,7 +52,8 @@ class Distillation:
             labels it is the last one of up to three.
         mask: which tokens count, as for `calibrate`. Integer labels that are no class, such as -100 or 255, do not
             count either. By default these are left out, and where there are none those of "attention_mask" in a batch.
-            An output with other leading axes than the mask counts as a whole.
+            An output with other leading axes than the mask counts as a whole. Where the loss of a causal model compares
+            an output with the next label, that label counts here too.
         keep: whether what the teacher gives for a batch is kept in memory, whole and as it is, for when the same batch
             comes again. A batch is known by the digest of what the teacher gets, so that a loader that shuffles or
             changes its samples finds nothing: give a list of batches. Weights that are written through `.data` are not
@@ -259,6 +263,30 @@ class _Asked(nn.Module):
             self.given.append((args, kwargs, devices, casts))
 
         self.forward = note
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss in a model compares each output with the label of the next token, as transformers' does."""
+    whole: Any = model
+    model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # of peft
+    names = getattr(unwrap(type(model).forward), "__code__", shifts_labels.__code__).co_names
+    loss = getattr(model, "loss_function", None) if "loss_function" in names else None
+    return getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+
+def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any:
+    """The labels that a model's own loss compares with its outputs, each at the place of its output.
+
+    Args:
+        model: computes its loss.
+        labels: the argument of that name.
+        shifted: the argument `shift_labels`, if there is one, whose labels are in place already.
+    """
+    if shifted is not None:
+        return shifted
+    if not isinstance(labels, Tensor) or not shifts_labels(model):
+        return labels
+    return F.pad(labels[..., 1:], (0, 1), value=_IGNORED)
 
 
 def _are_shares(labels: Tensor, axis: int) -> bool:

@@ -25,6 +25,7 @@ from fakequant.data.token_mask import Mask
 from fakequant.distributed import refuse_offloaded
 from fakequant.errors import ConfigError, shown
 from fakequant.model.training.distillation import Distillation as Distillation
+from fakequant.model.training.distillation import labels_of_outputs
 from fakequant.model.training.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.training.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.training.scales import Scales as Scales
@@ -266,7 +267,10 @@ def _loss(
         outputs = forward(model)
         return _own_loss(outputs) if loss is None else loss(outputs, wanted)
     masks = distillation.masks(batch)
-    outputs, distance = distillation.student(model, forward, masks, _labels(batch, targets))
+    labels = _labels(batch, targets)
+    if loss is None and isinstance(batch, Mapping):  # the model's own loss gets them
+        labels = labels_of_outputs(model, labels, batch.get("shift_labels"))
+    outputs, distance = distillation.student(model, forward, masks, labels)
     value = _own_loss(outputs) if loss is None else loss(outputs, wanted)
     return (1 - distillation.weight) * value + distillation.weight * distance
 

@@ -20,7 +20,7 @@ from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.scale_floor import raise_scales
-from fakequant.model.training.distillation import Distillation
+from fakequant.model.training.distillation import Distillation, labels_of_outputs
 from fakequant.model.training.scales import Scales, batch_norms, set_scales
 from fakequant.model.weights import note_weights, warn_vanished
 from fakequant.nn.merged_adapters import adapter_layers, train_merged
@@ -333,7 +333,7 @@ class Training:
         watch, self._begun = self._begun, [-1]  # the teacher may be this model
         try:
             forward = partial(_call, args, kwargs)
-            labels = kwargs.get("labels")
+            labels = labels_of_outputs(model, kwargs.get("labels"), kwargs.get("shift_labels"))
             own = self._distillation.compared(outputs, self._seen)
             masks = self._distillation.masks(kwargs or args)
             self._distances.append(self._distillation.distance(model, own, forward, masks, labels))
