@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fakequant.distributed import is_moved
 from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import Restore, in_order, restore_after
 
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOT = __name__.partition(".")[0]
 _WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy", _ROOT} - {"types"}
 """Packages whose objects are not looked into: what they hold is no state of a model, or is known by its type."""
@@ -141,13 +142,13 @@ class Values:
 
     def apart(self, result: Any) -> Any:
         """A result of the run, with copies of the tensors that share memory with what `restore` will write."""
-        kept: dict[int, list[tuple[Any, Any]]] = {}
+        kept: dict[int | None, list[tuple[Any, Any]]] = {}
         for _, one, value in self._held:
-            if isinstance(one, Tensor) and (memory := _memory_of(one)):
+            if isinstance(one, Tensor) and (memory := memory_of(_local(one))) is not None:
                 kept.setdefault(memory, []).append((one, value))
 
         def copied(y: Tensor) -> Tensor:
-            held = kept.get(_memory_of(y), ())
+            held = kept.get(memory_of(_local(y)), ())
             with _plainly():
                 is_written = any(not same_bits(one, value) for one, value in held)
             return y.clone() if is_written else y
@@ -222,7 +223,7 @@ def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits: NaN equals NaN, and the sign of a zero counts."""
-    one, other = (getattr(x.detach(), "to_local", x.detach)() for x in (one, other))
+    one, other = (_local(x.detach()) for x in (one, other))
     if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
         return False
     if one.is_complex():
@@ -232,13 +233,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _memory_of(x: Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # a recording would take it for a function of the model
-        x = getattr(x, "_local_tensor", x)  # a DTensor has a storage without memory
-        has_memory = x.layout is torch.strided and torch._C._has_storage(x)  # type: ignore[attr-defined]  without a stub
-        if not has_memory or is_lazy(x) or is_traceable_wrapper_subclass(x):
-            return 0
-        return x.untyped_storage().data_ptr()
+def memory_of(x: Tensor) -> int | None:
+    """What names the memory of a tensor; None where it has none of its own."""
+    with torch._C.DisableTorchFunction():  # a recording would take these for functions of the model
+        if is_lazy(x) or x.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(x):
+            return None
+        return x.untyped_storage()._cdata if torch._C._has_storage(x) else None  # type: ignore[attr-defined]
+
+
+def _local(x: Tensor) -> Tensor:
+    """The part of a DTensor that this process has; another tensor is itself."""
+    return getattr(x, "_local_tensor", x)
 
 
 def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:

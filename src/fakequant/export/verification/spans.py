@@ -100,9 +100,8 @@ class Spans:
         before = state_before(self.model)
         found = _Pass(self, values(), bins)
         last = found.run(run)
-        if (
-            loose := found.uneven()
-        ):  # the model calls a quantizer whose result it does not use, or the file lacks a call
+        # The model may call a quantizer whose result it does not use, or the file may lack a call.
+        if loose := found.uneven():
             before()
             found = _Pass(self, values(), bins, loose=loose)
             found.run(run)

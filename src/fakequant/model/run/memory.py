@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fakequant.data.again import memory_of
+
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ADDED = 1000  # tensors after which dead ones are dropped; as many as living ones, where those are more
 
@@ -37,7 +39,7 @@ class Tensors:
             self._forget_dead()
         one = ref(tensor)  # Python swallows an interrupt in a callback of a reference, so there is none
         self._held[id(tensor)] = one, number
-        self._by_memory.setdefault(_memory_of(tensor), {})[id(tensor)] = one
+        self._by_memory.setdefault(memory_of(tensor), {})[id(tensor)] = one
 
     def _forget_dead(self) -> None:
         self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
@@ -59,7 +61,7 @@ class Tensors:
 
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
         """The other tensors that share memory with one, and the share of their elements that is in its memory."""
-        memory = _memory_of(written)
+        memory = memory_of(written)
         held = [] if memory is None else [one() for one in self._by_memory.get(memory, {}).values()]
         others = [x for x in held if x is not None and x is not written]
         if not others:
@@ -76,13 +78,6 @@ class Tensors:
 def version_of(tensor: Tensor) -> int | None:
     """A number that changes with every write; inference tensors have none."""
     return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    """What names the memory of a tensor; None where it has none of its own."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None  # type: ignore[attr-defined]
 
 
 def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
