@@ -179,10 +179,10 @@ class _Batch:
             if model is not None and record.state is not None
         }
 
-    def run(self, model: nn.Module, values: Any) -> Any:
-        """Call a model with a copy of the batch, or of other values of it: a forward may write into its inputs."""
+    def run(self, model: nn.Module, values: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+        """Call a model with changed copies of values of the batch: a forward may write into its inputs."""
         copies: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
-        own = pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.detach().clone()), values)
+        own = pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), change(x.detach().clone())), values)
         return run_batch(model, own, known=self._known)
 
 
@@ -192,15 +192,8 @@ def _beside(
     """Compare a file with its model for one batch; returns the last tensors of the file."""
     model = spans.model
     before = state_before(model)
-
-    def run(change: Callable[[Tensor], Tensor]) -> Any:
-        changed: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
-        return batch.run(
-            model, pytree.tree_map_only(Tensor, lambda x: changed.setdefault(id(x), change(x)), batch.values)
-        )
-
     values = spans.add(
-        run,
+        lambda change: batch.run(model, batch.values, change),
         lambda: plain.run(batch.inputs),
         bins_of_call(model, lambda: batch.run(model, batch.values)),
     )
