@@ -79,6 +79,27 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
     return restore
 
 
+def forwards_of(modules: Iterable[nn.Module]) -> Restore:
+    """Return a function that gives modules their `forward` back: that of the class, or of the module alone.
+
+    >>> layer = nn.ReLU()
+    >>> with restore_after(forwards_of([layer])):
+    ...     vars(layer)["forward"] = torch.neg
+    >>> "forward" in vars(layer)
+    False
+    """
+    held = [
+        (vars(module), {name: own for name, own in vars(module).items() if name == "forward"}) for module in modules
+    ]
+
+    def restore() -> None:
+        for attributes, own in held:
+            attributes.pop("forward", None)
+            attributes.update(own)
+
+    return restore
+
+
 def stack_without(mode: TorchFunctionMode) -> Restore:
     """Return a function that takes a mode off torch's stack, where an interrupt before its `__exit__` leaves it.
 

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fakequant.errors import ExportError
-from fakequant.restore import restore_after
+from fakequant.restore import forwards_of, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -85,7 +85,7 @@ def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[st
     if not found:
         yield {}
         return
-    forward, own = model.forward, "forward" in vars(model)
+    forward = model.forward
     # A buffer may be that of several modules.
     places = [
         (module._buffers, attribute, name)
@@ -114,11 +114,7 @@ def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[st
     parameters[at:at] = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in found]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  torch reads the names
 
-    def restore() -> None:
-        vars(model).pop("forward", None)
-        vars(model).update({"forward": forward} if own else {})
-
-    with restore_after(restore):
+    with restore_after(forwards_of([model])):
         vars(model)["forward"] = run
         yield {name: model.get_buffer(path).detach().clone() for name, path in found.items()}
 

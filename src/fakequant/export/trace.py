@@ -33,7 +33,7 @@ from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.restore import restore_after
+from fakequant.restore import forwards_of, restore_after
 from fakequant.text import module_name
 
 if TYPE_CHECKING:
@@ -98,18 +98,12 @@ def _marked(model: nn.Module) -> Iterator[None]:
     The paths that torch finds are those by which Python got to a module: a plain list is in none.
     """
     found = {path: module for path, module in model.named_modules() if path and hasattr(type(module), "quantizes")}
-    held = [(vars(module), vars(module).get("forward")) for module in found.values()]
-
-    def restore() -> None:
-        for own, forward in held:
-            own.pop("forward", None)
-            own.update({} if forward is None else {"forward": forward})
 
     def run(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with traceback.annotate({DOMAIN: path}):
             return forward(*args, **kwargs)
 
-    with restore_after(restore), traceback.preserve_node_meta():
+    with restore_after(forwards_of(found.values())), traceback.preserve_node_meta():
         for path, module in found.items():
             vars(module)["forward"] = partial(run, path, module.forward)
         yield

@@ -31,7 +31,7 @@ from fakequant.nn.products.recurrent_loop import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.by_value import ByValue, call_again
 from fakequant.ops.tracing import seen_as_operators
-from fakequant.restore import attributes_of, restore_after
+from fakequant.restore import attributes_of, forwards_of, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -181,14 +181,7 @@ class _Pass:
                 forwards[module] = partial(self._enclosed, module, module.forward)
             elif module in spans.order or wobble is not None or has_functions:
                 forwards[module] = partial(self._quantized, module)
-        held = [(vars(module), vars(module).get("forward")) for module in forwards]
-
-        def restore() -> None:
-            for own, forward in held:
-                own.pop("forward", None)
-                own.update({} if forward is None else {"forward": forward})
-
-        with restore_after(restore), ExitStack() as stack:
+        with restore_after(forwards_of(forwards)), ExitStack() as stack:
             for module, forward in forwards.items():
                 vars(module)["forward"] = forward
             if wobble is not None or has_functions:

@@ -14,7 +14,7 @@ from fakequant.data.again import same_bits
 from fakequant.nn.quantized.elementwise import Add, MatMul
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.restore import restore_after
+from fakequant.restore import forwards_of, restore_after
 
 
 class _RecordedCall(NamedTuple):
@@ -56,14 +56,10 @@ class ReusedOutputs:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        with restore_after(self._unwatch):
+        with restore_after(forwards_of(self._modules)):
             for module, forward in self._modules.items():
                 module.forward = self._watched(module, forward)
             yield
-
-    def _unwatch(self) -> None:
-        for module in self._modules:
-            module.__dict__.pop("forward", None)
 
     def _watched(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         own = [child for child in module.children() if isinstance(child, Quantizer)]

@@ -25,7 +25,7 @@ from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.functions import CalledAs, called_as
 from fakequant.nn.sites.sites import operands_of, takes_floats
 from fakequant.nn.sites.unseen import OF_CACHE, hide_caches
-from fakequant.restore import restore_after
+from fakequant.restore import forwards_of, restore_after
 from fakequant.text import listed, module_name
 
 
@@ -94,17 +94,7 @@ class _WholeRecorder(Recorder):
     @contextmanager
     def recording_on(self) -> Iterator[None]:
         """Calls belong to the module whose `forward` runs; those of hooks belong to none."""
-        held = [
-            (module, {"forward": vars(module)["forward"]} if "forward" in vars(module) else {})
-            for module in self.modules.values()
-        ]
-
-        def unfollow() -> None:
-            for module, own in held:
-                vars(module).pop("forward", None)
-                vars(module).update(own)
-
-        with restore_after(unfollow):
+        with restore_after(forwards_of(self.modules.values())):
             for path, module in self.modules.items():
                 follow = self._quantized(module) if quantizes(module) else self._followed(path, module.forward)
                 vars(module)["forward"] = follow
