@@ -13,7 +13,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -115,6 +115,10 @@ bench: setup $(PEERS)
 $(PEERS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[bench]'
 	touch $@
+
+# Lines, files and imports by room, beside an earlier commit.
+size: setup
+	$(BIN)/python -m benchmarks.size
 
 # As `make bench`, on a GPU; COMMIT names what is measured where there is no git.
 bench-gpu:
