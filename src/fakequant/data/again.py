@@ -278,16 +278,15 @@ def _plainly() -> Iterator[None]:
         yield
 
 
-def random_state(model: nn.Module) -> Restore:
+def random_state() -> Restore:
     """A function that restores the random numbers of torch, NumPy and Python that come next."""
-    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
-    own, others = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    cpu, gpus = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
 
     def restore() -> None:
-        torch.set_rng_state(own)
-        for device, state in others:
-            torch.cuda.set_rng_state(state, device)
+        torch.set_rng_state(cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 
@@ -320,7 +319,7 @@ def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> 
     is_inner = id(model) in _KEPT.get()
     roots = {} if is_inner or is_pure else {"": dict(model.named_buffers()) if is_moved(model) else model}
     values = Values({**roots, _GIVEN: given})
-    back = [values.restore] if is_inner else [values.restore, random_state(model)]
+    back = [values.restore] if is_inner else [values.restore, random_state()]
     with _kept(model), restore_after(lambda: [restore() for restore in back]):
         yield values
 
@@ -379,7 +378,7 @@ class Runs:
 
     def state(self, model: nn.Module) -> Restore:
         """A function that restores what a model writes, and random numbers, as they are now."""
-        return in_order(random_state(model), self.written.get(model, Changes()).capture())
+        return in_order(random_state(), self.written.get(model, Changes()).capture())
 
 
 _ORIGINALS: dict[int, Any] = {}
@@ -418,7 +417,7 @@ class SeveralPasses:
             if name in self._left:
                 self._left[name]()
             result = values.apart(call())
-            self._left[name] = in_order(values.changes().capture(), random_state(self._model))
+            self._left[name] = in_order(values.changes().capture(), random_state())
             draws = not torch.equal(before, torch.get_rng_state())
         self._is_pure = not (draws or values.changed.things) and len(self._left) == 1
         return result

@@ -111,7 +111,7 @@ def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptB
         left = Changes()
         for number, batch in batches.numbered.items():
             found.counts.append(Counter())
-            found.starts[number] = in_order(random_state(model), left.capture())
+            found.starts[number] = in_order(random_state(), left.capture())
             with nullcontext(found.first) if seen else watching(model) as found.first:
                 result = batches.run(model, batch)
             seen.append({name: [] for name in found.counts[-1]})
