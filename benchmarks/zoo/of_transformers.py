@@ -164,3 +164,29 @@ ARCHITECTURES = [
     _model("wav2vec2", "Wav2Vec2Model", _sound, **_TINY, vocab_size=32, conv_dim=[32] * 7, num_conv_pos_embeddings=16),
     _model("segformer", "SegformerModel", _large_image, hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1]),
 ]
+
+_AST = {"num_mel_bins": 32, "max_length": 64, "frequency_stride": 16, "time_stride": 16}
+_VIVIT = {"num_frames": 4, "tubelet_size": [2, 8, 8]}
+MORE = [
+    _model("ast", "ASTModel", lambda: {"input_values": torch.randn(2, 64, 32)}, **_TINY, **_AST),
+    _model("vivit", "VivitModel", lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32)}, **_IMAGE, **_VIVIT),
+    _model("owlvit", "OwlViTModel", _text_and_image, text_config=_CLIP_TEXT, vision_config=_IMAGE, projection_dim=32),
+    _model("deit", "DeiTModel", _image, **_IMAGE),
+    _model("beit", "BeitModel", _image, **_IMAGE),
+    _model("videomae", "VideoMAEModel", lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32)}, **_IMAGE, num_frames=4),
+    _model("convnext", "ConvNextModel", _large_image, hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1]),
+    _model(
+        "pvt_v2",
+        "PvtV2Model",
+        _large_image,
+        image_size=64,
+        hidden_sizes=[16, 32, 64, 64],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 2, 2, 4],
+    ),
+    _model("mpnet", "MPNetModel", **_TEXT),
+    _model("roberta", "RobertaModel", **_TEXT),
+    _model("electra", "ElectraModel", **_TEXT, embedding_size=32),
+    _model("xlnet", "XLNetModel", vocab_size=96, d_model=64, n_layer=2, n_head=4, d_inner=128),
+]
+"""Further ones, tried by `new_data` alone."""

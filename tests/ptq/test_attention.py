@@ -111,7 +111,10 @@ def test_an_attention_keeps_its_codes(case: str, weight: str, tmp_path: Path) ->
 def test_the_loss_is_that_of_the_products(weight: str) -> None:
     """Without quantized inputs and drift it is that of the outputs; blocks of other inputs count by their means."""
     torch.manual_seed(0)
-    layer, (q, k) = nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval(), (torch.randn(4, n, WIDTH) for n in (5, 9))
+    layer, (q, k) = (
+        nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval(),
+        (torch.randn(64, n, WIDTH) for n in (5, 9)),
+    )
     model = fq.prepare(layer, fq.Config("test", (fq.Rule(weight=weight),)))
     whole = model.in_proj_weight.detach().clone()
     rounded = model._in_proj_weight_quantizer(whole)

@@ -67,15 +67,16 @@ def test_odd_inputs_of_a_model(kind: str, steps: str) -> None:
 
 @pytest.mark.parametrize("examples", [1, 2])
 @pytest.mark.parametrize("steps", ["fast", "best"])
-def test_a_single_token_is_enough(steps: str, examples: int) -> None:
+def test_a_row_without_another_that_judges_chooses_no_codes(steps: str, examples: int) -> None:
     """One row has a singular matrix of moments, and is its own mean."""
     model, x = fq.prepare(net(), INT3), batches("as it is", examples)[:1]
-    nearest = copy.deepcopy(model)
+    nearest = {name: model[int(name)].weight_quantizer(model[int(name)].weight).detach() for name in ("0", "2", "4")}
     found = fq.ptq.improve(model, x, steps, progress=False)
     assert all(layer.after <= layer.before for layer in found.layers)
-    with torch.no_grad():
-        wanted = net()(x[0])
-        assert (model(x[0]) - wanted).square().sum() < (nearest(x[0]) - wanted).square().sum()
+    assert any("times as many examples" in note for note in found.notes)
+    if steps == "fast" and examples == 1:
+        for name, weight in nearest.items():
+            assert_same_bits(model.get_submodule(name).weight, weight, name)
 
 
 class Inside(nn.Module):

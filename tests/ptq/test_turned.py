@@ -71,7 +71,7 @@ def test_the_loss_of_a_turned_weight_is_that_of_its_output(kind: str) -> None:
     """With float inputs and without a drift, the loss is the error of the first turned layer's output."""
     model = nn.Sequential(NETS[kind]()[int(TURNED[kind][0])])
     channels = 12 if kind == "conv1d" else 6
-    x = torch.randn((4, 16, channels) if kind == "conv1d" else (4, channels, 5, 5))
+    x = torch.randn((64, 16, channels) if kind == "conv1d" else (64, channels, 5, 5))
     quantized = fq.prepare(copy.deepcopy(model), fq.Config("test", (fq.Rule(weight=WEIGHTS["int4 channel"]),)))
     with torch.no_grad():
         wanted, nearest = model(x), quantized(x)

@@ -85,11 +85,57 @@ def test_an_error_that_was_infinite_before_is_said() -> None:
     assert "the error of the model's output was not measured: it was NaN or infinite before" in found.notes
 
 
+class Few(nn.Module):
+    """A block whose output is the mean of a few rows, or one row, of each example."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down, self.head = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 16),
+        )
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return self.head(x if self.kind == "row" else x[:, 0] if self.kind == "first" else x.mean(1))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("row", (2, 32)), ("first", (2, 4, 32)), ("mean", (2, 4, 32))])
+def test_few_rows_choose_nothing_that_loses_on_others(kind: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    given, new = [torch.randn(shape) for _ in range(2)], torch.randn(64, *shape[1:])
+    model = Few(kind).eval()
+    error = OutputDistance(model, kept([new]))
+    fq.prepare(model, "INT4_GROUP32")
+    before = error.of(model).mean
+    found = fq.ptq.improve(model, given, "fast", judge=[], progress=False)
+    assert error.of(model).mean < 1.07 * before
+    assert any("as many examples" in note for note in found.notes)
+
+
+def test_a_single_row_chooses_nothing_and_many_rows_win() -> None:
+    torch.manual_seed(1)
+    left, new = [], torch.randn(256, 32)
+    for rows in (1, 1024):
+        model = Few("row").eval()
+        error = OutputDistance(model, kept([new]))
+        fq.prepare(model, "INT4_GROUP32")
+        before = error.of(model).mean
+        fq.ptq.improve(model, [torch.randn(rows, 32)], "fast", judge=[], progress=False)
+        left.append(error.of(model).mean / before)
+    assert left[0] == 1
+    assert left[1] < 0.8
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 def test_layers_with_fewer_rows_than_columns_are_named(rows: int) -> None:
     model = fq.prepare(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), "INT4_WEIGHT_ONLY")
     found = fq.ptq.improve(model, [torch.randn(rows, 16)], "fast", progress=False)
-    assert any(note.startswith("0, 2: its input has fewer rows than columns") for note in found.notes) == (rows == 8)
+    assert any(note.startswith("0: its input has 8 rows for 16 columns") for note in found.notes) == (rows == 8)
 
 
 @pytest.mark.parametrize("steps", ["fast", "best"])
@@ -105,7 +151,8 @@ def test_few_rows_do_not_cost_what_new_rows_would_have(rows: int, steps: str) ->
         before = error.of(model).mean
         fq.ptq.improve(model, given, steps, progress=False)
         left.append(error.of(model).mean / before)
-    assert sum(left) / 3 < 1
+    assert sum(left) / 3 <= 1  # few rows may choose nothing
+    assert rows == 8 or sum(left) / 3 < 1
 
 
 def in_bfloat16(model: nn.Module, batch: Any, *, keeps_casts: bool = True) -> Any:

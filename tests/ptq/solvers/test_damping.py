@@ -35,6 +35,13 @@ def improved(batches: list[Tensor], steps: list[str]) -> Any:
     return model, fq.ptq.improve(model, batches, steps, judge=[], progress=False)
 
 
+@pytest.fixture(autouse=True)
+def _enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as decide the damping alone."""
+    for place in (solver, collector):
+        monkeypatch.setattr(place, "ENOUGH_ROWS", 0)
+
+
 @pytest.mark.parametrize(
     ("batches", "expected"),
     [
@@ -46,16 +53,17 @@ def improved(batches: list[Tensor], steps: list[str]) -> Any:
     ids=["alike", "unlike", "unlike, one batch", "nothing to tell"],
 )
 def test_the_damping_follows_the_rows(batches: list[Tensor], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, found = solver._best_damping, list[float]()
+    plain, found = solver._HeldOut.best, list[float | None]()
 
-    def kept(*arguments: Any) -> float:
-        found.append(plain(*arguments))
-        return found[-1]
+    def kept(*arguments: Any, **options: Any) -> Any:
+        how = plain(*arguments, **options)
+        found.append(how.damping)
+        return how
 
-    monkeypatch.setattr(solver, "_best_damping", kept)
+    monkeypatch.setattr(solver._HeldOut, "best", kept)
     improved(batches, ["gptq", "damping"])
     assert found == [expected]
-    monkeypatch.setattr(solver, "_best_damping", lambda *_: None)
+    monkeypatch.setattr(solver._HeldOut, "best", lambda *_, **__: solver._How(with_bias=False))
     fixed = improved(batches, ["gptq"])[0][0].weight
     assert_same_bits(fixed, improved(batches, ["gptq", "damping"])[0][0].weight)
 
@@ -90,13 +98,13 @@ def test_halves_make_the_sums(count: int, drift: bool, monkeypatch: pytest.Monke
 
 
 def test_single_rows_and_inputs_of_their_own_have_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, seen = solver._best_damping, list[int]()
+    plain, seen = solver._HeldOut.best, list[int]()
 
-    def kept(problem: Any, *rest: Any) -> float:
-        seen.append(min(half.count for half in problem.sums.halves))
-        return plain(problem, *rest)
+    def kept(own: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(min(half.count for half in own._halves))
+        return plain(own, *rest, **options)
 
-    monkeypatch.setattr(solver, "_best_damping", kept)
+    monkeypatch.setattr(solver._HeldOut, "best", kept)
     improved(list(rows(60, 0).split(1)), ["gptq", "damping"])
     assert seen.pop() > 15
     layer = fq.prepare(nn.MultiheadAttention(16, 2, batch_first=True).eval(), "int4_weight_only", skip=[])
@@ -108,7 +116,7 @@ def test_single_rows_and_inputs_of_their_own_have_halves(monkeypatch: pytest.Mon
 
 def test_wide_layers_keep_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "WIDEST_HALVED", COLUMNS - 1)
-    monkeypatch.setattr(solver, "_best_damping", lambda *_: pytest.fail("it has no halves"))
+    monkeypatch.setattr(solver._HeldOut, "best", lambda *_, **__: pytest.fail("it has no halves"))
     found = improved([rows(100, 0)], ["gptq", "damping"])[1]
     assert '0: "damping" was left out: it has more than 2,048 columns' in str(found)
 
@@ -121,10 +129,10 @@ def test_damping_is_that_of_a_solver() -> None:
 def test_a_half_gets_twice_the_damping_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, seen = solver.Problem, list[float]()
 
-    def kept(weight: Tensor, sums: InputSums, damping: float | None = None) -> Any:
+    def kept(weight: Tensor, sums: InputSums, damping: float | None = None, share: float | None = None) -> Any:
         if damping is not None:
             seen.append(damping)
-        return plain(weight, sums, damping)
+        return plain(weight, sums, damping, share)
 
     monkeypatch.setattr(solver, "Problem", kept)
     improved([rows(2000, seed) for seed in range(4)], ["gptq", "damping"])

@@ -238,7 +238,7 @@ def test_int8_of_a_block_with_outlier_channels_is_as_good_as_without() -> None:
         fq.calibrate(model, given, progress=False)
         if steps is not None:
             result = fq.ptq.improve(model, given, steps, progress=False)
-            assert {layer.layer: layer.after < 1e-3 for layer in result.layers} == dict.fromkeys(
+            assert {layer.layer: layer.after < 1.2e-3 for layer in result.layers} == dict.fromkeys(
                 ("up", "gate", "down"), True
             )
         found.append(agreement(model))

@@ -22,7 +22,7 @@ from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.inputs.order import CallOrder
 from fakequant.ptq.inputs.stream import Stage
 from fakequant.ptq.solvers.grid import structured_zeros
-from fakequant.ptq.solvers.layer import Choice, choose, on_device
+from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.parts import WIDEST_HALVED, Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
 from fakequant.ptq.solvers.sums import MOST_DRIFT, GatheredSums, InputSums, drift_share, stacked
@@ -34,7 +34,17 @@ TRANSFORMS = "smooth", "rotate"
 """The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
 _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
-_FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
+
+
+def _of_few_rows(rows: int, columns: int) -> list[str]:
+    """How many more examples are wanted."""
+    if rows >= columns:
+        return []
+    more = -(-ENOUGH_ROWS * columns // rows)
+    return [
+        f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more; give {more} times as "
+        "many examples"
+    ]
 
 
 class Collector:
@@ -77,7 +87,7 @@ class Collector:
             return own, None
         count, without = Parts.of(product).count, choice.rows.count(0)
         remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
-        remarks += [_FEW_ROWS] if min(filter(None, choice.rows)) < product.columns // count else []
+        remarks += _of_few_rows(min(filter(None, choice.rows)), product.columns // count)
         if (zeros := structured_zeros(product.tensor)) is not None:
             remarks.append(f"its zeros stay, {float(zeros.float().mean()):.0%} of its weight")
         remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
@@ -232,7 +242,9 @@ class Collector:
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
-        parts, count = Parts.of(product), 2 if self._halves and product.columns <= WIDEST_HALVED else 1
+        seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
+        is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
+        parts, count = Parts.of(product), 2 if (self._halves or is_few) and product.columns <= WIDEST_HALVED else 1
         found = {index: GatheredSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):

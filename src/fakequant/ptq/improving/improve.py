@@ -224,9 +224,7 @@ class _Choices:
 
     def make(self, stages: Beside, order: Sequence[str], progress: bool | None) -> None:
         """Choose the layers of all stages."""
-        sums = (
-            f"in up to {memory((self._layers[path] for path in order), halves='damping' in self._steps) / 1e9:.1f} GB"
-        )
+        sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
         with stages:
             for stage, wanted in track(stages, f"choosing weights, {sums}", len(order), progress):
                 self._add(stage, wanted, stages.keep)

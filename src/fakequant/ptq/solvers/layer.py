@@ -30,6 +30,10 @@ _LESS, _MORE, _MOST = 0.01, 0.2, 0.8
 docs/notes/improve.md."""
 _ROWS = 128
 """Outputs of a matrix by which "damping" is chosen: more of them say the same."""
+_HALF = 0.9
+"""What a solution of all rows loses on others, as a share of what that of half of the rows does."""
+ENOUGH_ROWS = 16
+"""Rows for each column from which on all steps hold on other rows; with fewer, halves of the rows say which do."""
 
 
 class Choice(NamedTuple):
@@ -91,8 +95,26 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     parts, spec = Parts.of(product), matrix.spec
     float_weight = parts.split(matrix.weight)
     bias = product.bias[0] if "bias" in steps else None
-    plain = Problem(float_weight, sums)
-    solved = plain if bias is None else Problem(plain.weight, sums.about_mean())
+    plain, own = Problem(float_weight, sums), parts.split_params(matrix.params)
+    about = sums if bias is None else sums.about_mean()
+
+    def ranges(about: InputSums) -> QParams:
+        return searched_params(float_weight, spec, about.moments, parts, own.scale) if "ranges" in steps else own
+
+    searched = ranges(about)
+    solving = [step for step in SOLVERS if step in steps]
+    zeros = _kept_zeros(float_weight, parts.split(matrix.nearest))
+    grid, how = WeightGrid(spec, searched, float_weight.shape, zeros), _How(bias is not None, share=1.0)
+    if sums.halves:
+        nearest, grids = WeightGrid(spec, own, float_weight.shape), [grid, grid]
+        if _is_few(plain):  # ranges of all rows would know those that judge
+            halves = sums.halves if bias is None else [half.about_mean() for half in sums.halves]
+            grids = [WeightGrid(spec, ranges(half), float_weight.shape, zeros) for half in halves]
+        how = _HeldOut(plain, nearest, grids, next(iter(solving), "")).best(steps, with_bias=bias is not None)
+    elif sums.count == 1:
+        how = _How(False, "nearest")  # no other row can judge
+    bias, about = (bias, about) if how.with_bias else (None, sums)
+    solved = Problem(plain.weight, about, how.damping, how.share)
     energy, tried = plain.energy(), dict[str, _Tried]()
 
     def judge(step: str, params: QParams, values: Callable[[], Tensor], loss: float | None = None) -> None:
@@ -100,23 +122,14 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
         loss = solved.loss(now) if loss is None else loss
         tried[step] = _Tried(params, values, loss / energy, solved.unseen(now))
 
-    params = parts.split_params(matrix.params)
-    judge("nearest", params, lambda: parts.split(matrix.nearest))
+    judge("nearest", own, lambda: parts.split(matrix.nearest))
     if "ranges" in steps:
-        found = params = searched_params(float_weight, spec, solved.sums.moments, parts, params.scale)
-        judge("ranges", found, lambda: library.fake_quantize(float_weight, found, spec))
-    if solving := [step for step in SOLVERS if step in steps]:
-        zeros = structured_zeros(float_weight)
-        if zeros is not None and bool(parts.split(matrix.nearest).flatten(1)[zeros].any()):
-            zeros = None  # the format has no 0
-        grid = WeightGrid(spec, params, float_weight.shape, zeros)
-        if "damping" in steps and sums.halves:
-            solved = Problem(plain.weight, solved.sums, _best_damping(plain, grid, solving[0], bias is not None))
-        for step, (values, loss) in _solved(solved, grid, solving).items():
-            own = values.reshape(float_weight.shape).to(float_weight.dtype)
-            judge(step, params, lambda own=own: own, loss)
+        judge("ranges", searched, lambda: library.fake_quantize(float_weight, searched, spec))
+    for step, (values, loss) in _solved(solved, grid, solving).items() if solving else ():
+        own_values = values.reshape(float_weight.shape).to(float_weight.dtype)
+        judge(step, searched, lambda own_values=own_values: own_values, loss)
     first = tried["nearest"]
-    sound = [step for step, own in tried.items() if own.loss <= first.loss]
+    sound = [step for step, own in tried.items() if own.loss <= first.loss and how.allows(step)]
     best = min(sound, key=lambda step: tried[step].loss * energy + tried[step].unseen)
     params, values = tried[best].params, tried[best].values()
     before = first.loss
@@ -130,6 +143,12 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     )
     change = None if bias is None else plain.missed_mean(values).reshape(parts.count, -1).sum(0)
     return Choice(parts.join_params(params), parts.join(values), change, result, *seen)
+
+
+def _kept_zeros(weight: Tensor, nearest: Tensor) -> Tensor | None:
+    """Zeros that are a structure; None where the format has no 0."""
+    zeros = structured_zeros(weight)
+    return None if zeros is None or bool(nearest.flatten(1)[zeros].any()) else zeros
 
 
 class _Tried(NamedTuple):
@@ -206,27 +225,99 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[st
     return {step: (own, problem.loss_of(losses[step], own) if step in losses else None) for step, own in whole.items()}
 
 
-def _best_damping(problem: Problem, grid: WeightGrid, step: str, about_mean: bool) -> float:
-    """The damping by which values that are chosen for half of the rows lose least on the other half.
+class _How(NamedTuple):
+    """How a weight is chosen.
 
-    Half of the rows have twice the noise, so that they get twice the damping. Where the halves say nothing, it is the
-    usual one.
+    Attributes:
+        with_bias: whether its bias makes good the mean of the error.
+        kind: what is chosen at most: "nearest", "ranges" or "solved" values.
+        damping, share: of the problem; None: by the number of rows.
     """
-    groups, outputs, _ = problem.weight.shape
-    part = slice(0, outputs, max(outputs // _ROWS, 1))
-    weight = problem.weight[:, part]
-    grid = grid.rows(torch.arange(groups * outputs).reshape(groups, -1)[:, part].flatten())
-    halves = [(half.about_mean() if about_mean else half).of_outputs(part) for half in problem.sums.halves]
-    judges = [Problem(weight, half) for half in reversed(halves)]
 
-    def lost(damping: float) -> float:
-        found = [_solved(Problem(weight, half, 2 * damping), grid, [step]) for half in halves]
-        return sum(judge.loss(own[step][0]) for judge, own in zip(judges, found, strict=True))
+    with_bias: bool
+    kind: str = "solved"
+    damping: float | None = None
+    share: float | None = None
 
-    tried = {own: lost(own) for own in (problem.damping, _MORE)}
-    further = _MOST if min(tried, key=tried.__getitem__) == _MORE else _LESS
-    tried[further] = lost(further)
-    return min(tried, key=tried.__getitem__)
+    def allows(self, step: str) -> bool:
+        """Whether the values of a step may be chosen."""
+        return step in ("nearest", self.kind) or self.kind == "solved"
+
+
+def _is_few(problem: Problem) -> bool:
+    return problem.sums.count < ENOUGH_ROWS * problem.weight.shape[2]
+
+
+class _HeldOut:
+    """What is chosen for one half of the rows is judged on the other half, and the other way round.
+
+    Half of the rows have twice the noise, so that they get twice the damping. A few outputs tell as much as all.
+
+    Args:
+        problem: of all rows.
+        nearest: the grid of the quantizer as it is.
+        ranges: for each half that by searched ranges.
+        solver: the step that solves; "" for none.
+    """
+
+    def __init__(self, problem: Problem, nearest: WeightGrid, ranges: Sequence[WeightGrid], solver: str) -> None:
+        groups, outputs, _ = problem.weight.shape
+        part = slice(0, outputs, max(outputs // _ROWS, 1))
+        rows = torch.arange(groups * outputs).reshape(groups, -1)[:, part].flatten()
+        self._weight, self._usual, self._solver = problem.weight[:, part], problem.damping, solver
+        self._nearest, self._ranges = [nearest.rows(rows)] * 2, [grid.rows(rows) for grid in ranges]
+        self._halves = [half.of_outputs(part) for half in problem.sums.halves]
+        self._judges = [Problem(self._weight, half) for half in reversed(self._halves)]
+        self._chance = min(problem.weight.shape[2], problem.sums.count) ** 0.5 / problem.sums.count
+        """The share of an error by which it may fall on few rows by chance."""
+        self._is_few = _is_few(problem)
+
+    def best(self, steps: Sequence[str], *, with_bias: bool) -> _How:
+        """How values lose least on rows that did not choose them. With many rows only the damping is in question."""
+        tried, solves, bias = dict[_How, float](), bool(self._solver), with_bias
+        if self._is_few or not solves:
+            for own in (with_bias, False) if with_bias else (False,):
+                tried[_How(own, "nearest")] = self._lost(own, self._nearest, self._rounded)
+                tried[_How(own, "ranges")] = self._lost(own, self._ranges, self._rounded)
+            bias = min(tried, key=tried.__getitem__).with_bias
+        has_drift = self._halves[0].drift is not None
+        for share in ((1.0, None, 0.0) if self._is_few and has_drift else (None,)) if solves else ():
+            tried[_How(bias, "solved", None, share)] = _HALF * self._lost_by(_How(bias, "", self._usual, share))
+        found, plain = min(tried, key=tried.__getitem__), _How(False, "nearest")
+        if self._is_few and tried[found] > (1 - self._chance) * tried[plain]:
+            return plain
+        if "damping" not in steps or found.kind != "solved":
+            return found
+        dampings = {self._usual: tried[found] / _HALF}
+        for further in (lambda: _MORE, lambda: _MOST if min(dampings, key=dampings.__getitem__) == _MORE else _LESS):
+            damping = further()
+            dampings[damping] = self._lost_by(found._replace(damping=damping))
+        return found._replace(damping=min(dampings, key=dampings.__getitem__))
+
+    def _rounded(self, _: InputSums, grid: WeightGrid) -> Tensor:
+        return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
+
+    def _lost_by(self, how: _How) -> float:
+        """The error of solved values on the rows of the other halves."""
+        assert how.damping is not None
+        damping = 2 * how.damping
+
+        def solved(half: InputSums, grid: WeightGrid) -> Tensor:
+            return _solved(Problem(self._weight, half, damping, how.share), grid, [self._solver])[self._solver][0]
+
+        return self._lost(how.with_bias, self._ranges, solved)
+
+    def _lost(
+        self, with_bias: bool, grids: Sequence[WeightGrid], make: Callable[[InputSums, WeightGrid], Tensor]
+    ) -> float:
+        total = 0.0
+        for judge, half, grid in zip(self._judges, self._halves, grids, strict=True):
+            values = make(half.about_mean() if with_bias else half, grid)
+            total += judge.loss(values)
+            if with_bias:
+                shift, count = Problem(self._weight, half).missed_mean(values), judge.sums.count
+                total += count * float((shift * (shift - 2 * judge.missed_mean(values))).sum())
+        return total
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:

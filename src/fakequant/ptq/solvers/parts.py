@@ -90,19 +90,19 @@ class Parts:
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
 
 
-def memory(products: Iterable[MatrixProduct], *, halves: bool) -> int:
+def memory(products: Iterable[MatrixProduct]) -> int:
     """Bytes that the sums and the choice of a layer take at most, beside the inputs that wait there.
 
-    They are up to 4 matrices of float64 with a row and a column for each column of a weight: 0.13 GB for 2,048.
+    They are up to 4 matrices of float64 with a row and a column for each column of a weight, and 4 more of up to 2,048
+    columns for two halves of the rows: 0.27 GB for 2,048.
 
     Args:
         products: the layers.
-        halves: whether layers of up to 2,048 columns have 4 more, for two halves of the rows.
     """
     most = 0
     for product in products:
         parts = Parts.of(product).count
-        matrices = _MATRICES + (_OF_HALVES if halves and product.columns <= WIDEST_HALVED else 0)
+        matrices = _MATRICES + (_OF_HALVES if product.columns <= WIDEST_HALVED else 0)
         most = max(most, 8 * matrices * product.groups * parts * (product.columns // parts) ** 2)
     return most
 

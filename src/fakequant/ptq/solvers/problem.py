@@ -28,11 +28,13 @@ class Problem:
     Args:
         weight: float [out, ...], the groups of a convolution one after the other.
         sums: over the inputs of the layer.
-        damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows,
-            and solvers make good the whole drift.
+        damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows.
+        share: how much of the drift solvers make good; None: by the number of rows.
     """
 
-    def __init__(self, weight: Tensor, sums: InputSums, damping: float | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, sums: InputSums, damping: float | None = None, share: float | None = None
+    ) -> None:
         self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
         self.sums = sums
         self.weight = weight.float().reshape(self._matrix_shape)
@@ -45,7 +47,7 @@ class Problem:
         columns cancel less for new rows than for those that were seen."""
         self.damping = DAMPING + self.prior if damping is None else damping
         """What solvers add in all: one share for codes and for drift."""
-        self.share = 1.0 if damping is None else 1 / (1 + columns_per_row)
+        self.share = 1 / (1 + columns_per_row) if share is None else share
         """How much of the drift solvers make good: few rows show a drift that new rows do not have."""
 
     def loss(self, chosen: Tensor) -> float:
