@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fakequant.calibration import DEFAULT_METHOD
-from fakequant.model.calibration.choice import AUTO
+from fakequant.model.calibration.calibrate import AUTO
 from tests.support import jobs
 
 from . import misuses, report

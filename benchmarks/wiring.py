@@ -21,8 +21,8 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.export.graph import names_read
-from fakequant.export.record import read
+from fakequant.export.capability import read
+from fakequant.export.inputs import names_read
 
 Batch = tuple[Tensor, ...]
 

@@ -9,14 +9,13 @@ import torch
 
 from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, verify_onnx
 from fakequant.errors import ExportError
-from fakequant.export.style import Style
+from fakequant.export.capability import Style
 from fakequant.files import write_whole
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
-from fakequant.numerics.formats.floats import ExponentFormat
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")

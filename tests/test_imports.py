@@ -193,7 +193,7 @@ def test_no_branch_on_the_name_of_a_format():
         ("\nfrom fakequant.nn import quantizer", "ops/library.py", "ops/library.py:2: ops imports nn"),
         ("import fakequant.cli", "functional.py", "functional.py:1: functional imports cli"),
         ("from . import functional", "errors.py", "errors.py:1: errors imports functional"),
-        ("from fakequant import ir", "export/graph.py", "export/graph.py:1: export imports ir"),
+        ("from fakequant import ir", "export/inputs.py", "export/inputs.py:1: export imports ir"),
         ("def f():\n    from ..model import prepare", "nn/forms.py", "nn/forms.py:2: nn imports model"),
         ("from benchmarks import harness", "cli/x.py", "cli/x.py:1: cli imports benchmarks, which no wheel has"),
         ("x = 1", "leftover/thing.py", "leftover/thing.py:1: room 'leftover' has no place in the order of imports"),

@@ -8,7 +8,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.nn import MatMul
-from fakequant.ops import convolutions, dispatch, kernel_params, products
+from fakequant.ops import dispatch, kernel_params, products
 from fakequant.ops.cpu import backend
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, sweep
@@ -43,7 +43,7 @@ def default(value):
 
 def forget():
     """Empty the caches that hold tensors, and the trials, which would otherwise come from before."""
-    cached = convolutions.convolution_unavailable, convolutions._ones_and_zeros, products.linear_unavailable
+    cached = products.convolution_unavailable, products._ones_and_zeros, products.linear_unavailable
     made = backend._nowhere, kernel_params.scale_rule
     dispatch._known.clear()
     for function in (*cached, *made):
@@ -108,13 +108,13 @@ def test_trials_pass_whatever_the_defaults_of_torch(value):
     forget()
     expected = [
         products.linear_unavailable("cpu"),
-        convolutions.convolution_unavailable("cpu"),
+        products.convolution_unavailable("cpu"),
     ]
     forget()
     with default(value):
         assert expected == [
             products.linear_unavailable("cpu"),
-            convolutions.convolution_unavailable("cpu"),
+            products.convolution_unavailable("cpu"),
         ]
     forget()
 

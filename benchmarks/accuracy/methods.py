@@ -13,7 +13,7 @@ from pathlib import Path
 import fakequant as fq
 from benchmarks.accuracy.models import classifiers, output_error, tasks
 from fakequant.calibration import DEFAULT_METHOD, calibrators
-from fakequant.model.calibration.choice import AUTO
+from fakequant.model.calibration.calibrate import AUTO
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"

@@ -14,7 +14,7 @@ from fakequant.functional import fake_quantize
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.decomposition import Decomposed, tensors_of
+from fakequant.ops.graph_operators import Decomposed, tensors_of
 
 from .pairs import CannotRunError, Prepared
 from .timing import Function

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 from fakequant.errors import FakeQuantError
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, fake_quantize_, quantize
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
-from fakequant.numerics.formats.floats import Specials
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import Specials, TableFormat
 from fakequant.numerics.granularity import (
     Granularity,
     PerBlock,
     PerChannel,
     PerTensor,
     PerToken,
+    StoredScales,
     register_granularity,
 )
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.numerics.stored_scales import StoredScales
 from fakequant.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -36,12 +35,10 @@ if TYPE_CHECKING:
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets
     from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
-    from fakequant.model.analysis.operations import unquantized
-    from fakequant.model.analysis.summary import summary
-    from fakequant.model.bake import bake_weights, fold
+    from fakequant.model.analysis.summary import summary, unquantized
+    from fakequant.model.bake import bake_weights, fold, store_codes, store_floats
     from fakequant.model.calibration.calibrate import calibrate, recalibrate
     from fakequant.model.execution import set_execution
-    from fakequant.model.modes import disabled
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig
     from fakequant.model.sites.sites import site_plan
@@ -57,10 +54,10 @@ if TYPE_CHECKING:
         save,
         snapshot,
     )
-    from fakequant.model.storing import store_codes, store_floats
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
-    from fakequant.nn.backward.config import GradientConfig
+    from fakequant.model.weights import disabled
+    from fakequant.nn.backward.products import GradientConfig
     from fakequant.ptq import advise, compare, search
     from fakequant.report.of_model import report
     from fakequant.streaming import improve_folder
@@ -148,22 +145,20 @@ _MEMBERS = {
     "fakequant.delivery": ("deliver", "read", "verify_delivery"),
     "fakequant.export": ("export_onnx", "verify_onnx"),
     "fakequant.model.analysis.analysis": ("layer_sqnr", "sensitivity"),
-    "fakequant.model.bake": ("bake_weights", "fold"),
+    "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),
     "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.state": (
         *("LazyTensor", "QuantizedState", "WeightCodes", "apply", "float_state_dict", "load", "register_codec"),
         *("save", "snapshot"),
     ),
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
-    "fakequant.nn.backward.config": ("GradientConfig",),
+    "fakequant.nn.backward.products": ("GradientConfig",),
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
-    "fakequant.model.modes": ("disabled",),
-    "fakequant.model.analysis.operations": ("unquantized",),
+    "fakequant.model.weights": ("disabled",),
+    "fakequant.model.analysis.summary": ("unquantized", "summary"),
     "fakequant.model.prepare": ("prepare",),
     "fakequant.model.sites.sites": ("site_plan",),
-    "fakequant.model.analysis.summary": ("summary",),
-    "fakequant.model.storing": ("store_codes", "store_floats"),
     "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import CallError, DTypeError, QParamsError
-from .numerics.arguments import (
+from fakequant.numerics.qparams import (
     MAGNITUDE,
     Number,
     as_tensor,
@@ -17,12 +16,14 @@ from .numerics.arguments import (
     on_device_of,
     resolve_seed,
 )
+from fakequant.ops.graph_operators import apply_plan
+
+from .errors import CallError, DTypeError, QParamsError
 from .numerics.qparams import QParams, Range, check_tensor, compute_dtype
 from .numerics.qparams import choose_qparams as _qparams_of_range
 from .numerics.spec import QuantSpec, Rounding, as_spec
 from .ops import library
 from .ops.dispatch import find_plan
-from .ops.gradients import apply_plan
 
 
 def fake_quantize(

@@ -16,14 +16,13 @@ from fakequant.errors import ConfigError, nearest, shown
 from fakequant.functional import dequantize
 from fakequant.model.analysis.analysis import Sensitivities
 from fakequant.model.execution import simulated
-from fakequant.model.modes import evaluating
-from fakequant.model.weights import fresh_weight, quantized_weights
+from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.formats.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
 from fakequant.report.data import Distribution
-from fakequant.report.histograms import distribution_of
+from fakequant.report.measure import distribution_of
 from fakequant.restore import restore_after, state_of
 
 if TYPE_CHECKING:

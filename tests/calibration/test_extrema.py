@@ -3,8 +3,7 @@ import torch
 
 from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec
 from fakequant.calibration import MaxCalibrator
-from fakequant.calibration.batches import read_batch
-from fakequant.calibration.extrema import ExtremaCalibrator
+from fakequant.calibration.extrema import ExtremaCalibrator, read_batch
 from fakequant.numerics.qparams import measure
 from tests.support.bits import assert_same_bits
 

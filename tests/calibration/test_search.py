@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fakequant.calibration.search import cheapest, used_bins
+from fakequant.calibration.histogram import cheapest, used_bins
 
 
 def test_used_bins():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.calibration import calibrators, make_calibrator
-from fakequant.calibration.transformed import outside_of_transforms
+from fakequant.calibration.calibrator import outside_of_transforms
 from tests.support.bits import assert_same_bits
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

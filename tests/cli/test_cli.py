@@ -94,7 +94,7 @@ def test_doctor_runs_from_the_source_folder(monkeypatch: pytest.MonkeyPatch) -> 
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("fakequant.report.collect.version", version)
+    monkeypatch.setattr("fakequant.report.of_model.version", version)
     result = invoke("doctor")
     assert result.exit_code == 0
     (row,) = [line for line in result.stdout.splitlines() if "fakequant" in line]

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import fakequant as fq
 from fakequant.data.again import unchanged
-from fakequant.data.batches import Batches, example_arguments
-from fakequant.data.failures import BatchError
+from fakequant.data.batches import BatchError, Batches, example_arguments
 from fakequant.errors import CalibrationWarning, ConfigError
 
 Write = Callable[[Any, Tensor], Tensor]

@@ -21,8 +21,7 @@ from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
 from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
-from fakequant.model.analysis.operations import unquantized
-from fakequant.model.analysis.summary import summary
+from fakequant.model.analysis.summary import summary, unquantized
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.prepare import prepare
 from fakequant.model.training.qat import Schedule, finetune

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.data.token_mask import TokenMask
+from fakequant.data.batches import TokenMask
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.nn.quantizer import quantizers
 from tests.support.bits import assert_same_bits

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.delivery.beside import beside
+from fakequant.delivery.delivering import beside
 from tests.support.language_models import BATCHES, logits, mixtral
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")

@@ -21,7 +21,7 @@ from fakequant.delivery import DeliveryFormat, Part, delivery_formats, register_
 from fakequant.delivery.delivering import refuse_replacing
 from fakequant.delivery.format import _added
 from fakequant.errors import CheckpointError, ExportError, OutputError
-from fakequant.model.state.codecs import TensorFile, write_folder
+from fakequant.model.state.snapshots import TensorFile, write_folder
 from tests.support.language_models import llama
 
 X = torch.linspace(-3, 3, 3 * 64).reshape(3, 64)
@@ -173,7 +173,7 @@ def test_weights_of_another_model_are_not_left_beside(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_header_and_copies(tmp_path: Path) -> None:
-    from fakequant.model.state.codecs import read_folder, write_folder
+    from fakequant.model.state.snapshots import read_folder, write_folder
 
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     tensors = TensorFile({"t": torch.ones(3)}, {"made by": "hand"})

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fakequant as fq
 from fakequant.errors import VerificationError
-from fakequant.export.constants import fold_constants
-from fakequant.export.trace import trace
+from fakequant.export.trace import fold_constants, trace
 from fakequant.nn.quantized.layers import QuantLinear
 from tests.support.matrix import full, sweep
 

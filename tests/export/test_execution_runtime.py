@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.nn import Quantizer
 from fakequant.numerics.products import ConvParams, QuantizedOperand
-from fakequant.ops import convolutions, products
+from fakequant.ops import products
+from fakequant.ops import products as convolutions
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

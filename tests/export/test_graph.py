@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 import fakequant as fq  # noqa: E402
 from fakequant.export.capability import encoding  # noqa: E402
-from fakequant.export.graph import GraphEditor, stored_codes  # noqa: E402
+from fakequant.export.inputs import GraphEditor, stored_codes  # noqa: E402
 from tests.support.bits import assert_same_bits  # noqa: E402
 
 

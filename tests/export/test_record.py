@@ -8,16 +8,16 @@ from fakequant.errors import VerificationError
 
 onnx = pytest.importorskip("onnx")
 
-from fakequant.export.record import (  # noqa: E402
+from fakequant.export.capability import (  # noqa: E402
     FileRecord,
     InputRecord,
     Parameters,
     SiteRecord,
+    Style,
     digest,
     read,
     write,
 )
-from fakequant.export.style import Style  # noqa: E402
 
 SITE = SiteRecord(
     quantizer="a.b",

@@ -27,7 +27,7 @@ pytest.importorskip("onnxruntime")
 from onnx import numpy_helper  # noqa: E402
 
 from fakequant.export import VerifyReport, export_onnx, verify_onnx  # noqa: E402
-from fakequant.export.style import Style  # noqa: E402
+from fakequant.export.capability import Style  # noqa: E402
 from tests.support.range_cases import hostile  # noqa: E402
 
 FEATURES = 256

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS  # noqa: E402
 
 from fakequant.delivery.gguf.architecture import architecture_of, describe  # noqa: E402
-from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content  # noqa: E402
+from fakequant.delivery.gguf.blocks import GgufFile, GgufTensor, content  # noqa: E402
 
 CORPUS = [
     "Hello world, this is 12 quantized models of 3 sizes.",

@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant import Config, Rule, TensorConfig
 from fakequant.errors import ConfigError, SiteError
 from fakequant.functional import fake_quantize
-from fakequant.model.run.recording import record
+from fakequant.model.run.outputs import record
 from fakequant.model.sites.sites import apply_sites, plan_sites, site_plan
 from fakequant.nn.sites.sites import sites_of
 from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens, uncached
@@ -28,7 +28,7 @@ import_torchvision()  # transformers imports it for its losses
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
+from fakequant.integrations.transformers_cache import name_attention  # noqa: E402
 
 DECODER = ARCHITECTURES["llama"]
 ATTENTION = Config("attention", (Rule("*", input=TensorConfig("int8"), ops=("sdpa", "matmul"), optional=True),))

@@ -27,8 +27,7 @@ import_torchvision()  # transformers imports it for its losses
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
-from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
-from fakequant.integrations.transformers_cache import FakeQuantCache  # noqa: E402
+from fakequant.integrations.transformers_cache import FakeQuantCache, name_attention  # noqa: E402
 from tests.support.transformers_caches import KEYS, LAYOUTS, VALUES, cache_of, generated, named, prompt  # noqa: E402
 
 GROUP = {"groups": 3, "groups and window": 3, "window": 1, "two groups": 6, "fp8": 1, "nvfp4": 1, "shared scales": 2}

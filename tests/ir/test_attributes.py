@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fakequant.errors import GraphError
-from fakequant.ir.attributes import Ref, items_to_text, same, to_text
+from fakequant.ir.op import Ref, items_to_text, same, to_text
 
 SCALARS = st.one_of(
     st.none(),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from fakequant.errors import StaleScaleWarning
-from fakequant.model.modes import evaluating, modes, not_compiled
+from fakequant.model.weights import evaluating, modes, not_compiled
 from fakequant.nn.quantizer import Mode
 from tests.support.bits import assert_same_bits
 

@@ -17,8 +17,8 @@ from fakequant.model import presets
 from fakequant.model.bake import bake_weights
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Rule
-from fakequant.model.modes import disabled
 from fakequant.model.prepare import prepare
+from fakequant.model.weights import disabled
 from fakequant.nn import Mode, quantizers
 from tests.support.copies import each_copier
 from tests.support.interruption import PACKAGE

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning, StaleScaleWarning
-from fakequant.model.scale_floor import raise_scales
+from fakequant.model.weights import raise_scales
 from fakequant.nn import Kind, quantizers
 from fakequant.nn.paths import layer_of
 from tests.support.bits import assert_same_bits

@@ -18,8 +18,8 @@ from fakequant.numerics import products as exact_products
 from fakequant.numerics import reference
 from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import products
-from fakequant.ops.convolutions import PackedWeight, convolution
 from fakequant.ops.cpu.backend import CpuBackend, load_kernels
+from fakequant.ops.products import PackedWeight, convolution
 from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits

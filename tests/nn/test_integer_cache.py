@@ -9,7 +9,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.model.config import Config, Rule
 from fakequant.nn import cached_weights
-from fakequant.ops import convolutions
+from fakequant.ops import products
 from tests.support.backends import recorded_calls
 from tests.support.bits import assert_same_bits
 from tests.support.copies import pickled, saved
@@ -30,8 +30,8 @@ def model():
 def test_weights_of_layers_are_encoded_and_packed_once(monkeypatch):
     quantized = recorded_calls(monkeypatch)
     net, packed = model(), []
-    pack = convolutions.PackedWeight
-    monkeypatch.setattr(convolutions, "PackedWeight", lambda *given: packed.append(1) or pack(*given))
+    pack = products.PackedWeight
+    monkeypatch.setattr(products, "PackedWeight", lambda *given: packed.append(1) or pack(*given))
     x = torch.rand(3, 2, 7, 7)
     with torch.no_grad():
         wanted = net(x)

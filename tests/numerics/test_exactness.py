@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fakequant.ops import library
-from fakequant.ops.gradients import apply_plan
+from fakequant.ops.graph_operators import apply_plan
 from tests.support import compat_exactness, exactness
 
 COMPARISONS = [

@@ -6,13 +6,15 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import ShapeError, SpecError
-from fakequant.numerics.blocks import block_axes, blocked, blocked_groups
 from fakequant.numerics.granularity import (
     PerBlock,
     PerChannel,
     PerTensor,
     PerToken,
     Tiles,
+    block_axes,
+    blocked,
+    blocked_groups,
     fit_tiles,
     granularities,
     parse_granularity,

@@ -8,8 +8,8 @@ import fakequant as fq
 from fakequant.delivery.gguf import blocks as gguf_blocks
 from fakequant.errors import QParamsError, ShapeError, SpecError
 from fakequant.numerics import reference
+from fakequant.numerics.reference import is_less, is_less_by_plain_sums
 from fakequant.numerics.scales import OffsetSpec, ScaleSpec, StoredScales
-from fakequant.numerics.sums import is_less, is_less_by_plain_sums
 from tests.support.bits import assert_same_bits
 from tests.support.lattices import ALL, LATTICES, hostile, weights
 

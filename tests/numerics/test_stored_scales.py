@@ -9,8 +9,8 @@ import torch
 
 from fakequant.errors import QParamsError
 from fakequant.numerics.formats import parse_format
+from fakequant.numerics.granularity import rounded
 from fakequant.numerics.scales import ScaleSpec
-from fakequant.numerics.stored_scales import rounded
 from tests.support.bits import assert_same_bits
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics import reference
-from fakequant.numerics.sums import order_free_sum
+from fakequant.numerics.reference import order_free_sum
 from tests.support.bits import assert_same_bits
 from tests.support.cases import ON_CPU
 

@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 import fakequant as fq
 from fakequant.ops import library
-from fakequant.ops.decomposition import Decomposed, tensors_of
+from fakequant.ops.graph_operators import Decomposed, tensors_of
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES

@@ -7,21 +7,18 @@ import torch
 
 from fakequant.numerics import products as reference
 from fakequant.numerics.products import ConvParams, QuantizedOperand
-from fakequant.ops import convolutions
-from fakequant.ops.convolutions import PackedWeight, convolution
-from fakequant.ops.products import largest_inner_size
+from fakequant.ops import products
+from fakequant.ops.products import PackedWeight, convolution, largest_inner_size
 from tests.support.bits import assert_same_bits
 from tests.support.processor import needs_exact_sums
 
-needs_kernel = pytest.mark.skipif(
-    not convolutions._has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI"
-)
+needs_kernel = pytest.mark.skipif(not products._has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI")
 WAYS = [pytest.param(True, id="kernel", marks=needs_kernel), pytest.param(False, id="onednn", marks=needs_exact_sums())]
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    monkeypatch.setattr(convolutions, "_has_kernel", lambda: request.param)
+    monkeypatch.setattr(products, "_has_kernel", lambda: request.param)
 
 
 def codes(dtype, *shape):

@@ -10,7 +10,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.nn import Execution
-from fakequant.ops import convolutions, products
+from fakequant.ops import products
+from fakequant.ops import products as convolutions
 from tests.support.bits import assert_same_bits
 from tests.support.integer_models import assert_integer, expected, hostile, prepared
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.ops.triton.backend import TritonBackend

@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.model.training.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
-from fakequant.ptq.solvers.grid import WeightGrid
+from fakequant.ptq.solvers.problem import WeightGrid
 from tests.support.matrix import full, sweep
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]

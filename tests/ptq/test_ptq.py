@@ -17,8 +17,7 @@ from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq
-from fakequant.ptq.solvers.grid import WeightGrid
-from fakequant.ptq.solvers.problem import Problem
+from fakequant.ptq.solvers.problem import Problem, WeightGrid
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 from tests.support.weight_specs import WEIGHTS, spec_of_matrix

@@ -20,7 +20,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq import Ways, compare
 from fakequant.ptq.formats.comparison import Compared, Comparison
 from fakequant.report import curve_of, from_json
-from fakequant.report.curve import DECIBELS
+from fakequant.report.of_model import DECIBELS
 
 ROWS = [
     Compared("INT8", "mse", "fast", 0.001, 98.5, 8.25),

@@ -12,7 +12,7 @@ import fakequant as fq
 from fakequant.data.batches import run_batch
 from fakequant.model import presets
 from fakequant.report import measure
-from fakequant.report.examples import first_examples
+from fakequant.report.measure import first_examples
 
 
 def calibrated(*layers: nn.Module, shape: tuple[int, ...] = (4, 8)) -> nn.Module:

@@ -94,7 +94,7 @@ def test_environment_without_an_installation(monkeypatch: pytest.MonkeyPatch) ->
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr("fakequant.report.collect.version", version)
+    monkeypatch.setattr("fakequant.report.of_model.version", version)
     found = environment()
     assert found["fakequant"] == "from source, not installed"
     assert found["triton"] == "not installed"

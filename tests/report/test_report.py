@@ -33,8 +33,8 @@ from fakequant.report import (
     to_json,
     write_report,
 )
-from fakequant.report.html.charts import frontier
-from fakequant.report.layers import blocks
+from fakequant.report.advice import blocks
+from fakequant.report.html.sections import frontier
 from tests.support.parsed_page import Page
 from tests.support.report_data import full
 

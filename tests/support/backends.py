@@ -12,7 +12,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import dispatch
 from fakequant.ops.backend import CODES, RELU, VALUES, Backend, CallKind, Extras, KernelPlan, ParameterKind
-from fakequant.ops.gradients import laid, unpack_mask
+from fakequant.ops.graph_operators import laid, unpack_mask
 
 if TYPE_CHECKING:
     import pytest

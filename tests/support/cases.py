@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import TableFormat
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import backends
 from tests.support import oracle

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics import products as definition
-from fakequant.ops import convolutions, dispatch, products
+from fakequant.ops import dispatch, products
+from fakequant.ops import products as convolutions
 from tests.support import oracle
 
 ELEMENTS = 10_000_000

@@ -12,7 +12,7 @@ import fakequant as fq
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import formats
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.qparams import QParams
 from tests.support.bits import assert_same_bits
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fakequant.delivery.gguf import llama_cpp
-from fakequant.delivery.gguf.file import GgufFile
+from fakequant.delivery.gguf.blocks import GgufFile
 
 
 def bindings() -> Any:

@@ -8,7 +8,7 @@ from fakequant.ops import dispatch
 from fakequant.ops.backend import VALUES
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import find_plan
-from fakequant.ops.gradients import apply_plan
+from fakequant.ops.graph_operators import apply_plan
 from tests.support import cases
 from tests.support.cases import LAYOUTS
 

@@ -34,7 +34,7 @@ def why_sums_saturate() -> str | None:
 
     Without VNNI, oneDNN and ONNX Runtime add pairs of products of uint8 and int8 in int16, where they saturate.
     """
-    from fakequant.ops.convolutions import convolution_unavailable  # after `avoid_broken_amx`
+    from fakequant.ops.products import convolution_unavailable  # after `avoid_broken_amx`
 
     return convolution_unavailable("cpu")
 

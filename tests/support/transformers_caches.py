@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.integrations.transformers_attention import name_attention
-from fakequant.integrations.transformers_cache import FakeQuantCache
+from fakequant.integrations.transformers_cache import FakeQuantCache, name_attention
 from tests.support.transformers_models import ARCHITECTURES
 
 KEYS = "uint4 per_block(-2:3) scale=float16 offset=float16:signed"

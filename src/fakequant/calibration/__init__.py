@@ -4,6 +4,10 @@ An `Observer` collects, a `Calibrator` is an observer that answers with a range.
 registers itself; it is imported here.
 """
 
+from fakequant.calibration.calibrator import Histogram, Observer
+from fakequant.calibration.extrema import MovingAverageCalibrator
+from fakequant.calibration.histogram import MseCalibrator, PercentileCalibrator
+
 from .calibrator import (
     DEFAULT_METHOD,
     Calibrator,
@@ -13,14 +17,9 @@ from .calibrator import (
     make_calibrator,
     register_calibrator,
 )
-from .counts import Histogram
 from .entropy import EntropyCalibrator
 from .extrema import MaxCalibrator
 from .histogram import HistogramCalibrator
-from .moving_average import MovingAverageCalibrator
-from .mse import MseCalibrator
-from .observer import Observer
-from .percentile import PercentileCalibrator
 
 __all__ = [
     "DEFAULT_METHOD",

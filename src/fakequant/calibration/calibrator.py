@@ -1,23 +1,211 @@
-"""The interface of calibrators, and the registry of their names."""
+"""The interface of calibrators, and the registry of their names.
+
+The interface of observers: they collect, they may merge, and they have a state.
+
+Counts of magnitudes, which calibrators search and reports plot.
+
+The values of tensors that the transforms of torch.func wrap: `vmap` lets no function look at them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fakequant.errors import ConfigError, nearest
-from fakequant.numerics.qparams import Range
+from fakequant.errors import CalibrationError, ConfigError, nearest
+from fakequant.numerics.formats.floats import power_of_two
+from fakequant.numerics.qparams import Range, check_tensor
 from fakequant.numerics.spec import QuantSpec, as_spec
 
-from .counts import Histogram
-from .observer import Observer
-from .transformed import outside_of_transforms
+
+class Observer(ABC):
+    """Collects what a method needs to know about a stream of tensors, in bounded memory.
+
+    A subclass says in `update` what it collects. One that answers with a range is a `Calibrator`.
+    """
+
+    mergeable: ClassVar[bool] = True
+    """Whether the result depends on the observed values alone: not on how they were cut into batches, on the order of
+    the batches, or on which of several merged observers saw which batch. If False, `merge` raises ConfigError."""
+
+    def __init__(self) -> None:
+        # The state is read, changed and written back: without a lock, two threads would lose an update.
+        self._observing = Lock()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, 'spec', '')})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the lock, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_observing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._observing = Lock()
+
+    def observe(self, x: Tensor) -> None:
+        """Update the state with a batch of any shape; a batch without elements changes nothing.
+
+        Several threads may call it. It works under every grad mode and under `torch.inference_mode`.
+
+        Raises:
+            CalibrationError: the batch holds NaN or inf, or has no values (device meta); the state stays as it was.
+            ShapeError: the batch does not fit the granularity, or has other groups than the batches before.
+            DTypeError: the batch is not a dense floating-point tensor.
+        """
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            with self._observing:
+                self._checked_update(x)
+            return
+        # The state must be plain tensors, also when the batches come under torch.inference_mode.
+        with torch.inference_mode(False), torch.no_grad(), self._observing:
+            self._checked_update(x)
+
+    def _checked_update(self, x: Tensor) -> None:
+        check_tensor("batch", x)
+        if x.is_meta:
+            raise CalibrationError(
+                "a batch on the device meta holds no values; move the model and the batches to a device, such as by "
+                "model.to_empty(device='cpu') and loading its weights"
+            )
+        self.update(x)
+
+    @abstractmethod
+    def update(self, x: Tensor) -> None:
+        """Update the state with a batch that `observe` has checked; one thread at a time, without gradients."""
+
+    def merge(self, other: Observer) -> None:
+        """Update the state with all that another observer has seen, bit for bit as if this one had seen it.
+
+        Raises:
+            ConfigError: observers of this class do not merge, or the other has another method, specification or
+                resolution.
+            ShapeError: the other has other groups.
+        """
+        raise ConfigError(f"{type(self).__name__} does not merge; its result depends on the order of the batches")
+
+    @property
+    @abstractmethod
+    def observed(self) -> bool:
+        """Whether any element was seen."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that was seen, as tensors that can travel between ranks; empty if nothing was."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load the state of an observer of the same kind.
+
+        Raises:
+            CalibrationError: a tensor is missing, unknown or of a wrong shape; nothing is replaced.
+        """
+
+
+def check_keys(state: dict[str, Tensor], expected: tuple[str, ...]) -> None:
+    """Raise unless a state has exactly the expected tensors."""
+    if set(state) != set(expected):
+        raise CalibrationError(
+            f"a calibrator state with the tensors {sorted(state)}, expected {sorted(expected)}; "
+            "load it into a calibrator of the method that made it"
+        )
+
+
+class Histogram(NamedTuple):
+    """The counts of magnitudes of every group."""
+
+    counts: Tensor
+    """int64 [groups, 2, bins]: bin k holds k * width <= |x| < (k + 1) * width, of negative x first."""
+    exponent: Tensor
+    """int32 [groups]: the width of a bin is 2**exponent, in units of x."""
+    range: Range
+    """The exact range seen, in units of x; lo and hi [groups]."""
+
+    @property
+    def bins(self) -> int:
+        """Bins on either side of 0.0."""
+        return self.counts.shape[2]
+
+    @property
+    def width(self) -> Tensor:
+        """float64 [groups]: the width of a bin in units of x; 0.0 for a group that has seen zeros only."""
+        return power_of_two_or_zero(self.exponent)
+
+    def line(self) -> tuple[Tensor, Tensor]:
+        """The bins from the lowest to the highest, as plots want them.
+
+        Returns:
+            edges, float64 [groups, 2 * bins + 1] in units of x, and counts [groups, 2 * bins] between them.
+        """
+        steps = torch.arange(-self.bins, self.bins + 1, dtype=torch.float64, device=self.counts.device)
+        return steps * self.width[:, None], torch.cat([self.counts[:, 0].flip(-1), self.counts[:, 1]], dim=1)
+
+    def to(self, device: torch.device | str) -> Histogram:
+        """The histogram on a device."""
+        lo, hi = self.range
+        return Histogram(self.counts.to(device), self.exponent.to(device), Range(lo.to(device), hi.to(device)))
+
+    def split(self, groups: int) -> Iterator[Histogram]:
+        """The histogram in parts of at most `groups` groups."""
+        for start in range(0, self.counts.shape[0], groups):
+            part = slice(start, start + groups)
+            yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
+
+
+def power_of_two_or_zero(exponent: Tensor) -> Tensor:
+    """2.0**exponent in float64, exactly; 0.0 if that is no normal number."""
+    normal = (exponent >= -1022) & (exponent <= 1023)
+    return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)
+
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
+
+
+@contextmanager
+def outside_of_transforms(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """A context in which no transform of torch.func runs, with plain tensors that hold the values of the given ones.
+
+    Those of all members of a `vmap` are one tensor [members, *shape]; others keep their shape.
+
+    >>> def see(row):
+    ...     with outside_of_transforms(row) as (x,):
+    ...         print(x.tolist())
+    ...     return row
+    >>> y = torch.vmap(see)(torch.ones(2, 3))
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    if not torch._C._are_functorch_transforms_active():
+        yield [*tensors]
+        return
+    unwrapped = [*map(_unwrapped, tensors)]  # while the transforms run, to which the wrappers belong
+    with temporarily_clear_interpreter_stack():
+        yield [_members(x, axes) for x, axes in unwrapped]
+
+
+def _unwrapped(x: Tensor) -> tuple[Tensor, list[int]]:
+    """The tensor inside the wrappers of transforms, and the axis that each `vmap` adds, the inner ones first."""
+    axes: list[int] = []
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if (axis := _functorch.maybe_get_bdim(x)) >= 0:
+            axes.insert(0, axis)
+        x = _functorch.get_unwrapped(x)
+    return x, axes
+
+
+def _members(x: Tensor, axes: list[int]) -> Tensor:
+    for place, axis in enumerate(axes):
+        x = x.movedim(axis + place, place)
+    return x.flatten(0, len(axes) - 1) if axes else x
+
 
 NOTHING_OBSERVED = (
     "no data was observed (empty batches do not count), so there is no range; run calibration batches that reach "

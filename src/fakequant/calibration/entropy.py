@@ -7,14 +7,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fakequant.calibration.calibrator import Histogram
+from fakequant.calibration.histogram import cheapest, magnitudes, used_bins
 from fakequant.errors import ConfigError
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.spec import QuantSpec
 
 from .calibrator import register_calibrator
-from .counts import Histogram
 from .histogram import DEFAULT_BINS, HistogramCalibrator
-from .search import cheapest, magnitudes, used_bins
 
 _COARSE, _FEWEST_COARSE = 512, 64
 # Thresholds times cells that are searched together, per group: 1 MiB for each array of float64.

@@ -1,21 +1,201 @@
-"""The lowest and highest value seen: the state of every calibrator that merges, and all that "max" needs."""
+"""The lowest and highest value seen: the state of every calibrator that merges, and all that "max" needs.
+
+Batches ordered by group, with the range of every group.
+
+The moving average of the range of every batch.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import math
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.calibration.calibrator import NOTHING_OBSERVED, Calibrator, Observer, check_keys, register_calibrator
+from fakequant.errors import CalibrationError, ConfigError, ShapeError
+from fakequant.numerics.granularity import Granularity, block_axes, blocked
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import update
+from fakequant.ops.histogram import observe, update
 
-from .batches import Batch, GroupView, by_group, group_view, match_groups, read_batch
-from .calibrator import NOTHING_OBSERVED, Calibrator, register_calibrator
-from .observer import Observer, check_keys
+
+class Batch(NamedTuple):
+    """A finite batch, ordered by group."""
+
+    values: Tensor
+    """[groups, elements], in the dtype of the batch; the order of a group's elements has no meaning."""
+    range: Range
+    """Lowest and highest value of every group [groups, axes kept], in the dtype of computation."""
+    counts: Tensor | None = None
+    """The counts in the given bins, see `Observed.counts`; None without bins."""
+
+
+def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) -> Batch | None:
+    """The groups of a tensor, their ranges and, with bins, their counts; None for a tensor without elements.
+
+    Raises:
+        CalibrationError: the tensor holds NaN or inf.
+    """
+    compute_dtype(x.dtype)
+    view = group_view(granularity, x.shape, x.stride())
+    if x.numel() == 0:
+        return None
+    groups = math.prod(view.groups)
+    values = by_group(x.detach(), view, groups)
+    (lo, hi), counts = observe(values, bins if bins is not None and bins.inverse.numel() == groups else None)
+    if bool(lo.isnan().any()):
+        raise CalibrationError(_describe_non_finite(values, x.shape))
+    return Batch(values, Range(lo.reshape(view.groups), hi.reshape(view.groups)), counts)
+
+
+class GroupView(NamedTuple):
+    """The order of a tensor's elements by group."""
+
+    blocks: tuple[int, ...]
+    groups: tuple[int, ...]
+    order: list[int]
+    """The axes of the blocked view, groups first; those within a group in the order of memory, so that a dense tensor
+    (channels-last, transposed) needs no copy."""
+
+
+@lru_cache(maxsize=4096)  # for every batch; a layer sees few shapes
+def group_view(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> GroupView:
+    """The order of the elements of a tensor of this shape and stride, by group."""
+    blocks, groups = granularity.block_shape(shape), granularity.group_shape(shape)
+    values = blocked(torch.empty_strided(shape, stride, device="meta"), blocks)
+    inside = sorted(block_axes(shape, blocks), key=lambda axis: -values.stride(axis))
+    return GroupView(blocks, groups, [axis for axis in range(values.dim()) if axis not in inside] + inside)
+
+
+def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
+    """The elements of x [groups, elements], without gaps."""
+    if groups == 1 and x.is_contiguous():
+        return x.view(1, -1)
+    # A view of two axes in the other order would have gaps.
+    return blocked(x, view.blocks).permute(view.order).reshape(groups, -1).contiguous()
+
+
+def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:
+    nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
+    negative = not nans and infs == int((values == -math.inf).sum())
+    advice = "; if an attention mask makes the -inf, give prepare an example with the mask" if negative else ""
+    return (
+        f"a batch of shape {list(shape)} contains {nans} NaN and {infs} inf values of {values.numel()}; a range needs "
+        f"finite data, so remove such inputs from the calibration batches or repair the layer that makes them{advice}"
+    )
+
+
+def match_groups(seen: Range, new: Range) -> Range:
+    """A new range in the shape of the one seen before.
+
+    Raises:
+        ShapeError: they have different groups.
+    """
+    if seen.lo.numel() == 1 == new.lo.numel():
+        # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
+        new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
+    if seen.lo.shape != new.lo.shape:
+        raise ShapeError(
+            f"the groups changed: scales have shape {list(seen.lo.shape)} for the data before and "
+            f"{list(new.lo.shape)} for this; use batches of one layout, or a granularity that does not depend on "
+            "the batch, such as per_tensor"
+        )
+    return new
+
+
+_STATE = ("average_lo", "average_hi")
+
+
+@register_calibrator("moving_average")
+class MovingAverageCalibrator(Calibrator):
+    """The moving average of the lowest and of the highest value of every batch.
+
+    The first batch gives its own range. Every later batch moves both ends by `averaging_constant` times their distance
+    from its own. A rare outlier therefore counts little, and the result depends on the order of the batches: such
+    calibrators do not merge. The range is the average, extended to contain 0.0.
+
+    Args:
+        spec: how the tensor will be quantized.
+        averaging_constant: the weight of a new batch, above 0 and at most 1.
+
+    Raises:
+        ConfigError: an averaging constant out of these bounds.
+
+    Source: torch.ao's MovingAverageMinMaxObserver and MovingAveragePerChannelMinMaxObserver, with the same bits. They
+    compute float64 batches in float32; this computes them in float64.
+
+    >>> calibrator = MovingAverageCalibrator("int8", averaging_constant=0.5)
+    >>> for largest in (1.0, 2.0, 2.0):
+    ...     calibrator.observe(torch.tensor([-1.0, largest]))
+    >>> calibrator.compute_range()
+    Range(lo=tensor([-1.]), hi=tensor([1.7500]))
+    """
+
+    mergeable = False
+
+    def __init__(self, spec: QuantSpec | str, *, averaging_constant: float = 0.01) -> None:
+        super().__init__(spec)
+        if not 0 < averaging_constant <= 1:
+            raise ConfigError(
+                f"averaging_constant {averaging_constant}: expected a number above 0 and at most 1, such as 0.01"
+            )
+        self.averaging_constant = averaging_constant
+        self._average: Range | None = None
+
+    def update(self, x: Tensor) -> None:
+        """Move the average towards the range of a batch; see `Observer.update`."""
+        batch = read_batch(x, self.spec.granularity)
+        if batch is None:
+            return
+        if self._average is None:
+            self._average = Range(batch.range.lo.clone(), batch.range.hi.clone())
+            return
+        new = match_groups(self._average, batch.range)
+        lo, hi = (self._moved(old, end.to(old.device)) for old, end in zip(self._average, new, strict=True))
+        self._average = Range(lo, hi)
+
+    def _moved(self, average: Tensor, new: Tensor) -> Tensor:
+        moved = average + self.averaging_constant * (new - average)
+        # The difference of two numbers of opposite sign near the largest of their dtype is inf.
+        apart = average * (1 - self.averaging_constant) + new * self.averaging_constant
+        return torch.where(moved.isfinite(), moved, apart)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute_range(self) -> Range:
+        """The average, extended to contain 0.0; see `Calibrator.compute_range`."""
+        if self._average is None:
+            raise CalibrationError(NOTHING_OBSERVED)
+        return Range(self._average.lo.clamp(max=0.0), self._average.hi.clamp(min=0.0))
+
+    @property
+    def observed(self) -> bool:
+        return self._average is not None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Both averages [groups, axes kept]; see `Observer.state_dict`."""
+        if self._average is None:
+            return {}
+        return {name: end.clone() for name, end in zip(_STATE, self._average, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace the averages; see `Observer.load_state_dict`."""
+        if not state:
+            self._average = None
+            return
+        check_keys(state, _STATE)
+        lo, hi = (state[name] for name in _STATE)
+        if lo.shape != hi.shape or not bool((lo.isfinite() & hi.isfinite() & (lo <= hi)).all()):
+            raise CalibrationError(
+                f"a calibrator state with average_lo of shape {list(lo.shape)} and average_hi of shape "
+                f"{list(hi.shape)} that is no range; expected equal shapes and finite values with average_lo <= "
+                "average_hi"
+            )
+        self._average = Range(*(end.clone(memory_format=torch.contiguous_format) for end in (lo, hi)))
 
 
 def join_ranges(seen: Range | None, new: Range) -> Range:

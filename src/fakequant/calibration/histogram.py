@@ -4,26 +4,104 @@ A group counts its negative and its non-negative values apart, in bins of width 
 larger value comes, the width doubles until it fits, and neighbouring bins are added. Because the width is a power of
 two, x / width is exact and halving a bin's index is what counting with the doubled width would have given: so the
 counts depend on the set of values seen and on nothing else.
+
+The search that entropy and mse share: the number of bins to keep that costs least.
+
+The threshold with the smallest mean squared error of the quantized values.
+
+The percentile of the magnitudes: clips a given share of the values.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fakequant.calibration.calibrator import Histogram, check_keys, power_of_two_or_zero, register_calibrator
+from fakequant.calibration.extrema import Batch, ExtremaCalibrator, read_range
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.functional import fake_quantize
+from fakequant.numerics.formats.floats import Format
+from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.histogram import Bins
-from fakequant.numerics.qparams import Range
+from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe
 
-from .batches import Batch
-from .counts import Histogram, power_of_two_or_zero
-from .extrema import ExtremaCalibrator, read_range
-from .observer import check_keys
+# Each round of refinement tries this many neighbours on either side, at a stride finer by this factor.
+_FINER = 8
+
+
+def used_bins(counts: Tensor) -> Tensor:
+    """Bins up to the last one that is not empty, int64 [...], of counts [..., bins]; 0 where all are empty.
+
+    >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
+    tensor([4, 0])
+    """
+    positions = torch.arange(1, counts.shape[-1] + 1, device=counts.device)
+    return torch.where(counts > 0, positions, 0).amax(-1)
+
+
+def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor, *, bins: int, coarse: int) -> Tensor:
+    """The candidate from `first` to `last` with the smallest cost; the largest one if several are equal.
+
+    All candidates are tried where there are at most `coarse`; otherwise every n-th, counted from the last, and then the
+    neighbours of the best at ever finer strides. The strides depend on `bins` alone, so that a group's result does not
+    depend on the other groups.
+
+    Args:
+        cost: from candidates, int64 [groups, n], to their costs [groups, n].
+        first: the smallest candidate, one for all groups or int64 [groups]; where last is smaller still, that.
+        last: the largest candidate, int64 [groups].
+        bins: no group's last is larger.
+        coarse: how many candidates to try at first.
+
+    Returns:
+        int64 [groups].
+
+    >>> cheapest(lambda n: ((n - 700) ** 2).double(), 1, torch.tensor([4096, 512]), bins=4096, coarse=64)
+    tensor([700, 512])
+    """
+    lowest = torch.minimum(last, torch.as_tensor(first, device=last.device))[:, None]
+    stride = -(-bins // coarse)
+    steps = torch.arange(0, -(-bins // stride) + 1, device=last.device)
+    best = last[:, None]
+    while True:
+        # Descending, because argmin takes the first of equal costs.
+        candidates = torch.minimum(torch.maximum(best - steps * stride, lowest), last[:, None])
+        best = candidates.gather(1, cost(candidates).argmin(1, keepdim=True))
+        if stride == 1:
+            return best[:, 0]
+        stride = -(-stride // _FINER)
+        steps = torch.arange(-_FINER, _FINER + 1, device=last.device)
+
+
+def magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:
+    """The codes of a format from 0 to span, float64; None if they are more than `at_most`.
+
+    >>> magnitudes(FLOAT4_E2M1FN, 6.0, at_most=16)
+    tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000, 3.0000, 4.0000, 6.0000],
+           dtype=torch.float64)
+    """
+    grid = fmt.grid
+    if grid.mantissa_bits is None:
+        return torch.arange(span + 1, dtype=torch.float64, device="cpu") if span < at_most else None
+    octave = torch.arange(1 << grid.mantissa_bits, dtype=torch.float64, device="cpu")
+    spacing = 2.0 ** (grid.min_exponent - grid.mantissa_bits)
+    # Subnormals have the spacing of the lowest octave.
+    codes = [octave * spacing]
+    while octave.numel() * spacing <= span and sum(map(len, codes)) <= at_most:
+        codes.append((octave + octave.numel()) * spacing)
+        spacing *= 2.0
+    values = torch.cat(codes)
+    values = values[values <= span]
+    return values if values.numel() <= at_most else None
+
 
 DEFAULT_BINS = 4096
 _FEWEST_BINS, _MOST_BINS = 16, 1 << 16
@@ -219,3 +297,113 @@ def _halve(counts: Tensor, times: Tensor) -> Tensor:
     index = torch.bitwise_right_shift(torch.arange(bins, device=counts.device), shift)
     old = counts[grown]
     return counts.index_copy(0, grown, torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old))
+
+
+_COARSE = 64
+# Bytes per threshold and bin: float32 values and errors.
+_BYTES = 8
+
+
+@register_calibrator("mse")
+class MseCalibrator(HistogramCalibrator):
+    """The threshold that gives the smallest mean squared error.
+
+    `fakequant.fake_quantize` quantizes the middle of every bin under the specification itself, for every format and
+    arithmetic, and the squared errors are weighted with the counts. Thresholds are edges of bins and the largest
+    magnitude: every 64th part of the bins first, then the neighbours of the best. If errors are equal, the largest
+    threshold wins.
+
+    Args:
+        spec: how the tensor will be quantized.
+        num_bins: see `HistogramCalibrator`.
+
+    >>> calibrator = MseCalibrator("int4")
+    >>> calibrator.observe(torch.randn(10000, generator=torch.Generator().manual_seed(0)))
+    >>> 2.3 < calibrator.compute_range().hi.item() < 3.0
+    True
+    """
+
+    def search_bytes(self, bins: int) -> int:
+        """The memory that the search needs for one group, in bytes."""
+        return _BYTES * (_COARSE + 1) * 2 * bins
+
+    def find_clip(self, histogram: Histogram) -> Tensor:
+        """Bins up to the threshold with the smallest error."""
+        error, last = _SquaredError(self, histogram), used_bins(self.magnitudes(histogram))
+        return cheapest(error, 1, last, bins=histogram.bins, coarse=_COARSE)
+
+
+class _SquaredError:
+    """Sums of squared errors of thresholds, in units of bins: scaling by a power of two changes no rounding."""
+
+    def __init__(self, calibrator: HistogramCalibrator, histogram: Histogram) -> None:
+        self.ignores_negative = calibrator.ignores_negative
+        # Every row is a candidate threshold.
+        self.spec = calibrator.spec.replace(granularity=PerChannel(0))
+        centers = torch.arange(histogram.bins, dtype=torch.float32, device=histogram.counts.device) + 0.5
+        if self.ignores_negative or not histogram.counts[:, 0].any():
+            self.centers, self.counts = centers, histogram.counts[:, 1]
+        else:
+            self.centers, self.counts = torch.cat([-centers.flip(0), centers]), histogram.line()[1]
+        width = torch.where(histogram.width > 0, histogram.width, 1.0)
+        self.seen = Range(*((values / width)[:, None].float() for values in histogram.range))
+
+    def __call__(self, kept: Tensor) -> Tensor:
+        """The sum of squared errors for every number of bins kept, float64 [groups, n]."""
+        params = self._params(kept)
+        x = self.centers.expand(kept.numel(), -1)
+        error = fake_quantize(x, self.spec, scale=params.scale, zero_point=params.zero_point).sub_(x)
+        weights = self.counts[:, None].to(torch.float32)
+        # In place and in float32, except the sum: new float64 arrays of this size cost ten times the arithmetic.
+        return error.square_().view(*kept.shape, -1).mul_(weights).sum(-1, dtype=torch.float64)
+
+    def _params(self, kept: Tensor) -> QParams:
+        limit = kept.to(torch.float32)
+        lo = torch.zeros_like(limit) if self.ignores_negative else torch.maximum(self.seen.lo, -limit)
+        hi = torch.minimum(self.seen.hi, limit)
+        # Where there are only zeros every range serves, but that of one bin has a finite scale in every arithmetic.
+        hi = torch.where(lo < hi, hi, 1.0)
+        return choose_qparams(Range(lo.reshape(-1, 1), hi.reshape(-1, 1)), self.spec)
+
+
+# Keeps the product of a count's remainder and the numerator below 2**62.
+_LARGEST_DENOMINATOR = 1 << 31
+
+
+@register_calibrator("percentile")
+class PercentileCalibrator(HistogramCalibrator):
+    """The smallest threshold that at least `percentile` % of the magnitudes do not exceed.
+
+    Both ends are clipped at that threshold, so that at most the rest of the values is clipped, whichever end they are
+    at. It is the upper edge of a bin, and never more than was seen: 100 gives exactly what "max" gives.
+
+    Args:
+        spec: how the tensor will be quantized.
+        percentile: more than 1, up to 100; a share, such as 0.999, is refused.
+        num_bins: see `HistogramCalibrator`.
+
+    Raises:
+        ConfigError: a percentile that is not in (1, 100].
+
+    >>> calibrator = PercentileCalibrator("int8", percentile=90)
+    >>> calibrator.observe(torch.tensor([-1.0] * 9 + [1000.0]))
+    >>> calibrator.compute_range()
+    Range(lo=tensor([-1.]), hi=tensor([1.2500]))
+    """
+
+    def __init__(self, spec: QuantSpec | str, *, percentile: float = 99.99, num_bins: int | None = None) -> None:
+        super().__init__(spec, num_bins=num_bins)
+        # 1 too: as a share it means all values, as a percentage hardly any.
+        if not 1 < percentile <= 100:
+            raise ConfigError(f"percentile {percentile}: expected a percentage above 1, such as 99.9, and at most 100")
+        self.percentile = percentile
+
+    def find_clip(self, histogram: Histogram) -> Tensor:
+        """Bins up to the first where the share of smaller magnitudes reaches the percentile."""
+        below = self.magnitudes(histogram).cumsum(-1)
+        total = below[:, -1]
+        # In whole numbers, from the decimal that was written: 99.9 % of 1000 values are 999, not 999.0000000000001.
+        share = (Fraction(str(self.percentile)) / 100).limit_denominator(_LARGEST_DENOMINATOR)
+        whole, rest = total // share.denominator, total % share.denominator
+        needed = whole * share.numerator + (rest * share.numerator + share.denominator - 1) // share.denominator
+        return (below < needed.clamp(min=1)[:, None]).sum(-1) + 1

@@ -15,11 +15,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fakequant.numerics.blocks import block_axes, blocked, over_blocks
+from fakequant.numerics.granularity import block_axes, blocked, farthest, over_blocks, rounded
 from fakequant.numerics.qparams import QParams, compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
-from fakequant.numerics.stored_scales import farthest, rounded
 from fakequant.ops import library
 
 _ELEMENTS = 1 << 18

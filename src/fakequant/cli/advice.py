@@ -147,8 +147,7 @@ def compare(  # noqa: PLR0913  the command's options
     from fakequant.data.progress import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
-    from fakequant.ptq.formats.compare import USUAL_WAYS
-    from fakequant.ptq.formats.comparison import check_axis, checked_picture
+    from fakequant.ptq.formats.comparison import USUAL_WAYS, check_axis, checked_picture
 
     check_axis(over)
     if plot is not None:

@@ -15,7 +15,7 @@ from fakequant.data.batches import run_batch
 from fakequant.errors import first_line
 from fakequant.files import write_whole
 from fakequant.ir import capture, to_text
-from fakequant.model.modes import evaluating
+from fakequant.model.weights import evaluating
 
 
 def example_of(model: nn.Module, batch: Any) -> Any:

@@ -15,8 +15,7 @@ from rich.text import Text
 from torch import nn
 from typer.core import TyperGroup
 
-from fakequant.data.batches import batch_of
-from fakequant.data.failures import BatchError, described, locate, one_line
+from fakequant.data.batches import BatchError, batch_of, described, locate, one_line
 from fakequant.errors import FakeQuantError, RecipeError
 from fakequant.text import visible
 

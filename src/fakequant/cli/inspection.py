@@ -7,12 +7,12 @@ from pathlib import Path
 
 from fakequant.cli.results import CHECKPOINT, GRAPH
 from fakequant.errors import CheckpointError, VerificationError
+from fakequant.export.capability import read
 from fakequant.export.packages import require
-from fakequant.export.record import read
 from fakequant.export.verification.verify import load_exported
 from fakequant.model.presets import ALIASES, presets
 from fakequant.model.sizes import spec_bits
-from fakequant.model.state.manifest import MANIFEST, read_manifest
+from fakequant.model.state.checkpoint import MANIFEST, read_manifest
 
 _SIDE = 4096
 """The side of the square layer for which presets count their bits."""
@@ -53,7 +53,7 @@ def graph_text(folder: Path) -> str:
     if path is None:
         raise CheckpointError(
             f"there is no {GRAPH} in {folder}; `fakequant quantize` writes it, or capture the model in Python: "
-            "fakequant.ir.capture(model, example)"
+            "fakequant.ir.graph(model, example)"
         )
     try:
         text = path.read_bytes().decode()

@@ -23,16 +23,15 @@ from fakequant.cli.steps import Steps
 from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recipe
 from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, first_line, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
-from fakequant.export.style import Style
+from fakequant.export.capability import Style
 from fakequant.model.analysis.summary import summary
-from fakequant.model.calibration.calibrate import calibrate
-from fakequant.model.calibration.choice import AUTO
-from fakequant.model.calibration.unseen import check_unseen
+from fakequant.model.calibration.calibrate import AUTO, calibrate
+from fakequant.model.calibration.observation import check_unseen
 from fakequant.model.config import Config
 from fakequant.model.execution import set_execution
-from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.state.checkpoint import save
+from fakequant.model.weights import evaluating
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fakequant.calibration import calibrators
-from fakequant.model.calibration.choice import AUTO
+from fakequant.model.calibration.calibrate import AUTO
 from fakequant.model.presets import presets as named_presets
 
 RecipeFile = Annotated[
@@ -38,7 +38,7 @@ def _written(incomplete: str) -> list[str]:
 
 def _engines(incomplete: str) -> list[str]:
     """The engines that `advise` knows; imported when a shell asks, too."""
-    from fakequant.ptq.advising.engines import ENGINES
+    from fakequant.ptq.advising.next_step import ENGINES
 
     return [name for name in sorted(ENGINES) if name.startswith(incomplete)]
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fakequant.files import locked, output_errors, writable_file, writable_folder, write_in_order, write_whole
-from fakequant.model.state.manifest import MANIFEST, named_files, remove_unnamed
-from fakequant.report.saved import RESULTS
+from fakequant.model.state.checkpoint import MANIFEST, named_files, remove_unnamed
+from fakequant.report.data import RESULTS
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
 PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT, RESULTS)

@@ -21,8 +21,8 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
-from fakequant.ptq.advising.engines import places, unknown_gain
-from fakequant.ptq.improving.finished import run_of
+from fakequant.ptq.advising.next_step import places, unknown_gain
+from fakequant.ptq.improving.collector import run_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from torch import nn
 from fakequant.cli.results import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.files import read_whole, remove_abandoned, writable_file, write_whole
-from fakequant.model.state.checkpoint import load, save
-from fakequant.model.state.json_values import value_of
-from fakequant.model.state.manifest import remove_checkpoint
+from fakequant.model.state.checkpoint import load, remove_checkpoint, save
+from fakequant.model.state.plan import value_of
 from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
 from fakequant.text import listed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fakequant import ir
-from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.ir.op import IRType, TensorShape, TensorType
 
 __all__ = ["FakeQuantizationOp", "IRType"]
 

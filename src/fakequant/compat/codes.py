@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fakequant.errors import SpecError
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 

@@ -1,23 +1,350 @@
-"""Batches: how a model is called with one, which part of it is the input, and the error that names it."""
+"""Batches: how a model is called with one, which part of it is the input, and the error that names it.
+
+The error of a model that failed: the layer, and the batch or the example with its shapes.
+
+The mask of the tokens of a batch: padding moves neither ranges nor sums.
+"""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from fakequant.data.again import Runs, Values, original, unchanged
-from fakequant.data.failures import OF_TORCH, BatchError, described, elsewhere, failure_named
 from fakequant.data.progress import length, track
-from fakequant.data.token_mask import Mask, TokenMask
-from fakequant.errors import CalibrationError, ConfigError, DTypeError, shown
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, DTypeError, ShapeError, shown, warn_user
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.layers import SpatialLayer
+from fakequant.nn.quantized.recurrent import Recurrent
+from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import inside
+from fakequant.numerics.granularity import Granularity
+from fakequant.restore import Restore, attributes_of
+from fakequant.text import listed, module_name
+
+OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+"""What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
+
+
+class BatchError(CalibrationError):
+    """A model failed on a batch; the cause is the model's own error.
+
+    Attributes:
+        number: of the batch, from 1.
+        batch: itself.
+        where: in which layer, on what, see `locate`.
+    """
+
+    def __init__(self, number: int, batch: Any, where: str, cause: str, cure: str = "") -> None:
+        cure = cure or "correct the batch or the model"
+        super().__init__(f"batch {number}, {described(batch)}, failed{where}: {cause}; {cure}")
+        self.number, self.batch, self.where = number, batch, where
+
+
+def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
+    """What to do where an error speaks of devices, and tensors are on another one than the model; else "".
+
+    >>> import torch
+    >>> elsewhere(nn.Linear(2, 2), torch.ones(2, device="meta"), "two devices")
+    "the batch is on meta, and the model on cpu; give batch.to('cpu'), or move it in forward="
+    """
+    own = {str(one.device) for one in (*model.parameters(), *model.buffers())}
+    others = {str(leaf.device) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)} - own
+    if len(own) != 1 or not others or "device" not in cause:
+        return ""
+    (device,) = own
+    where = f"the batch is on {', '.join(sorted(others))}, and the model on {device}"
+    return f"{where}; give batch.to({device!r}), or move it in forward="
+
+
+@contextmanager
+def failure_named(
+    model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
+) -> Iterator[None]:
+    """Turn an error of a model's call into one that names the layer; errors that arise outside of the model stay.
+
+    Args:
+        named: makes the error, from where the model failed (see `locate`) and why, in one line.
+        kinds: the classes of errors, without those derived from them.
+    """
+    try:
+        yield
+    except kinds as error:
+        where = locate(model, error) if type(error) in kinds else None
+        if where is None:
+            raise
+        raise named(where, one_line(error)) from error
+
+
+@contextmanager
+def input_named(layer: str, number: int) -> Iterator[None]:
+    """Name the layer and the batch in an error of what the layer gets.
+
+    Args:
+        layer: its path.
+        number: of the batch, from 0.
+    """
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{module_name(layer)}, batch {number + 1}: {error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line: its type and message.
+
+    >>> one_line(ValueError("one\\ntwo"))
+    'ValueError: one two'
+    """
+    return f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+
+
+def described(batch: Any) -> str:
+    """The shapes of a batch's tensors, or its type.
+
+    >>> import torch
+    >>> described((torch.ones(4, 9), torch.ones(4))), described("text")
+    ('tensors of shape [4, 9], [4]', 'a str')
+    """
+    shapes = [str(list(leaf.shape)) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return f"tensors of shape {', '.join(shapes)}" if shapes else f"a {type(batch).__name__}"
+
+
+def locate(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
+
+    The type of a quantized layer is that of the float layer.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found, shapes, trace = None, "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names and not isinstance(module, Quantizer):
+            found, shapes = module, _got(trace.tb_frame.f_locals)
+        trace = trace.tb_next
+    if found is None:
+        return None
+    kind = getattr(type(found), "float_class", type(found)).__name__
+    sizes = [getattr(found, name, None) for name in ("in_features", "out_features")]
+    if all(isinstance(size, int) for size in sizes):
+        kind += f" {sizes[0]} -> {sizes[1]}"
+    return f" in layer {names[id(found)]} ({kind}){shapes}" if names[id(found)] else f" in {kind}{shapes}"
+
+
+def _got(variables: dict[str, Any]) -> str:
+    """What a call got, as " on float32 [4, 9]"; "" if it holds no tensor."""
+    given = [value for name, value in variables.items() if name != "self"]
+    found = [
+        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        for leaf in tree_leaves(given)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+    ]
+    return f" on {', '.join(found[:4])}" if found else ""
+
+
+Mask = str | Callable[[Any], Tensor]
+"""Which tokens of a batch count, bool or 0 and 1 [batch, tokens]: a function of the batch, or a key of a dict batch."""
+
+_SHOWN = 3  # inputs that a warning names with their shapes
+
+
+class TokenMask:
+    """The tokens of each batch that count.
+
+    Args:
+        mask: see `Mask`; None: all count.
+
+    >>> tokens = TokenMask("attention_mask")
+    >>> mask = tokens.mask({"attention_mask": torch.tensor([[1, 0], [1, 1]])})
+    >>> x = torch.arange(8.0).view(2, 2, 2)
+    >>> tokens.select("0", nn.Linear(2, 2), x, mask)
+    tensor([[[0., 1.],
+             [4., 5.],
+             [6., 7.]]])
+    """
+
+    def __init__(self, mask: Mask | None) -> None:
+        if not (mask is None or isinstance(mask, str) or callable(mask)):
+            raise ConfigError(f"mask must be a function of a batch, or a key of dict batches, got {mask!r}")
+        self._key = mask
+        self._masked: set[str] = set()
+        self._whole: dict[str, tuple[int, ...]] = {}
+        self._shape: tuple[int, ...] = ()
+        self._observers: list[_Unmasked] = []
+        self.present: Tensor | None = None
+        """The mask of the present batch; None if all tokens count."""
+
+    def mask(self, batch: Any) -> Tensor | None:
+        """The mask of a batch, bool [batch, tokens]; None if all tokens count.
+
+        Raises:
+            ConfigError: it is no tensor of two axes with True and False, or 1 and 0.
+        """
+        if self._key is None:
+            return None
+        if isinstance(self._key, str):
+            if not isinstance(batch, Mapping) or self._key not in batch:
+                what = f"a dict with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+                what = what or f"a {type(batch).__name__}"
+                raise ConfigError(
+                    f"mask={self._key!r} is a key of dict batches, but a batch is {what}; give a function of a batch, "
+                    "such as mask=lambda batch: batch[1]"
+                )
+            found = batch[self._key]
+        else:
+            found = self._key(batch)
+        wanted = "mask must give a bool tensor [batch, tokens], True for tokens that count"
+        if not isinstance(found, Tensor) or found.dim() != 2:
+            shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+            raise ConfigError(f"{wanted}; it gave a {type(found).__name__}{shape}")
+        if found.is_floating_point() or not bool(((found == 0) | (found == 1)).all()):
+            raise ConfigError(f"{wanted}; it gave a tensor of {found.dtype} with other values than 0 and 1")
+        self._shape = tuple(found.shape)
+        return found.bool()
+
+    def select(
+        self, name: str, layer: nn.Module, x: Tensor, mask: Tensor | None, granularity: Granularity | None = None
+    ) -> Tensor:
+        """The unmasked tokens of an input [batch, tokens, ...] of a layer: [1, unmasked, ...]; other inputs unchanged.
+
+        Args:
+            name: of the input, for `warn_unmasked`.
+            layer: that gets the input.
+            x: the input.
+            mask: of the batch.
+            granularity: of a fixed range for the input, which may have scales for positions.
+        """
+        is_recurrent = isinstance(layer, Recurrent)
+        if mask is None or (is_recurrent and x[..., 0].numel() == int(mask.sum())):  # as in `select_steps`
+            return x
+        if _has_tokens(layer, x, mask) and (granularity is None or not _counts_positions(granularity, x)):
+            self._masked.add(name)
+            return x[mask.to(x.device)][None]
+        if (
+            is_recurrent or x.dim() != 2 or len(x) != len(mask) or x.shape == mask.shape
+        ):  # else one row for each example has no tokens
+            self._whole[name] = tuple(x.shape)
+        return x
+
+    def observe_through(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Restore:
+        """Have the calibrators of input quantizers see the unmasked tokens of the batch that `enter` got last.
+
+        Args:
+            model: that the quantizers are in.
+            inputs: quantizers by path, each with its calibrator.
+
+        Returns:
+            A function that gives the quantizers their own calibrators back.
+        """
+        restore, self._observers = attributes_of(inputs.values(), "calibrator"), []
+        for name, quantizer in inputs.items() if self._key is not None else ():
+            layer: Any = model.get_submodule(layer_of(name))
+            show: Any = _Unmasked(self, name, layer, quantizer)
+            self._observers.append(show)
+            quantizer.calibrator = show
+        return restore
+
+    def enter(self, batch: Any) -> None:
+        """Make a batch the present one."""
+        self.present = self.mask(batch)
+
+    def leave(self) -> None:
+        """Show calibrators what recurrent layers did step by step in the present batch, when all steps are known."""
+        for observer in self._observers:
+            observer.show_steps()
+
+    def select_steps(self, name: str, layer: Recurrent, steps: Sequence[Tensor], mask: Tensor) -> Sequence[Tensor]:
+        """The unmasked rows of the inputs [batch, columns] that a quantizer of a recurrent layer saw in a batch.
+
+        Args:
+            name: of the quantizer.
+            layer: that it is in.
+            steps: the inputs, in the order of its calls.
+            mask: of the batch.
+        """
+        if sum(map(len, steps)) == int(mask.sum()):  # all tokens count, or a packed sequence has no others
+            return steps
+        places = layer.places(name.rpartition(".")[2], len(steps))
+        if places is None or len(steps) != mask.shape[1] or any(len(x) != len(mask) for x in steps):
+            self._whole[name] = tuple(steps[0].shape)
+            return steps
+        self._masked.add(name)
+        columns = mask.to(steps[0].device).unbind(1)
+        return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
+
+    def warn_unmasked(self) -> None:
+        """Warn once about inputs that the mask does not fit, whose padding counts.
+
+        Raises:
+            CalibrationError: the mask fits no input at all.
+        """
+        if not self._whole:
+            return
+        shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
+        shown = listed(shapes, _SHOWN)
+        if not self._masked:
+            raise CalibrationError(
+                f"the mask has the shape {list(self._shape)}, and no input has these leading axes: {shown}; give a "
+                "mask of shape [batch, tokens] of the model's inputs"
+            )
+        warn_user(
+            f"the mask [batch, tokens] fits {len(self._masked)} inputs and not {len(shapes)} others, whose padding "
+            f"counts: {shown}. Where that matters, give batches without padding",
+            CalibrationWarning,
+        )
+
+
+class _Unmasked:
+    """Shows a calibrator the unmasked tokens of each tensor."""
+
+    def __init__(self, tokens: TokenMask, name: str, layer: nn.Module, quantizer: Quantizer) -> None:
+        self._tokens, self._name, self._layer = tokens, name, layer
+        self._granularity, self._calibrator = quantizer.spec.granularity, quantizer.calibrator
+        self._steps: list[Tensor] = []
+
+    @property
+    def observed(self) -> bool:
+        return self._calibrator is not None and self._calibrator.observed
+
+    def observe(self, x: Tensor) -> None:
+        mask = self._tokens.present
+        if isinstance(self._layer, Recurrent) and mask is not None:
+            self._steps.append(x)
+        elif self._calibrator is not None:
+            self._calibrator.observe(self._tokens.select(self._name, self._layer, x, mask, self._granularity))
+
+    def show_steps(self) -> None:
+        """Show the steps of the present batch."""
+        steps, mask, self._steps = self._steps, self._tokens.present, []
+        layer = self._layer
+        if steps and isinstance(layer, Recurrent) and mask is not None and self._calibrator is not None:
+            for x in self._tokens.select_steps(self._name, layer, steps, mask):
+                self._calibrator.observe(x)
+
+
+def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
+    """Whether the leading axes of an input are those of the mask, and no other axis may be that of its tokens."""
+    if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
+        return False  # a convolution has channels where other layers have tokens
+    others = x.shape[2:-1] if isinstance(layer, nn.Linear | Recurrent) else x.shape[2:]
+    return mask.shape[1] not in others
+
+
+def _counts_positions(granularity: Granularity, x: Tensor) -> bool:
+    """Whether fixed scales of an input are of single positions, so that none can be left out."""
+    try:
+        return any(count != 1 for count in granularity.group_shape(x.shape)[:2])
+    except ShapeError:
+        return False  # the calibrator says so
+
 
 Forward = Callable[[nn.Module, Any], Any]
 Inputs = SupportsIndex | slice | Callable[[Any], Any]

@@ -1,25 +1,374 @@
-"""Deliver a model: its codes, as they are, in files that another program loads."""
+"""Deliver a model: its codes, as they are, in files that another program loads.
+
+The quantized parts of a model, why a format cannot hold one, and the nearest preset that it can.
+
+The small files of the folder that a model was loaded from: its tokenizer's and others that load and describe it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.beside import beside, digests, folder_of, skipped, unchanged
-from fakequant.delivery.folder import check_shard_size, sharded, written_in
-from fakequant.delivery.format import DeliveryFormat, delivery_format, delivery_formats
-from fakequant.delivery.parts import parts_of, refuse
-from fakequant.errors import ExportError, OutputError, warn_user
-from fakequant.files import check_path, writable_folder
-from fakequant.model.state.codecs import write_folder
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState, snapshot
-from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.advising.engines import holders
+from fakequant.delivery.folder import CONFIG, Folder, check_shard_size, sharded, written_in
+from fakequant.delivery.format import DeliveryFormat, Part, delivery_format, delivery_formats, float_names, paired
+from fakequant.errors import CheckpointError, ExportError, OutputError, warn_user
+from fakequant.files import check_path, read_whole, writable_folder
+from fakequant.model.config import Rule, TensorConfig
+from fakequant.model.presets import presets
+from fakequant.model.sites.planned import site_path
+from fakequant.model.sizes import spec_bits
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry
+from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder
+from fakequant.nn.paths import join, module_at
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import Mode
+from fakequant.nn.wrappers import Operand, Role, unwraps
+from fakequant.ptq.advising.next_step import holders
 from fakequant.text import listed
+
+_IN_FLOAT = 32
+"""Bits of a tensor that is not quantized, for distances."""
+_KIND = 8
+"""Bits by which a dynamic range is farther than a fixed one."""
+_AXES = 0.01
+"""Bits by which other groups of the same number are farther."""
+
+
+def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
+    """What is quantized in a model: each layer once for each of its weights, and each call of a function."""
+    found: list[Part] = []
+    for path, entry in state.layers.items():
+        layer = module_at(model, path)
+        assert isinstance(layer, QuantizedLayer)
+        found += _of_layer(path, layer, entry)
+    for path, owner in state.sites.owners.items():
+        for key, site in owner.sites.items():
+            held = {name: one.tensor for name, one in site.quantizers.items() if _is_on(one)}
+            if held:
+                paths = {name: f"{site_path(path, key)}.{name}" for name in held}
+                found.append(Part(path, key.rpartition("_")[0], module_at(model, path), held, paths, call=key))
+    return found
+
+
+def _is_on(entry: QuantizerEntry | None) -> bool:
+    return entry is not None and entry.mode is Mode.QUANTIZE
+
+
+def _of_layer(path: str, layer: QuantizedLayer, entry: LayerEntry) -> Iterator[Part]:
+    held = {name: one.tensor for name, one in entry.quantizers.items() if _is_on(one)}
+    operands = layer.operands(layer)
+    pairs = paired(operands)
+    for attribute, source in pairs.items():
+        inputs = [source] if source else [name for name, one in operands.items() if one.role is Role.INPUT]
+        own = {"input" if source else _shown(name): name for name in inputs}
+        own |= {"weight": attribute, "output": "_output_quantizer"}
+        tensors = {name: held[key] for name, key in own.items() if key in held}
+        if tensors:
+            places = {name: operands[key] for name, key in own.items() if key in operands}
+            yield Part(path, entry.type, layer, tensors, {name: join(path, own[name]) for name in tensors}, places)
+    if not pairs and held:
+        tensors = {_shown(name): one for name, one in held.items()}
+        yield Part(path, entry.type, layer, tensors, {_shown(name): join(path, name) for name in held})
+
+
+def _shown(attribute: str) -> str:
+    return attribute.strip("_").removesuffix("_quantizer")
+
+
+def refuse(
+    format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], state: QuantizedState, *, with_ranges: bool = True
+) -> None:
+    """Raise if a format cannot hold all that is quantized, before any work.
+
+    Args:
+        with_ranges: whether static inputs must have theirs.
+
+    Raises:
+        ExportError: all parts that it cannot hold, each with the reason, and the nearest preset that it can hold.
+    """
+    if reason := format.refuses(model):
+        raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
+    found: dict[str, str] = {}
+    for part in parts:
+        if reason := _own_reason(part, state, with_ranges=with_ranges):
+            found[part.name] = reason
+        elif reason := format.why_not(part):
+            found[part.name] = f"{reason}{_nearest(format, part)}"
+    if not found:
+        found |= format.conflicts(model, parts)
+    weights = {state.shared.get(part.weight, part.weight): part.name for part in parts if "weight" in part.operands}
+    for weight in weights.keys() & state.in_float.keys():
+        found.setdefault(weights[weight], state.in_float[weight])
+    if found:
+        alike: dict[str, list[str]] = {}
+        for name, reason in found.items():
+            alike.setdefault(reason, []).append(name)
+        lines = "".join(f"\n  {_named(names)}: {reason}" for reason, names in alike.items())
+        raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})"
+
+
+def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str | None:
+    """What no file of another program holds."""
+    entry = None if part.call else state.layers[part.path]
+    if entry is not None and entry.transform is not None:
+        kind = entry.transform.kind
+        return (
+            f"its input goes through a {kind} before its quantizer; leave that step out of improve, or, where a file "
+            "has it, read the values by read(path, dequantize=True) and quantize them for this format"
+        )
+    if entry is not None and entry.low_rank:
+        return f"a product of rank {entry.low_rank} is added to its output; leave that step out of improve"
+    held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
+    if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
+        return f"its ranges follow {chosen[0].by}, and files have one; calibrate without by="
+    if any(one.learned is not None for one in held.values()):
+        return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
+    scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}
+    left = [name for name, scale in scales.items() if scale is None and _is_fixed(part, name)]
+    if left and with_ranges:
+        return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
+    dtypes = [scale.dtype for scale in scales.values() if scale is not None]
+    if part.weight:
+        dtypes.append(part.module.get_parameter(part.places["weight"].weight).dtype)
+    if torch.float64 in dtypes:
+        return "it is in float64, whose scales files round to float32; convert it by model.float() before prepare"
+    return None
+
+
+def _is_fixed(part: Part, name: str) -> bool:
+    """Whether a quantizer needs data before it can work: weights have scales of their own."""
+    place = part.places.get(name)
+    return not part.operands[name].dynamic and (place is None or place.role is not Role.WEIGHT)
+
+
+def _nearest(format: DeliveryFormat, part: Part) -> str:
+    """The preset nearest to how a layer is quantized that a format can hold, as the end of a message."""
+    if not part.weight:
+        return "; leave it in float by Rule(pattern)"
+    held: dict[str, tuple[float, float]] = {}
+    for name, preset in presets().items():
+        rules = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
+        placed = {key: _placed(rule, own) for rule in rules[:1] for key, own in part.places.items()}
+        tensors = {key: one for key, one in placed.items() if one is not None}
+        if "weight" in tensors and format.why_not(replace(part, operands=tensors)) is None:
+            held[name] = _distance(part, tensors)
+    if not held:
+        return "; leave it in float by Rule(pattern), or give the model to fakequant.export_onnx"
+    return f"; the nearest preset that it holds is {min(held, key=held.__getitem__)}"
+
+
+def _placed(rule: Rule, place: Operand) -> TensorConfig | None:
+    """How a rule quantizes an operand."""
+    config = rule.tensor(place.role, place.axes(), place.kernel)
+    return config.for_each() if place.is_stack and config is not None else config
+
+
+def _distance(part: Part, other: Mapping[str, TensorConfig]) -> tuple[float, float]:
+    """How far two ways to quantize a layer are apart: the formats of the weight, which come first, and bits of all."""
+    ours, theirs, total = part.operands.get("weight"), other["weight"].spec.format, 0.0
+    codes = _IN_FLOAT if ours is None else abs(theirs.bits - ours.spec.format.bits) + (theirs != ours.spec.format)
+    for name in ("weight", "input"):
+        one, two = part.operands.get(name), other.get(name)
+        bits = [_bits(tensor, part.shape if name == "weight" else ()) for tensor in (one, two)]
+        total += abs(bits[0] - bits[1])
+        if one is not None and two is not None:
+            total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
+            total += _AXES * (one.spec.granularity != two.spec.granularity)
+    return codes, total
+
+
+def _bits(tensor: TensorConfig | None, shape: tuple[int, ...]) -> float:
+    if tensor is None:
+        return _IN_FLOAT
+    return spec_bits(tensor.spec, shape).per_weight if shape else tensor.spec.format.bits
+
+
+_KNOWN = (
+    *("tokenizer*", "*vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("generation_config.json", "*processor_config.json", "chat_template*", "LICENSE*", "NOTICE*"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+)
+"""Names of files that are copied; others may be the user's, and a delivery is made to be shared."""
+_OF_MODULES = ("config.json", "*_config.json", "model.safetensors", "pytorch_model.bin")
+_LARGE = 64 * 2**20
+"""Bytes from which a file is none of a tokenizer, a configuration or a small module."""
+_BUFFERS = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
+"""Ends of names of buffers that older files have, and that models make by themselves."""
+_MODULES, _GENERATION = "modules.json", "generation_config.json"
+
+
+class SmallFiles(NamedTuple):
+    """The small files of a model.
+
+    Attributes:
+        files: by name, to be copied; of a module of sentence-transformers with its folder.
+        missing: what the files of the model need and the folder will not have, one sentence each.
+    """
+
+    files: Mapping[str, Content]
+    missing: list[str]
+
+
+def beside(model: nn.Module) -> SmallFiles:
+    """The small files of the folder that a model was loaded from, also of one in the cache of Hugging Face."""
+    given = str(getattr(model, "name_or_path", "") or "")
+    generation: Any = getattr(model, "generation_config", None)
+    made = {} if generation is None else {_GENERATION: generation.to_json_string().encode()}
+    if not given:
+        return SmallFiles(made, _without_code(model, {}))
+    source = folder_of(model)
+    if source is None:
+        return SmallFiles(
+            made,
+            [f"the tokenizer and other files of {given}, which is no folder here and not in the cache of Hugging Face"],
+        )
+    names = [name for name in sorted(path.name for path in source.iterdir()) if _is_known(name, _KNOWN)]
+    wanted = [*names, *_code_of(model, source), *_modules_of(source)]
+    found = {name: source / name for name in dict.fromkeys(wanted) if (source / name).is_file()}
+    large = [name for name, path in found.items() if path.stat().st_size > _LARGE]
+    missing = [f"{listed(large)}, which are larger than {_LARGE >> 20} MB"] if large else []
+    files = {name: path for name, path in found.items() if name not in large}
+    missing += _without_code(model, files)
+    if left := [path for path in _paths_of(source) if not any(name.startswith(f"{path}/") for name in files)]:
+        missing.append(f"{listed(left)}, which {_MODULES} names")
+    is_text = getattr(model, "main_input_name", "") == "input_ids"
+    if source != Path(given) and is_text and not any(_is_known(name, _KNOWN[:8]) for name in files):
+        missing.append(f"the tokenizer of {given}, which is not in the cache of Hugging Face")
+    return SmallFiles({**made, **files} if _GENERATION not in files else files, missing)
+
+
+def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder that the class of a model of transformers does not load, such as those of MTP layers.
+
+    Empty where the folder is quantized, or holds pickles.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        folder = Folder(source)
+        tensors = {} if folder.quantization else folder.tensors()
+    except (ImportError, CheckpointError):
+        return {}
+    own, any_model = dict.fromkeys(float_names(model), True), cast("Any", model)
+    mapping = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(any_model)
+    kinds = [[one for one in mapping if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)]
+    prefix, found = getattr(model, "base_model_prefix", None), dict[str, LazyTensor]()
+    for name in tensors:
+        is_known = any(rename_source_key(name, *how, prefix, own)[0] in own for how in (kinds, ([], [])))  # type: ignore[arg-type]
+        if not is_known and not name.endswith(_BUFFERS):
+            found[name] = lazy(tensors, name)
+    return found
+
+
+def digests(files: Mapping[str, Content]) -> dict[str, str]:
+    """The start of the SHA-256 of each file, by which the next delivery knows whether it was changed."""
+    return {name: _digest(content) for name, content in files.items()}
+
+
+def unchanged(folder: Path, files: Mapping[str, Content], written: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Which of some files may be written, and which the user has put there or changed, so that they stay.
+
+    Args:
+        folder: where they would lie.
+        files: to be written.
+        written: the digests of what an earlier delivery wrote there.
+    """
+    free, kept = list[str](), list[str]()
+    for name, content in files.items():
+        path = folder / name
+        held = _digest(path) if path.is_file() else None
+        if (held is None and not path.exists()) or (held is not None and held in (written.get(name), _digest(content))):
+            free.append(name)
+        else:
+            kept.append(name)
+    return free, kept
+
+
+def _digest(content: Content) -> str:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    assert isinstance(data, bytes)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _is_known(name: str, patterns: Iterable[str]) -> bool:
+    return not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def folder_of(model: Any) -> Path | None:
+    """The folder that a model was loaded from: a local one with a model of its type, or that of the cache."""
+    given = str(getattr(model, "name_or_path", "") or "")
+    own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
+    if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
+        return Path(given)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(given, CONFIG)
+    except (ImportError, ValueError):  # a name that none of the Hub has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_whole(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _named_code(model: Any) -> list[str]:
+    """The Python files that `auto_map` names; those of other repositories are loaded from there."""
+    named = getattr(getattr(model, "config", None), "auto_map", None) or {}
+    texts = [text for one in named.values() for text in (one if isinstance(one, (list, tuple)) else [one])]
+    texts = [text for text in texts if isinstance(text, str) and "--" not in text]
+    return sorted({f"{text.partition('.')[0]}.py" for text in texts})
+
+
+def _code_of(model: Any, source: Path) -> Iterator[str]:
+    """The Python files that load a model, with those that they import."""
+    for name in _named_code(model):
+        yield name
+        if (source / name).is_file():
+            from transformers.dynamic_module_utils import get_relative_import_files
+
+            yield from (Path(one).name for one in get_relative_import_files(source / name))
+
+
+def _without_code(model: Any, files: Mapping[str, Content]) -> list[str]:
+    left = [name for name in _named_code(model) if name not in files]
+    return [f"{listed(left)}, the code of the model that config.json names in auto_map"] if left else []
+
+
+def _paths_of(source: Path) -> list[str]:
+    """The folders that modules.json of sentence-transformers names, beside that of the model."""
+    values = _json(source / _MODULES)
+    paths = [one.get("path") for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+    return [path for path in paths if isinstance(path, str) and path not in ("", ".", "..") and "/" not in path]
+
+
+def _modules_of(source: Path) -> Iterator[str]:
+    for path in _paths_of(source):
+        if (source / path).is_dir():
+            yield from (
+                f"{path}/{one.name}" for one in sorted((source / path).iterdir()) if _is_known(one.name, _OF_MODULES)
+            )
+
 
 _CALL = "deliver(model, 'folder', 'compressed-tensors')"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ExportError, not_imported, shown
-from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
-from fakequant.model.state.tensor_file import StoredTensors, size_of
+from fakequant.model.state.snapshots import Content, Files, StoredTensors, TensorFile, read_folder, size_of
 from fakequant.nn.quantized.forms import own_class
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -1,25 +1,43 @@
-"""What a format of files says of itself: what it can hold, how states become files and back, programs that load it."""
+"""What a format of files says of itself: what it can hold, how states become files and back, programs that load it.
+
+Where a model, in float or prepared, has weights that can be quantized, and what their quantizers are called.
+
+The tensors of a folder in which each layer has some of its own: made one after the other while they are written.
+
+Read a file of another program into a prepared model.
+"""
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, Folder, written_in
-from fakequant.errors import CheckpointError, nearest
-from fakequant.model.state.codecs import Files
-from fakequant.model.state.snapshots import LazyTensor, QuantizedState
-from fakequant.model.tensor_config import TensorConfig
-from fakequant.nn.operands import Operand
-from fakequant.nn.paths import join
+from fakequant.data.arguments import check_model, refuse_prepared
+from fakequant.delivery.folder import CONFIG, FileNames, Folder, written_in
+from fakequant.errors import CheckpointError, ExportError, QParamsError, nearest
+from fakequant.files import check_path
+from fakequant.model.config import TensorConfig
+from fakequant.model.state.applying import apply_from
+from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile, lazy
+from fakequant.model.state.weight_codes import QuantizedWeights
+from fakequant.nn.paths import join, module_at
+from fakequant.nn.quantized.forms import own_class, quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.stored.weight import with_stored
+from fakequant.nn.transforms import first_weights, make_transform
+from fakequant.nn.wrappers import Operand, Role
 from fakequant.text import listed, module_name
 
 
@@ -236,3 +254,299 @@ def format_of(path: Path) -> DeliveryFormat:
     if written_in(path) is not None:
         raise CheckpointError(f"{path} holds a part of a delivery, which ended before it was whole; deliver again")
     raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")
+
+
+_ROLES = Role.WEIGHT, Role.INPUT
+
+
+class Place(NamedTuple):
+    """A weight of a layer.
+
+    Attributes:
+        path: of the layer.
+        kind: the class of the float layer.
+        classes: that class and its bases, by name.
+        attribute: the name of the weight's quantizer.
+        input: the name of the quantizer of what it multiplies; "" where there is none.
+        operand: where it has its axes.
+    """
+
+    path: str
+    kind: str
+    classes: tuple[str, ...]
+    attribute: str
+    input: str
+    operand: Operand
+
+
+def places_of(model: nn.Module) -> dict[str, Place]:
+    """The weights of a model that can be quantized, by their names in the state dict."""
+    found: dict[str, Place] = {}
+    for path, module in model.named_modules():
+        form = type(module) if isinstance(module, QuantizedLayer) else quantized_class(module)
+        if form is None:
+            continue
+        own = getattr(module, "float_class", None) or own_class(module)
+        operands = form.operands(module)
+        classes = tuple(cls.__name__ for cls in own.__mro__)
+        for name, source in paired(operands).items():
+            place = Place(path, own.__name__, classes, name, source, operands[name])
+            found[join(path, operands[name].weight)] = place
+    return found
+
+
+def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
+    """The quantizers of weights, each with that of the input that it multiplies; "" where none belongs to it alone."""
+    weights, inputs = ([name for name, one in operands.items() if one.role is role] for role in _ROLES)
+    return dict(zip(weights, inputs if len(inputs) == len(weights) else [""] * len(weights), strict=True))
+
+
+def float_names(model: nn.Module) -> list[str]:
+    """The names in the state dict without those of quantizers: the state dict of the float model."""
+    return without_quantizers(with_stored(model, model.state_dict()), quantizers(model))
+
+
+def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[str]:
+    """The names of tensors that belong to none of the quantizers at these paths."""
+    own = tuple(f"{path}." for path in quantizers)
+    return [name for name in names if not name.startswith(own)]
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: which field of a weight it is, its shape and dtype, and how the one becomes the other.
+
+    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "scale_codes" and "shared" of scales that have one of
+    their own, and "values".
+    """
+
+    field: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    store: Callable[[Tensor], Tensor] = lambda x: x
+    load: Callable[[Tensor], Tensor] = lambda x: x
+
+
+def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
+    """Parts whose weights are floats with the values of their codes: tables, and what is tied by `shared` names."""
+    tied = {*shared, *shared.values()}
+    return [part for part in parts if part.weight and (isinstance(part.module, nn.Embedding) or part.weight in tied)]
+
+
+def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
+    """Why files cannot hold stacks of weights piece by piece: a scale that belongs to several pieces."""
+    names, reasons = FileNames(model), dict[str, str]()
+    for part in (one for one in parts if one.is_stack and "weight" in one.operands):
+        grid = part.operands["weight"].spec.granularity
+        high, wide = grid.block_shape(part.shape)[-2:]
+        try:
+            scales = names.split(part.weight, torch.empty(grid.group_shape(part.shape), device="meta"))
+        except ValueError:  # of transformers, which cannot divide them
+            scales = {}
+        for key, piece in names.split(part.weight, torch.empty(part.shape, device="meta")).items():
+            expected = (-(-piece.shape[-2] // high), -(-piece.shape[-1] // wide))
+            is_cut = piece.shape[-2] < part.shape[-2] and piece.shape[-2] % high
+            if is_cut or key not in scales or tuple(scales[key].shape[-2:]) != expected:
+                why = f"files have {key} by itself, of {piece.shape[-2]} rows, and scales are of {high}"
+                reasons.setdefault(part.name, why)
+    return reasons
+
+
+class LayeredWriter:
+    """The tensors of a model by their names in files, of stacked experts one for each.
+
+    Args:
+        state: of the model.
+        model: that is delivered.
+        parts: of it.
+        stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
+
+    Attributes:
+        tensors: of the file.
+        in_float: weights that are written as floats with the values of their codes: tables, which programs read as
+            floats, and what is tied.
+        pieces: for each coded weight the names that it has in files.
+        under: of some weights, the scale of the tensor that is above the others.
+        ignored: layers in float, by their names in files, and in the model where they differ: transformers looks for
+            modules of the model.
+    """
+
+    def __init__(
+        self,
+        state: QuantizedState,
+        model: nn.Module,
+        parts: Sequence[Part],
+        stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
+    ) -> None:
+        self.state, self._model, self._names, self._stored = state, model, FileNames(model), stored
+        self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
+        self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
+        self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
+        self.pieces: dict[str, list[str]] = {}
+        self.under: dict[str, Tensor] = {}
+        # The pieces of a stack are made from the whole: the last one is kept.
+        self.field = lru_cache(maxsize=1)(self._field)
+        own = (path for path, _, _ in state.quantizers())
+        for name in without_quantizers([*state.tensors, *state.shared], own):
+            tensor = lazy(state.tensors, state.shared.get(name, name))
+            pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            for key, piece in pieces.items():
+                if name in self.coded:
+                    self._add_codes(self.coded[name], key, piece)
+                else:
+                    self._add_float(name, key, piece, tensor)
+
+    def _add_codes(self, part: Part, key: str, piece: Tensor) -> None:
+        base = key.removesuffix(".weight")
+        self.pieces.setdefault(part.weight, []).append(base)
+        for end, one in self._stored(part, piece.shape, piece.dtype).items():
+            self.tensors[f"{base}.{end}"] = self._piece(part.weight, key, one)
+
+    def _add_float(self, name: str, key: str, piece: Tensor, tensor: LazyTensor) -> None:
+        base, module = key.removesuffix(".weight"), module_at(self._model, name.rpartition(".")[0])
+        if base != key and piece.dim() == 2 and not isinstance(module, nn.Embedding):
+            self.ignored += dict.fromkeys(
+                [base, name.removesuffix(".weight")] if piece.shape == tensor.shape else [base]
+            )
+        if name not in self.state.shared:
+            is_whole = name not in self.in_float and piece.shape == tensor.shape
+            plain = Stored("values", piece.shape, piece.dtype)
+            self.tensors[key] = tensor if is_whole else self._piece(name, key, plain)
+
+    def _piece(self, name: str, key: str, one: Stored) -> LazyTensor:
+        return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
+
+    def _field(self, name: str, field: str) -> dict[str, Tensor]:
+        """A field of a weight, or the values of a tensor, in the pieces that files hold."""
+        state = self.state
+        if field == "values":
+            is_coded = name in self.in_float
+            return self._names.split(name, state.weights[name].values() if is_coded else state.tensors[name])
+        if field == "codes":
+            return self._names.split(name, state.weights[name].codes)
+        part = self.coded[name]
+        spec = part.operands["weight"].spec
+        groups = spec.granularity.group_shape(part.shape)
+        if field == "zero_point" and spec.symmetric:
+            return self._names.split(name, torch.zeros(groups, dtype=torch.int32))
+        found = self._params(name, "zero_point" if field == "zero_point" else "scale")
+        if field in ("scale_codes", "shared"):
+            codes, shared = spec.scale.split(found, self.under.get(name))
+            assert shared is not None
+            found = codes if field == "scale_codes" else shared.expand(*groups[:-1], 1)
+        return self._names.split(name, found)
+
+    def _params(self, name: str, one: str) -> Tensor:
+        """The scales or zero points [groups, axes kept] of a coded weight."""
+        part, weights = self.coded[name], self.state.weights
+        found = self.state.tensors.get(f"{part.paths['weight']}.{one}")
+        if found is None:  # of a weight that no call has shown
+            found = getattr(weights.params(name) if isinstance(weights, QuantizedWeights) else weights[name], one)
+        return found.reshape(part.operands["weight"].spec.granularity.group_shape(part.shape))
+
+    def merge_scales(self, names: Sequence[str]) -> None:
+        """Write scales of several weights that are under a scale of the tensor all under the largest, unchanged.
+
+        Raises:
+            ExportError: their scales are not numbers under it.
+        """
+        spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
+        if not spec.scale.is_under_a_tensor:
+            return
+        largest = torch.stack([x for x in map(spec.scale.shared_by, scales) if x is not None]).amax(0)
+        try:
+            for scale in scales:
+                spec.scale.split(scale, largest)
+        except QParamsError as error:
+            raise ExportError(
+                f"servers merge {listed(names)} into a matrix with a single scale of the tensor, and these have "
+                "several: call fakequant.calibrate(model) before deliver, and before improve"
+            ) from error
+        self.under |= dict.fromkeys(names, largest)
+
+
+_CALL = "read('folder', model)"
+
+
+def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequantize: bool = False) -> nn.Module:
+    """Read a file or folder into a prepared model, which can be analyzed, improved and trained further.
+
+    Args:
+        path: a file or folder of a format of `fakequant.delivery.delivery_formats()`.
+        model: a fresh float model of the architecture; it is changed in place and returned. Default: a transformers
+            model in eval mode, made from the file's configuration.
+        dequantize: return a float model with the dequantized weights, which can be quantized in another way. Its
+            activations are float. Transforms of inputs, such as GPTQ's permutation, are folded into the weights.
+
+    Raises:
+        CheckpointError: no such file, an unknown format, a damaged file, or another architecture.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "fp8", skip=[])
+    >>> used = calibrate(model, [torch.ones(1, 64)])
+    >>> with TemporaryDirectory() as folder:
+    ...     again = read(deliver(model, folder, "compressed-tensors"), nn.Sequential(nn.Linear(64, 64)))
+    >>> print(again[0].weight_quantizer.spec)
+    float8_e4m3fn per_channel(0)
+    """
+    check_path(path, _CALL, CheckpointError)
+    if model is not None:
+        check_model(model, "read", _CALL, CheckpointError)
+        refuse_prepared(model, "read")
+    source = Path(path)
+    format = format_of(source)
+    with _damage(format, source):
+        built = format.build(source) if model is None else model
+
+    def state(_: bool) -> tuple[QuantizedState, str]:
+        found = decoded(format, source, built)
+        return _dequantized(built, found) if dequantize else found, ""
+
+    return apply_from(built, state)
+
+
+@torch.no_grad()
+def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
+    """The state of a float model with the values of a state."""
+    found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
+    places = places_of(model)
+    for name in state.weights:
+        place, held = places[name], state.weights[name]
+        held.check()
+        found[name], entry = held.values(), state.layers[place.path].transform
+        layer = module_at(model, place.path)
+        if entry is not None and name.rpartition(".")[2] in first_weights(layer):
+            transform = make_transform(entry.kind, layer, **entry.options)
+            prefix = f"{join(place.path, '_input_transform')}."
+            own = {key.removeprefix(prefix): state.tensors[key] for key in state.tensors if key.startswith(prefix)}
+            transform.load_state_dict(own)
+            found[name] = transform.out_of_weight(layer, found[name])
+    return QuantizedState(tensors=found, shared=state.shared, versions=state.versions)
+
+
+def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
+    """The state in a file or folder; each access reads its tensors.
+
+    Raises:
+        CheckpointError: the file is damaged; an access may raise it, too.
+    """
+    with _damage(format, path):
+        state = format.decode(path, model)
+    tensors, weights = (
+        Made({name: _damage(format, path)(partial(held.__getitem__, name)) for name in held})
+        for held in (state.tensors, state.weights)
+    )
+    return replace(state, tensors=tensors, weights=weights)
+
+
+@contextmanager
+def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
+    """A context that adds the file's name to the reader's error."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:  # of code that reads damaged files: any
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is no {format.name}, or it is damaged: {what}") from error

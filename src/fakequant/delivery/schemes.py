@@ -1,29 +1,45 @@
-"""The schemes of compressed-tensors: arguments of weights and activations, and the tensors of a weight."""
+"""The schemes of compressed-tensors: arguments of weights and activations, and the tensors of a weight.
+
+Quantizers of keys and values, which files name by the module that calls the attention.
+
+What the package compressed-tensors, and transformers with it, make of a folder.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fakequant.delivery.folder import Folder
-from fakequant.delivery.format import Part
-from fakequant.delivery.writing import Stored
-from fakequant.errors import CheckpointError, ShapeError
-from fakequant.model.tensor_config import TensorConfig
+from fakequant.delivery.folder import Folder, by_transformers
+from fakequant.delivery.format import Engine, Part, Stored
+from fakequant.errors import CheckpointError, ConfigError, ShapeError
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.run.outputs import record
+from fakequant.model.sites.planned import SitePlan
+from fakequant.model.sites.sites import plan_sites
+from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry, sites_entry
+from fakequant.model.state.snapshots import LazyTensor
+from fakequant.nn.quantized.forms import own_class
+from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.numerics.formats import IntegerFormat, parse_format
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.formats.packing import pack, unpack, viewed
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from fakequant.numerics.qparams import Range, choose_qparams
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.restore import attributes_of, restore_after
+from fakequant.text import listed
 
 _parser: Any = re._parser if hasattr(re, "_parser") else import_module("sre_parse")  # type: ignore[attr-defined]  # before Python 3.11
 Args = dict[str, Any]
@@ -468,3 +484,179 @@ def _powers(x: Tensor) -> Tensor:
     if bool((x == 255).any()):
         raise CheckpointError("scales of powers of two hold NaN")
     return torch.ldexp(torch.ones(x.shape), x.to(torch.int32) - 127)
+
+
+_CACHE = {"past_key_values", "past_key_value"}
+"""The arguments by which compressed-tensors 0.20 puts its quantized keys and values into an attention."""
+
+
+def missed_cache(modules: Iterable[nn.Module]) -> str:
+    """Why keys and values of some attentions stay in float in transformers, as a sentence; "" if they do not."""
+    classes = {own_class(module) for module in modules}
+    names = [cls.__name__ for cls in classes if not _CACHE & {*inspect.signature(cls.forward).parameters}]
+    if not names:
+        return ""
+    return (
+        f"Keys and values stay in float in transformers: {listed(sorted(names))} takes its cache by another name than "
+        f"{' or '.join(sorted(_CACHE))}, which compressed-tensors gives; transformers 5.23 has these names."
+    )
+
+
+def attention_sites(model: nn.Module, config: TensorConfig, operands: Iterable[str]) -> SitesEntry:
+    """The calls of attention of a language model, with quantizers of some operands.
+
+    A float model runs once with two tokens, by which its calls are found; a prepared one has them.
+
+    Raises:
+        CheckpointError: no call of attention is found.
+    """
+    if quantizers(model):
+        return sites_entry(model)
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    try:
+        recording = record(model, lambda: model(input_ids=tokens, use_cache=False))
+        plan = plan_sites(model, Config("attention", (Rule("*", ops=("attention",), input=config),)), recording)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"keys and values are quantized, and the model calls no attention: {error}") from error
+    return _entry(model, plan, {*operands})
+
+
+def _entry(model: nn.Module, plan: SitePlan, operands: set[str]) -> SitesEntry:
+    keys = {path: list(own) for path, own in plan.training_keys.items()}
+    owners = {
+        path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, keys.get(path))
+        for path, steps in plan.steps.items()
+    }
+    for site in plan.sites:
+        held = {
+            name: SiteQuantizerEntry(one.tensor, kind=one.kind, group=one.group)
+            for name, one in site.quantizers.items()
+            if name in operands
+        }
+        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
+    return SitesEntry(owners, list(plan.shielded))
+
+
+def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
+    """Why files of compressed-tensors cannot hold some keys and values beside others, by the name of the part."""
+    calls = {part.path: part for part in parts if part.call}
+    classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
+    others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
+    schemes = {part.name: attention_args(part) for part in calls.values()}
+    first = next(iter(schemes.values()), None)
+    found = {
+        name: "files have one scheme of keys and values for all layers" for name, one in schemes.items() if one != first
+    }
+    return found | dict.fromkeys(others, "files have keys and values of all layers quantized, or of none")
+
+
+Scheme = Mapping[str, Any]
+OTHER_RULE = (
+    "the scale of dynamic INT8 is amax / 127.5 there, as in the preset W8A8_TRANSFORMERS, and amax / 127 in vLLM and "
+    "W8A8_DYNAMIC"
+)
+
+
+def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
+    """Whether transformers loads the same weights only where it dequantizes them at once."""
+    weights = [one for one in schemes if ROLES["weight"] in one]
+    if dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights)):
+        return True
+    if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
+        return True
+    scales = (name for name in tensors if name.endswith(".weight_scale"))
+    return dtype is not torch.float32 and any(tensors[name].dtype is torch.float32 for name in scales)
+
+
+def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
+    """Whether the package has a weight in bfloat16 for models of any dtype; under powers of two it is exact."""
+    return "scale_dtype" in scheme["weights"]
+
+
+def _has_scales_of_inputs(scheme: Scheme) -> bool:
+    """Whether a program chooses scales of inputs that are no powers of two."""
+    args = scheme.get(ROLES["input"], {})
+    return bool(args.get("dynamic")) and "scale_dtype" not in args
+
+
+def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
+    """Whether transformers quantizes inputs, and multiplies them by weights in bfloat16."""
+    weights = [one for one in schemes if ROLES["weight"] in one]
+    return any(ROLES["input"] in one for one in weights) and all(map(_is_decompressed_in_bfloat16, weights))
+
+
+def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
+    """The conditions under which transformers has the same weights, for a message; "" if always."""
+    if not needs_dequantize(schemes, tensors, dtype):
+        return ""
+    if runs_in_bfloat16(schemes):
+        return "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
+    if len(schemes) > 1:
+        return "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
+    return "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
+
+
+def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
+    """The values of a weight by the package compressed-tensors, by their names in files."""
+    # Packages of the extra `delivery`, which type checkers need not have.
+    compressor: Any = import_module("compressed_tensors.compressors").BaseCompressor
+    scheme_class: Any = import_module("compressed_tensors.quantization").QuantizationScheme
+    found = {}
+    for base in bases:
+        own = {name.rpartition(".")[2]: tensors[name] for name in tensors if name.rpartition(".")[0] == base}
+        decompress = compressor.get_value_from_registry(scheme["format"]).decompress
+        found[f"{base}.weight"] = decompress(own, scheme_class.model_validate(scheme))["weight"]
+    return found
+
+
+@contextmanager
+def computed_by_transformers(model: nn.Module) -> Iterator[None]:
+    """The model with dynamic INT8 by the rule of transformers in place of the rule of servers."""
+    held = _computed_by_servers(model)
+    rule = ScaleSpec(None, ScaleRounding.HALF_RANGE)
+    with restore_after(attributes_of(held, "spec")):
+        for one in held:
+            one.spec = one.spec.replace(arithmetic=Arithmetic.DIVIDE, scale=rule)
+        yield
+
+
+def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> Engine:
+    """The model as transformers loads it.
+
+    Args:
+        path: of the folder.
+        model: that was delivered.
+        groups: the schemes of the folder.
+        missed: why it leaves keys and values in float; "" if it does not.
+    """
+    import transformers
+
+    dtype = next(model.parameters()).dtype
+    coded = [one for one in groups if "weights" in one]
+    name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
+    if any(one["weights"]["strategy"] == "tensor_group" for one in coded):
+        note = "decompresses NVFP4 in bfloat16"
+    elif needs_dequantize(coded, Folder(path).tensors(), dtype) and not runs_in_bfloat16(coded):
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+        if len(coded) > 1:
+            note = "dequantizes all layers by one scheme, and the file has several"
+        elif ROLES["input"] in coded[0]:
+            note = "leaves activations in float where it dequantizes at once"
+    elif dtype is not torch.float32 and any(map(_has_scales_of_inputs, coded)):
+        note = f"rounds scales of dynamic inputs to {dtype}"
+    if note or missed:
+        return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])
+    loaded: Any = by_transformers(path, dtype, **options)
+    if runs_in_bfloat16(coded):  # which the first call would do, and which other dtypes need before
+        loaded.hf_quantizer.compressor.decompress_model(loaded)
+    # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
+    loaded = loaded.to(dtype) if dtype is torch.float32 else loaded
+    is_of_servers = bool(_computed_by_servers(model))
+    notes = [f"Outputs of {name} are compared by its rule: {OTHER_RULE}."] if is_of_servers else []
+    return Engine(name, model=loaded, as_it=computed_by_transformers, notes=notes)
+
+
+def _computed_by_servers(model: nn.Module) -> list[Quantizer]:
+    """The quantizers with the rule of servers for dynamic INT8."""
+    return [one for one in quantizers(model).values() if one.dynamic and one.spec.arithmetic is Arithmetic.RECIPROCAL]

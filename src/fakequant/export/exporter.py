@@ -1,53 +1,242 @@
-"""Export a model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear."""
+"""Export a model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear.
+
+The quantized weights of a model that is exported, with scales that are constants.
+
+Buffers that a model writes, as those of streaming models: inputs and outputs of the file.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Size, Tensor, nn
-from torch.export import ExportedProgram
+from torch import Size, Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model, refuse_stored
-from fakequant.data.batches import Inputs, example_arguments, select_inputs
-from fakequant.data.failures import OF_TORCH, described
+from fakequant.data.batches import OF_TORCH, Inputs, described, example_arguments, select_inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown, warn_user
-from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
-from fakequant.export.fixed_weights import active_weights, codes_to_write, weights_fixed
+from fakequant.export.capability import FIRST_OPSET, FileRecord, SiteRecord, Style, check_opset, check_scale, write
 from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
-from fakequant.export.placement import check
-from fakequant.export.record import FileRecord, SiteRecord, write
-from fakequant.export.state import as_arguments, name_outputs, states, with_state
-from fakequant.export.style import Style
-from fakequant.export.trace import TracedSite, sites, to_onnx, trace
-from fakequant.export.verification.runtime import element_types
+from fakequant.export.trace import TracedSite, check, sites, to_onnx, trace
+from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
-from fakequant.model.modes import evaluating, in_eval_mode
+from fakequant.model.execution import simulated
 from fakequant.model.run.tracing import example_named
-from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.unregistered import warn_of_new_layers
-from fakequant.model.weights import warn_stale_scales
+from fakequant.model.weights import (
+    evaluating,
+    in_eval_mode,
+    quantized_weights,
+    raise_scales,
+    warn_raised,
+    warn_stale_scales,
+)
 from fakequant.nn import fixed_ranges
+from fakequant.nn.products.product import Product
 from fakequant.nn.products.recurrent_loop import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.advising.engines import holders
-from fakequant.restore import restore_after
+from fakequant.ptq.advising.next_step import holders
+from fakequant.restore import attributes_of, forwards_of, restore_after
 from fakequant.text import listed, module_name, table
 from fakequant.version import __version__
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+
+def active_weights(model: nn.Module) -> list[Product]:
+    """The weights of layers that will be quantized in the file."""
+    return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
+
+
+@torch.no_grad()
+def codes_to_write(model: nn.Module) -> dict[str, Tensor]:
+    """Fixed codes that quantizing the weights again does not give, by the path of the quantizer."""
+    weights = quantized_weights(model).items()
+    found = {path: own.quantizer.codes_of_weight(own.parameter) for path, own in weights if own.parameter is not None}
+    return {path: codes.cpu() for path, codes in found.items() if codes is not None}
+
+
+@contextmanager
+def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Fix the scales that follow the weights for a while, so that the quantized weights are constants.
+
+    Weights with fixed codes are quantized as others, so that each has its node; `lower` writes the codes.
+    """
+    dynamic = [w for w in active_weights(model) if w.quantizer.follows_input]
+    coded = [w.quantizer for w in active_weights(model) if w.quantizer.fixed_codes is not None]
+    with (
+        restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")),
+        restore_after(attributes_of(coded, "fixed_codes")),
+    ):
+        for quantizer in coded:
+            quantizer.fixed_codes = None
+        # A layer may compute its weight from the parameter of that name, as one with a folded batch normalisation does.
+        plain = {id(w): w.parameter for w in dynamic if w.parameter is not None and w.tensor is w.parameter}
+        for weight in dynamic:
+            if (parameter := plain.get(id(weight))) is not None:
+                weight.quantizer.freeze(parameter)
+        _freeze_as_called(model, [w.quantizer for w in dynamic if id(w) not in plain], args, kwargs)
+        for weight in dynamic:
+            weight.quantizer.dynamic = False
+        yield
+
+
+def _freeze_as_called(
+    model: nn.Module, waiting: list[Quantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Fix the scales of computed weights in a forward pass, because `layer.weight` may be outdated."""
+    if not waiting:
+        return
+    hooks: list[RemovableHandle] = []
+    with restore_after(lambda: [hook.remove() for hook in hooks]), simulated(model), torch.no_grad():
+        for quantizer in waiting:
+            hooks.append(_freezing(quantizer))
+        model(*args, **kwargs)
+
+
+def _freezing(quantizer: Quantizer) -> RemovableHandle:
+    def freeze(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        quantizer.freeze(args[0])
+
+    return quantizer.register_forward_pre_hook(freeze)
+
+
+_NEXT = "next_"
+"""How the name of the output begins that has the new value of an input."""
+
+
+def states(program: ExportedProgram) -> dict[str, str]:
+    """The buffers that a model writes and on whose values its outputs depend, by the names of inputs for them.
+
+    Raises:
+        ExportError: the model writes a tensor in place that is no buffer.
+    """
+    written = _written(program.graph)
+    if not written:
+        return {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in written:
+            raise ExportError(
+                f"forward writes the tensor {spec.target}, which is no buffer; register it by register_buffer, and it "
+                "becomes an input and an output of the file"
+            )
+    program = program.run_decompositions({})
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    held = {str(spec.target): nodes[spec.arg.name] for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
+    mutations = [spec for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    changed = {str(spec.target): spec.arg.name for spec in mutations}
+    wanted = {spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT}
+    found: list[str] = []
+    while new := [path for path in changed if path not in found and wanted & _reached(held[path])]:
+        found += new
+        wanted |= {changed[path] for path in new}
+    return {f"state_{path.replace('.', '_')}": path for path in changed if path in found}
+
+
+def _written(graph: fx.Graph) -> set[str]:
+    """The placeholders of a graph whose memory its nodes write."""
+    base = {node: node.name for node in graph.nodes if node.op == "placeholder"}
+    written: set[str] = set()
+    for node in graph.nodes:
+        for argument, value in zip(
+            getattr(getattr(node.target, "_schema", None), "arguments", ()), node.args, strict=False
+        ):
+            if argument.alias_info is not None and isinstance(value, fx.Node) and value in base:
+                base[node] = base[value]
+                written |= {base[value]} if argument.alias_info.is_write else set()
+    return written
+
+
+def _reached(node: fx.Node) -> set[str]:
+    """The names of a node and of all that depend on it."""
+    waiting, seen = [node], {node.name}
+    while waiting:
+        new = [user for user in waiting.pop().users if user.name not in seen]
+        seen.update(user.name for user in new)
+        waiting += new
+    return seen
+
+
+@contextmanager
+def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
+    """A context in which a model takes buffers as arguments and also returns their new values; gives those of now.
+
+    Args:
+        model: what is traced.
+        found: see `states`.
+    """
+    if not found:
+        yield {}
+        return
+    forward = model.forward
+    # A buffer may be that of several modules.
+    places = [
+        (module._buffers, attribute, name)
+        for name, path in found.items()
+        for module in model.modules()
+        for attribute, buffer in module._buffers.items()
+        if buffer is model.get_buffer(path)
+    ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name).clone() for name in found}
+        before = [buffers[attribute] for buffers, attribute, _ in places]
+        try:
+            for buffers, attribute, name in places:
+                buffers[attribute] = given[name]
+            result = forward(*args, **kwargs)
+            after = {name: buffers[attribute] for buffers, attribute, name in places}
+        finally:
+            for (buffers, attribute, _), buffer in zip(places, before, strict=True):
+                buffers[attribute] = buffer
+        return result, [after[name] for name in found]
+
+    signature = inspect.signature(forward)
+    parameters = [*signature.parameters.values()]
+    at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    parameters[at:at] = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in found]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  torch reads the names
+
+    with restore_after(forwards_of([model])):
+        vars(model)["forward"] = run
+        yield {name: model.get_buffer(path).detach().clone() for name, path in found.items()}
+
+
+def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) -> Any:
+    """Dynamic shapes by name, with those of the buffers, which follow from the others."""
+    if dynamic_shapes is None or not found:
+        return dynamic_shapes
+    if not isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = dict(zip(inspect.signature(model.forward).parameters, dynamic_shapes, strict=False))
+    free = {name: dict.fromkeys(range(model.get_buffer(path).dim()), Dim.AUTO) for name, path in found.items()}
+    return {**dynamic_shapes, **free}
+
+
+def name_outputs(model: ModelProto, found: Mapping[str, str]) -> None:
+    """Name the last outputs of a graph, the new values of the buffers."""
+    from onnx import helper
+
+    for name, output in zip(reversed([*found]), reversed(model.graph.output), strict=False):
+        model.graph.node.append(helper.make_node("Identity", [output.name], [f"{_NEXT}{name}"]))
+        output.name = f"{_NEXT}{name}"
+
 
 MAX_BYTES = 2**31 - 2**20
 """The limit of one protobuf message, less a margin for nodes and names."""

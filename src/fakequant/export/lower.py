@@ -31,17 +31,13 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
-from fakequant.export.capability import check_scale, overflows
-from fakequant.export.graph import GraphEditor, inner_graphs, stored, stored_codes
-from fakequant.export.nodes import loops, portable, trt
-from fakequant.export.nodes.ranges import lower_scale
-from fakequant.export.nodes.scales import ScaleNames, computed_scale, constant_scale
-from fakequant.export.nodes.site import EmittedSite
-from fakequant.export.placement import place
-from fakequant.export.record import Parameters, SiteRecord, digest
-from fakequant.export.style import Style
-from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
-from fakequant.numerics.formats.format import Format
+from fakequant.export.capability import Parameters, SiteRecord, Style, check_scale, digest, overflows
+from fakequant.export.inputs import GraphEditor, inner_graphs, stored, stored_codes
+from fakequant.export.nodes import loops, trt
+from fakequant.export.nodes.loops import lower_scale
+from fakequant.export.nodes.trt import EmittedSite, ScaleNames, computed_scale, constant_scale
+from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, place
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.text import module_name
@@ -203,7 +199,7 @@ def _fold(site: EmittedSite, params: QParams) -> SiteRecord:
     if bool(weight.isnan().any()) and not _has_nan(site.spec.format):
         raise ExportError(f"the weight holds NaN, which has no code in {site.spec.format}; repair the weight")
     if site.encoding.portable:
-        codes, scale, words = portable.fold(site)
+        codes, scale, words = loops.fold(site)
         return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
     codes = site.add("codes", stored_codes(site.weight_codes(params), site.encoding.element))
     if trt.needed(site):
@@ -255,7 +251,7 @@ def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
     parameters = computed if site.constant is None else Parameters.CONSTANT
     if site.encoding.portable:
-        scale, words = portable.express(site)
+        scale, words = loops.express(site)
         return _record(site, parameters, _Stored(None, ScaleNames(scale, scale), None), words)
     if trt.needed(site):
         words = trt.quantize(site)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from fakequant.ir import ops as ops
-from fakequant.ir.attributes import Ref
-from fakequant.ir.capture import capture
-from fakequant.ir.check import Validity
 from fakequant.ir.fake_quantization import FakeQuantizationOp
-from fakequant.ir.gradient import backward
-from fakequant.ir.graph import Graph
-from fakequant.ir.onnx import export_onnx
-from fakequant.ir.op import IROp
+from fakequant.ir.graph import Graph, backward, capture, export_onnx, to_text
+from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType
 from fakequant.ir.passes import (
     ALL,
     EXACT,
@@ -27,10 +22,8 @@ from fakequant.ir.passes import (
     optimize,
 )
 from fakequant.ir.passes.duplicate_fake_quantize import values_of
-from fakequant.ir.run.compiler import CompiledGraph, cache_info, clear_cache, compile
-from fakequant.ir.structure import Constant, Input
-from fakequant.ir.text import to_text
-from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.ir.run.execute import CompiledGraph, cache_info, clear_cache, compile
+from fakequant.ir.structure import Constant, Input, Validity
 
 __all__ = [
     "ALL",

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from fakequant.ir.op import IROp
-from fakequant.ir.types import IRType, TensorShape, TensorType
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.ir.op import IROp, IRType, TensorShape, TensorType
+from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec

@@ -1,15 +1,307 @@
-"""One operation of a graph."""
+"""One operation of a graph.
+
+Element types and shapes of the values of a graph.
+
+Values of attributes and their text, which differs where values differ.
+
+How the inputs and attributes of an operation become the arguments of an operator.
+
+Inputs that no attribute names by `%n` fill the parameters that take tensors, in order; a list of tensors takes all that
+are left. A parameter that an attribute names, such as `weight=none`, is not filled by an input.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from fakequant.errors import GraphError
-from fakequant.ir.attributes import Quoted, items_to_text
-from fakequant.ir.types import IRType, TensorShape, TensorType
+import torch
+from torch._ops import OpOverload
+
+from fakequant.errors import GraphError, nearest
+
+DYNAMIC = -1
+"""A dimension that is known only when the graph runs."""
+
+# With 16 bytes per element, 63 bits address them.
+_MAX_ELEMENTS = 2**59 - 1
+
+
+class IRType(Enum):
+    """The type of a value's elements; the value of each is how it is written.
+
+    Source: AiDotNet's IRType, with Boolean, BFloat16, Complex64 and Index added.
+
+    >>> IRType.of(torch.float16), IRType.Half.dtype
+    (<IRType.Half: 'Half'>, torch.float16)
+    """
+
+    Float32 = "Float32"
+    Float64 = "Float64"
+    Int32 = "Int32"
+    Int64 = "Int64"
+    Byte = "Byte"
+    SByte = "SByte"
+    Int16 = "Int16"
+    UInt16 = "UInt16"
+    UInt32 = "UInt32"
+    UInt64 = "UInt64"
+    Decimal = "Decimal"
+    """128-bit decimal numbers, for which torch has no type: a graph with them is not valid."""
+    Half = "Half"
+    Complex = "Complex"
+    """Two float64."""
+    BFloat16 = "BFloat16"
+    Boolean = "Boolean"
+    Complex64 = "Complex64"
+    """Two float32."""
+    Index = "Index"
+    """A size: one integer, no tensor. Sizes of dynamic dimensions are computed with it."""
+    Missing = "Missing"
+    """No value: a result that an operator leaves out, or an empty one that nothing reads."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype.
+
+        Raises:
+            GraphError: torch has none.
+        """
+        if self not in _DTYPES:
+            raise GraphError(f"{self.value} has no torch dtype; use {', '.join(t.value for t in _DTYPES)}")
+        return _DTYPES[self]
+
+    @property
+    def floating(self) -> bool:
+        """Whether elements are real floating-point numbers."""
+        return self in _DTYPES and _DTYPES[self].is_floating_point
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> IRType:
+        """The type of a torch dtype.
+
+        Raises:
+            GraphError: a dtype that graphs do not have.
+        """
+        if dtype not in _TYPES:
+            known = ", ".join(str(known) for known in _TYPES)
+            raise GraphError(f"a value of {dtype} cannot be in a graph; convert it to one of {known}")
+        return _TYPES[dtype]
+
+
+_DTYPES = {
+    IRType.Float32: torch.float32,
+    IRType.Float64: torch.float64,
+    IRType.Int32: torch.int32,
+    IRType.Int64: torch.int64,
+    IRType.Byte: torch.uint8,
+    IRType.SByte: torch.int8,
+    IRType.Int16: torch.int16,
+    IRType.UInt16: torch.uint16,
+    IRType.UInt32: torch.uint32,
+    IRType.UInt64: torch.uint64,
+    IRType.Half: torch.float16,
+    IRType.Complex: torch.complex128,
+    IRType.BFloat16: torch.bfloat16,
+    IRType.Boolean: torch.bool,
+    IRType.Complex64: torch.complex64,
+}
+_TYPES = {dtype: type for type, dtype in _DTYPES.items()}
+
+
+class TensorShape(tuple[int, ...]):
+    """The dimensions of a value, -1 where one is dynamic; no dimension is 0.
+
+    >>> shape = TensorShape((2, -1, 4))
+    >>> print(shape, shape.rank, shape.element_count)
+    [2, ?, 4] 3 -1
+    >>> print(TensorShape((3, 1)).broadcast_with(TensorShape((2, 1, 5))))
+    [2, 3, 5]
+    """
+
+    __slots__ = ()
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether a dimension is known only at run time."""
+        return DYNAMIC in self
+
+    @property
+    def element_count(self) -> int:
+        """The number of elements: 1 without dimensions, -1 if a dimension is dynamic."""
+        return DYNAMIC if self.dynamic else math.prod(self)
+
+    def fault(self) -> str | None:
+        """What is wrong with the dimensions; None if nothing is."""
+        wrong = [n for n in self if isinstance(n, bool) or not isinstance(n, int) or not (n > 0 or n == DYNAMIC)]
+        if not wrong and math.prod(n for n in self if n != DYNAMIC) > _MAX_ELEMENTS:
+            return f"shape {list(self)} has more than {_MAX_ELEMENTS} elements"
+        if not wrong:
+            return None
+        return f"shape {list(self)} has the dimension {wrong[0]!r}; a dimension is a positive integer, or -1 if dynamic"
+
+    def matches(self, other: Iterable[int]) -> bool:
+        """Whether both can be the shape of the same tensor: as many dimensions, equal where neither is dynamic."""
+        given = tuple(other)
+        return len(self) == len(given) and all(DYNAMIC in (a, b) or a == b for a, b in zip(self, given, strict=True))
+
+    def is_compatible_with(self, other: Iterable[int]) -> bool:
+        """Whether both broadcast together, as far as is known."""
+        pairs = zip(reversed(self), reversed(tuple(other)), strict=False)
+        return all(a == b or 1 in (a, b) or DYNAMIC in (a, b) for a, b in pairs)
+
+    def broadcast_with(self, other: Iterable[int]) -> TensorShape:
+        """The shape of an elementwise result of both.
+
+        Raises:
+            GraphError: they do not broadcast.
+        """
+        given = TensorShape(other)
+        if not self.is_compatible_with(given):
+            raise GraphError(f"shapes {self} and {given} do not broadcast: from the right, equal or 1")
+        rank = max(len(self), len(given))
+        pairs = zip((1,) * (rank - len(self)) + self, (1,) * (rank - len(given)) + given, strict=True)
+        # A dynamic dimension equals a known one other than 1, or the tensors do not broadcast.
+        return TensorShape(b if a == 1 else a if b in (1, DYNAMIC) else b for a, b in pairs)
+
+    def __str__(self) -> str:
+        return f"[{', '.join('?' if n == DYNAMIC else str(n) for n in self)}]" if self else "scalar"
+
+
+class TensorType(NamedTuple):
+    """What is known about a value before the graph runs.
+
+    >>> print(TensorType(IRType.Float32, TensorShape((3, 4))))
+    Float32 [3, 4]
+    """
+
+    type: IRType
+    shape: TensorShape
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        """The type of a tensor.
+
+        Raises:
+            GraphError: a dtype that graphs do not have.
+        """
+        return TensorType(IRType.of(tensor.dtype), TensorShape(tensor.shape))
+
+    def fault(self) -> str | None:
+        """What is wrong with it; None if nothing is."""
+        if not isinstance(self.type, IRType):
+            return f"{self.type!r} is no IRType"
+        if self.type is IRType.Decimal:
+            return f"{self.type.value} has no torch dtype, so that nothing can compute it"
+        if self.type in (IRType.Index, IRType.Missing) and self.shape:
+            return f"{self.type.value} is no tensor and has no shape, got {self.shape}"
+        if not isinstance(self.shape, (tuple, list)):
+            return f"the shape {self.shape!r} is no tuple of integers"
+        return TensorShape(self.shape).fault()
+
+    def __str__(self) -> str:
+        return f"{self.type.value if isinstance(self.type, IRType) else repr(self.type)} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An input of the operation as a part of an attribute: `shape=[%1, 64]` is a size that the second input gives."""
+
+    position: int
+
+    def __str__(self) -> str:
+        return f"%{self.position}"
+
+
+class Quoted:
+    """A value whose own text an attribute holds in quotes: an operation in the body of another one."""
+
+    def detailed(self) -> str:
+        """The text."""
+        raise NotImplementedError
+
+
+_MAX_DEPTH = 32
+"""The deepest nesting of lists."""
+
+_MAX_DIGITS = 1000
+
+
+def references(value: Any) -> list[Ref]:
+    """All inputs that an attribute's value names, in order."""
+    if isinstance(value, Ref):
+        return [value]
+    return [ref for item in value for ref in references(item)] if isinstance(value, (list, tuple)) else []
+
+
+def to_text(value: Any, depth: int = 0) -> str:
+    """The text of an attribute's value, which is in `depth` lists.
+
+    Raises:
+        GraphError: a value that attributes cannot have.
+
+    >>> to_text([1, 2.5, True, None, "a b", torch.float16, Ref(1), float("inf")])
+    '[1, 2.5, true, none, "a b", Half, %1, inf]'
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) < 10**_MAX_DIGITS:
+        return int.__repr__(value)
+    if isinstance(value, Ref) and type(value.position) is int and value.position >= 0:
+        return str(value)
+    if isinstance(value, float):
+        # A subclass, such as numpy's, is written as the number that it is.
+        return float.__repr__(value)
+    if isinstance(value, (str, Quoted)):
+        return json.dumps(value if isinstance(value, str) else value.detailed())
+    if isinstance(value, torch.dtype):
+        return IRType.of(value).value
+    if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+        return f"{type(value).__name__}({str(value).removeprefix('torch.')})"
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
+        return f"[{', '.join(to_text(item, depth + 1) for item in value)}]"
+    shown = "a list so deep" if isinstance(value, (list, tuple)) else "that integer" if isinstance(value, int) else None
+    raise GraphError(
+        f"an attribute cannot be {shown or repr(value)}; it is a number of at most {_MAX_DIGITS} digits, text, "
+        f"dtype, device or a list of these, at most {_MAX_DEPTH} deep"
+    )
+
+
+def items_to_text(attributes: dict[str, Any]) -> str:
+    """All attributes in the order of their names, in braces; nothing if there are none."""
+    if wrong := [name for name in attributes if not (isinstance(name, str) and _NAME.fullmatch(name))]:
+        raise GraphError(f"an attribute cannot have the name {wrong[0]!r}; names are such as num_bits")
+    items = ", ".join(f"{name}={to_text(value)}" for name, value in sorted(attributes.items()))
+    return f" {{{items}}}" if items else ""
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of attributes are the same, in type and sign of zero too; NaN is NaN.
+
+    >>> same(1, 1.0), same(0.0, -0.0), same((1, 2), [1, 2])
+    (False, False, True)
+    """
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return type(a) is type(b) and a == b
+
 
 _OP_TYPE = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
@@ -27,7 +319,7 @@ class IROp(Quoted):
         output_ids: of the values it makes.
         input_ids: of the values it reads, in order.
         outputs: type and shape of every value it makes.
-        attributes: all other arguments by name, see `fakequant.ir.attributes.to_text` for what they may be.
+        attributes: all other arguments by name, see `fakequant.ir.op.to_text` for what they may be.
         origin: path of the module that it was captured from.
 
     Source: AiDotNet's IROp.
@@ -146,3 +438,212 @@ class IROp(Quoted):
         return isinstance(other, IROp) and self.detailed() == other.detailed()
 
     __hash__ = None  # type: ignore[assignment]  operations can be changed
+
+
+class ArgumentKind(Enum):
+    """The kinds of arguments."""
+
+    TENSOR = "tensor"
+    TENSORS = "list of tensors"
+    VALUE = "value"
+
+
+class Parameter(NamedTuple):
+    """One parameter of an operator; `type` is that of its schema, such as "Optional[List[int]]"."""
+
+    name: str
+    type: str
+    required: bool = True
+    default: Any = None
+    keyword_only: bool = False
+
+    @property
+    def kind(self) -> ArgumentKind:
+        """The kind of argument."""
+        inner = self.type.removeprefix("Optional[")
+        if inner.startswith("Tensor"):
+            return ArgumentKind.TENSOR
+        return ArgumentKind.TENSORS if inner.startswith(("List[Tensor", "List[Optional[Tensor")) else ArgumentKind.VALUE
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One form of an operation: its parameters, and the operator of torch that computes it, if one does."""
+
+    parameters: tuple[Parameter, ...]
+    target: Callable[..., Any] | None = None
+    name: str = ""
+
+
+@lru_cache
+def signature_of(overload: OpOverload) -> Signature:
+    """The signature of an operator of torch."""
+    parameters = tuple(
+        Parameter(a.name, str(a.real_type), not a.has_default_value(), a.default_value, a.kwarg_only)
+        for a in overload._schema.arguments
+    )
+    return Signature(parameters, overload, str(overload))
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation whose inputs and attributes are bound to the parameters of a signature.
+
+    In `arguments`, which has what was given by name, a `Ref` stands for every input.
+    """
+
+    op: IROp
+    signature: Signature
+    arguments: dict[str, Any]
+    inputs: Sequence[TensorType]
+
+    def has(self, name: str) -> bool:
+        """Whether an argument was given and is not none."""
+        return self.arguments.get(name) is not None
+
+    def type(self, name: str) -> TensorType:
+        """The type of a tensor; of a number or size in its place, that of a 0-d tensor."""
+        value = self.arguments[name]
+        if isinstance(value, Ref):
+            found = self.inputs[value.position]
+            return TensorType(IRType.Int64, found.shape) if found.type is IRType.Index else found
+        kind = IRType.Boolean if isinstance(value, bool) else IRType.Int64 if isinstance(value, int) else IRType.Float32
+        return TensorType(kind, TensorShape())
+
+    def shape(self, name: str) -> TensorShape:
+        """The shape of a tensor."""
+        return self.type(name).shape
+
+    def types(self, name: str) -> list[TensorType]:
+        """The types of a list of tensors."""
+        return [self.inputs[ref.position] for ref in references(self.arguments[name])]
+
+    def value(self, name: str) -> Any:
+        """An argument that is no tensor, or its default; -1 stands for every size that is known only at run time."""
+        if name in self.arguments:
+            return _unknown(self.arguments[name])
+        return next(p.default for p in self.signature.parameters if p.name == name)
+
+    def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for the operator, with values in the places of the inputs."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for place, parameter in enumerate(self.signature.parameters):
+            if parameter.name not in self.arguments:
+                continue
+            value = _filled(self.arguments[parameter.name], values)
+            if parameter.keyword_only or place > len(args):
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+
+def _unknown(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return -1
+    return [_unknown(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _filled(value: Any, values: Sequence[Any]) -> Any:
+    if isinstance(value, Ref):
+        return values[value.position]
+    return [_filled(item, values) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def bind(op: IROp, signatures: Sequence[Signature], inputs: Sequence[TensorType]) -> Call:
+    """An operation bound to the first signature that fits, or to the one that its attribute `overload` names.
+
+    Raises:
+        GraphError: none fits; says why.
+    """
+    attributes = dict(op.attributes)
+    wanted = attributes.pop("overload", None) if len(signatures) > 1 else None
+    reasons: list[str] = []
+    for signature in signatures:
+        if wanted is not None and signature.name != wanted:
+            continue
+        try:
+            call = Call(op, signature, _arguments(op, signature, attributes), inputs)
+            _check(call)
+        except GraphError as error:
+            reasons.append(str(error))
+        else:
+            return call
+    if not reasons:
+        raise GraphError(f"has no overload {wanted!r}{nearest(str(wanted), [s.name for s in signatures])}")
+    raise GraphError(reasons[0] if len(set(reasons)) == 1 else "; or ".join(dict.fromkeys(reasons)))
+
+
+def _arguments(op: IROp, signature: Signature, attributes: dict[str, Any]) -> dict[str, Any]:
+    names = [p.name for p in signature.parameters]
+    if unknown := [name for name in attributes if name not in names]:
+        raise GraphError(f"has no attribute {unknown[0]!r}{nearest(unknown[0], names)}")
+    named = references(list(attributes.values()))
+    if beyond := [ref for ref in named if ref.position >= len(op.input_ids)]:
+        raise GraphError(f"names the input {beyond[0]}, but has {_inputs(len(op.input_ids))}")
+    taken = {ref.position for ref in named}
+    free = [Ref(i) for i in range(len(op.input_ids)) if i not in taken]
+    given = len(free)
+    found: dict[str, Any] = {}
+    for parameter in signature.parameters:
+        if parameter.name in attributes:
+            found[parameter.name] = attributes[parameter.name]
+        elif parameter.kind is ArgumentKind.TENSORS and (free or parameter.required):
+            found[parameter.name], free = free, []
+        elif parameter.kind is ArgumentKind.TENSOR and free:
+            found[parameter.name] = free.pop(0)
+        elif parameter.required:
+            raise GraphError(f"lacks the {parameter.kind.value} {parameter.name!r}: it has {_inputs(given)}")
+    if free:
+        raise GraphError(f"has {_inputs(given)}, {len(free)} more than it takes")
+    return found
+
+
+def _inputs(count: int) -> str:
+    return f"{count} input{'s' * (count != 1)}"
+
+
+def _check(call: Call) -> None:
+    """Check the types of the arguments.
+
+    Raises:
+        GraphError: one is not.
+    """
+    for parameter in call.signature.parameters:
+        if parameter.name not in call.arguments:
+            continue
+        value = call.arguments[parameter.name]
+        for ref in references(value):
+            found = call.inputs[ref.position].type
+            # A size may stand for a tensor that accepts a number.
+            fits = found is IRType.Index or parameter.kind is not ArgumentKind.VALUE
+            if (
+                not fits
+                or found is IRType.Missing
+                or (found is IRType.Index and parameter.kind is ArgumentKind.TENSORS)
+            ):
+                raise GraphError(f"takes a {parameter.kind.value} as {parameter.name!r}, got an input of {found.value}")
+        if not _fits(value, parameter.type):
+            raise GraphError(f"takes {parameter.type} as {parameter.name!r}, got {to_text(value)}")
+
+
+def _fits(value: Any, type: str) -> bool:
+    if type.startswith("Optional["):
+        return value is None or _fits(value, type[9:-1])
+    if type.startswith("List["):
+        # torch accepts one number for all axes.
+        items = value if isinstance(value, (list, tuple)) else [value] if type != "List[Tensor]" else None
+        return items is not None and all(_fits(item, type[5:-1]) for item in items)
+    if isinstance(value, Ref):
+        return type in ("Tensor", "int", "number", "SymInt", "Scalar")
+    is_number = isinstance(value, (int, float))
+    if type in ("Tensor", "number", "Scalar"):
+        return is_number
+    if type in ("int", "SymInt"):
+        return isinstance(value, int) and not isinstance(value, bool)
+    if type == "float":
+        return is_number and not isinstance(value, bool)
+    kinds: dict[str, Any] = {"bool": bool, "str": str, "ScalarType": torch.dtype, "Layout": torch.layout}
+    kinds |= {"Device": torch.device, "MemoryFormat": torch.memory_format, "Operation": IROp}
+    return isinstance(value, kinds.get(type, ()))

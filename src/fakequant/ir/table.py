@@ -25,10 +25,20 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fakequant.errors import GraphError, nearest
-from fakequant.ir.attributes import same
-from fakequant.ir.op import IROp
-from fakequant.ir.signature import ArgumentKind, Call, Parameter, Signature, bind, signature_of
-from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
+from fakequant.ir.op import (
+    DYNAMIC,
+    ArgumentKind,
+    Call,
+    IROp,
+    IRType,
+    Parameter,
+    Signature,
+    TensorShape,
+    TensorType,
+    bind,
+    same,
+    signature_of,
+)
 
 Rule = Callable[[Call], Sequence[TensorType]]
 

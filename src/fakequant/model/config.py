@@ -1,4 +1,9 @@
-"""Configurations: which layers of a model are quantized, and how."""
+"""Configurations: which layers of a model are quantized, and how.
+
+The names of presets, also those of other libraries.
+
+How one tensor of a layer is quantized.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,113 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.errors import ConfigError, FakeQuantError, check_keys
-from fakequant.model.names import find_preset
-from fakequant.model.tensor_config import TensorConfig as TensorConfig
+from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest
 from fakequant.model.weights import weights_of
-from fakequant.nn.backward.config import GradientConfig
+from fakequant.nn.backward.products import GradientConfig
 from fakequant.nn.integer import Execution, as_execution
-from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.forms import computed_class, quantized_class
 from fakequant.nn.quantized.layers import layers
 from fakequant.nn.sites.functions import canonical_ops
+from fakequant.nn.wrappers import NO_KERNEL, Kernel, Role
 from fakequant.numerics.granularity import PerBlock
-from fakequant.numerics.spec import QuantSpec
+from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.text import listed, module_name
+
+NAMED: dict[str, Any] = {}
+"""The presets by name; `fakequant.model.presets` fills it, because a rule takes a preset by its name."""
+
+ALIASES = {
+    "W8A8": "INT8",
+    "W8A16": "INT8_WEIGHT_ONLY",
+    "INT8WO": "INT8_WEIGHT_ONLY",
+    "W4A4": "INT4",
+    "W4A16": "INT4_GROUP128",
+    "W4A16_G32": "INT4_GROUP32",
+    "W4A16_G64": "INT4_GROUP64",
+    "W4A16_G128": "INT4_GROUP128",
+    "FP8_E4M3": "FP8",
+    "NVFP4A16": "NVFP4_WEIGHT_ONLY",
+    "NF4": "NF4_WEIGHT_ONLY",
+}
+"""What other libraries call these presets."""
+
+
+def find_preset(name: str) -> Any:
+    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_preset("int8-weight-only").name
+    'INT8_WEIGHT_ONLY'
+    >>> find_preset("w4a16").name
+    'INT4_GROUP128'
+    """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"a preset is given by its name, such as 'int8', got {name!r:.80}; or make a fakequant.Config"
+        )
+    upper = name.upper().replace("-", "_")
+    upper = ALIASES.get(upper, upper)
+    if upper not in NAMED:
+        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*NAMED, *ALIASES]))}")
+    return NAMED[upper]
+
+
+_NO_AXIS = 1 << 30  # of no tensor
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """How one tensor of a layer is quantized: a specification, and whether its range is taken from every tensor anew.
+
+    >>> print(TensorConfig("int8 per_token", dynamic=True))
+    int8 per_token dynamic
+    """
+
+    spec: QuantSpec
+    dynamic: bool = False
+
+    def __init__(self, spec: QuantSpec | str, dynamic: bool = False) -> None:
+        object.__setattr__(self, "spec", as_spec(spec))
+        object.__setattr__(self, "dynamic", dynamic)
+
+    def __str__(self) -> str:
+        return f"{self.spec}{' dynamic' if self.dynamic else ''}"
+
+    def __repr__(self) -> str:
+        return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
+
+    def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
+        """The same with the axes that it names by their role moved to where a tensor has them.
+
+        Args:
+            axes: of the tensor, by those that a rule names.
+            kernel: that the product sums over, too.
+        """
+        given = self.spec.granularity
+        granularity = given.remap_axes(axes)
+        if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
+            granularity = granularity.over_window(axes[-1], kernel.window, kernel.length)
+        spec = self.spec.regrouped(lambda one: one.remap_axes(axes)).replace(granularity=granularity)
+        return TensorConfig(spec, self.dynamic)
+
+    def for_each(self) -> TensorConfig:
+        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
+        return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
+
+    def to_text(self) -> str:
+        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        self.spec.to_text()
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> TensorConfig:
+        """The configuration of a text form."""
+        words = text.split()
+        return cls(" ".join(word for word in words if word != "dynamic"), dynamic="dynamic" in words)
+
 
 _WILDCARDS = frozenset("*?[")
 """A pattern without these matches itself alone."""

@@ -17,33 +17,34 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, shown, warn_user
-from fakequant.model.analysis.coverage import gradients_in_float, left_in_float, scripted
-from fakequant.model.analysis.operations import operations_of, quantized_parameters
-from fakequant.model.analysis.outliers import Peaks
+from fakequant.model.analysis.analysis import Peaks
+from fakequant.model.analysis.summary import (
+    gradients_in_float,
+    left_in_float,
+    operations_of,
+    quantized_parameters,
+    scripted,
+)
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.modes import in_eval_mode
 from fakequant.model.presets import find_preset
+from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Recording
-from fakequant.model.run.recording import record
 from fakequant.model.sites.own_products import own_forwards, with_own_products
 from fakequant.model.sites.placement import Placement, place
 from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.site_training import with_training
-from fakequant.model.sites.sites import apply_sites, plan_sites
+from fakequant.model.sites.sites import apply_sites, plan_sites, with_training
 from fakequant.model.sites.targets import Target, find_target
 from fakequant.model.sizes import exceeds_float, note_on_scales
-from fakequant.model.ties import untied
 from fakequant.model.unregistered import note_floats, warn_unregistered
+from fakequant.model.weights import in_eval_mode, untied
 from fakequant.nn.integer import Execution
-from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join
 from fakequant.nn.products.product import Product
-from fakequant.nn.quantized.fast_paths import leave_fast_paths
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.sharded import share_mesh
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import Operand, Role, unwraps
 from fakequant.restore import structure_of
 from fakequant.text import module_name
 

@@ -23,11 +23,10 @@ from math import prod
 from torch import nn
 
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig
-from fakequant.model.names import ALIASES as ALIASES
-from fakequant.model.names import NAMED
-from fakequant.model.names import find_preset as find_preset
-from fakequant.nn.backward.config import GradientConfig
+from fakequant.model.config import ALIASES as ALIASES
+from fakequant.model.config import NAMED, Config, ModelConfig, Rule, TensorConfig
+from fakequant.model.config import find_preset as find_preset
+from fakequant.nn.backward.products import GradientConfig
 from fakequant.numerics.granularity import PerBlock
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)

@@ -1,8 +1,17 @@
-"""The weights of quantized layers as their next call computes them, and scales that no longer fit them."""
+"""The weights of quantized layers as their next call computes them, and scales that no longer fit them.
+
+What a model's quantizers and modules do for a while.
+
+The smallest scales of weights with which an engine's integers do not overflow.
+
+Weights that several layers share, which have one set of codes, and scales that several weights share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,18 +23,144 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.calibration.calibrator import find_method
 from fakequant.calibration.lattice import search_params, searches
+from fakequant.data.arguments import Metric, check_model, measured
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
-from fakequant.model.modes import in_eval_mode
+from fakequant.functional import choose_qparams
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.nn.ranges.fitted import is_stale, magnitudes, mark
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.ranges.fixed_codes import is_stale, magnitudes, mark
 from fakequant.nn.sites.products import site_products
+from fakequant.nn.wrappers import Role, cached_weights
+from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams, Range, lend
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.offload import fetched
+from fakequant.ops import library
+from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name
+
+_KEPT = "mode", "seen"
+"""What comes back of a quantizer: its mode, and the mark of the weight of its last call, which calls in between set."""
+
+
+@contextmanager
+def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
+    """Set the mode of every quantizer by its name for a while."""
+    found = quantizers(model)
+    with restore_after(attributes_of(found.values(), *_KEPT)):
+        for name, quantizer in found.items():
+            quantizer.mode = choose(name, quantizer)
+        yield
+
+
+def disabled(model: nn.Module) -> Any:
+    """A context in which all quantizers are off: the model computes in float.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> with disabled(model):
+    ...     y = model(torch.ones(1, 4))
+    """
+    check_model(model, "disabled", "with disabled(model):")
+    return off(quantizers(model).values())
+
+
+@contextmanager
+def off(found: Collection[Quantizer]) -> Iterator[None]:
+    """A context in which quantizers are off, for functions that enter it often: they list them once."""
+    with restore_after(attributes_of(found, *_KEPT)):
+        for quantizer in found:
+            quantizer.mode = Mode.OFF
+        yield
+
+
+_EAGER: dict[object, Any] = {}
+"""For each running `not_compiled`, torch's stance before the first of them: there is one for all threads."""
+_EAGER_LOCK = RLock()  # one that an interrupted thread may take again
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """A context in which models run as written.
+
+    A compiled graph calls no new hooks, and `torch.cond`, loops, `torch.map` and `flex_attention`, which compile what
+    they call, fail with hooks and calibrators. Torch's compiler is imported here (2 s), because they import it later.
+    Contexts of several threads may overlap, and an interrupt may end an inner one after an outer one.
+    """
+    from torch._dynamo import eval_frame
+
+    def restore() -> None:
+        with _EAGER_LOCK:
+            before = _EAGER.get(this)
+            if before is not None and len(_EAGER) == 1:
+                eval_frame._set_stance(before)
+            _EAGER.pop(this, None)
+
+    this = object()
+    with restore_after(restore):
+        with _EAGER_LOCK:
+            _EAGER[this] = next(iter(_EAGER.values()), eval_frame._stance)
+            torch.compiler.set_stance("force_eager")
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context for runs of a model: as written, in eval mode; each module's own mode comes back."""
+    with not_compiled(), in_eval_mode(model):
+        yield
+
+
+def exact_products() -> Any:
+    """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has 10 bits.
+
+    Checks that a function stays the same, and the sums and solutions of `improve`, need all 24.
+    """
+    of_torch: Any = torch.backends
+    kinds = (of_torch.cuda.matmul, of_torch.cudnn.conv, of_torch.cudnn.rnn)
+    kinds += (of_torch.mkldnn.matmul, of_torch.mkldnn.conv, of_torch.mkldnn.rnn)
+    return _set_for_a_while(kinds, "fp32_precision", "ieee")
+
+
+@contextmanager
+def _set_for_a_while(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
+    with restore_after(attributes_of(objects, name)):
+        for one in objects:
+            setattr(one, name, value)
+        yield
+
+
+def score_of(metric: Metric, model: nn.Module) -> float:
+    """What a metric gives for a model in eval mode, without gradients, with each weight quantized once."""
+    with evaluating(model), cached_weights(model), torch.no_grad():
+        return measured(metric, model)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which every module is in eval mode; each module's own mode comes back."""
+    # Not those in eval mode: an interrupt may end this after an outer context, see `restore_on_error`.
+    training = [module for module in model.modules() if module.training]
+    with restore_after(attributes_of(training, "training")):
+        model.eval()
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """A context in which every module is in training mode; each module's own mode comes back.
+
+    Batch normalisations stay in eval mode: one sample may have no variance, for which they raise.
+    """
+    with restore_after(attributes_of(model.modules(), "training")):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+        yield
+
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
@@ -250,3 +385,208 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
             'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,
         )
+
+
+_BIAS = 2.0**30
+"""The largest bias in steps of input scale times weight scale. As much of int32 remains for the sum of the products:
+66,000 of 127 * 127."""
+_SPAN = 2.0**-40
+"""The smallest scale of a weight as a share of the largest: its products with scales of inputs are normal numbers."""
+
+
+@torch.no_grad()
+def raise_scales(model: nn.Module) -> list[str]:
+    """Raise weight scales under which an engine's int32 bias overflows, bias / (input scale * weight scale).
+
+    Such a channel is nearly zero beside its bias, as one with a vanishing batch normalisation: what changes is below
+    the precision of float32 in the sum with the bias. A scale that follows its weight is fixed by that.
+
+    Returns:
+        The paths of the quantizers that got other scales.
+    """
+    raised = []
+    for path, weight in quantized_weights(model).items():
+        quantizer, inputs = weight.quantizer, _input_scales(weight)
+        plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic.is_linear
+        plain = plain and not quantizer.spec.scale.is_exact
+        if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:
+            continue
+        try:
+            tensor = fresh_weight(weight, path)
+        except CalibrationError:  # no call has shown it
+            continue
+        if is_sharded(tensor) or tensor.is_meta:
+            continue
+        params = quantizer.qparams(tensor)
+        floor = _floor(params.scale, _biases(weight.owner, tensor), min(float(scale.min()) for scale in inputs))
+        zero = library.measure(tensor, quantizer.spec.granularity).amax == 0
+        low = params.scale < floor
+        if bool((low & ~zero if quantizer.follows_input else low).any()):
+            _set(weight, tensor, floor, zero)
+            raised.append(path)
+    return raised
+
+
+def warn_raised(paths: list[str]) -> None:
+    """Say, in one line, which weights got other scales when they were exported."""
+    if paths:
+        warn_user(
+            f"the scales of {len(paths)} weights were raised, in the model, too: {', '.join(paths)}. Channels that are "
+            "nearly zero beside their bias would overflow the int32 bias of an engine. The results change by less than "
+            "float32 holds; if you saved the model before, save it again",
+            StaleScaleWarning,
+        )
+
+
+def _input_scales(weight: Product) -> list[Tensor]:
+    """The fixed scales of the inputs that a layer may multiply with a weight."""
+    layer = weight.layer
+    operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
+    named = [(name, q) for name, q in layer.named_children() if isinstance(q, Quantizer) and q.kind is Kind.INPUT]
+    used = [q for name, q in named if name not in operands or operands[name].role is Role.INPUT]
+    ready = [q for q in used if q.calibrated and not q.dynamic and q.mode is Mode.QUANTIZE]
+    scales = [q.scale if q.learned is None else q.learned.qparams(1).scale for q in ready]
+    return [scale for scale in scales if scale is not None]
+
+
+def _biases(owner: nn.Module, weight: Tensor) -> list[Tensor]:
+    """Tensors that may be added to the products of a weight: smaller parameters of its owner, and a computed bias."""
+    found: dict[str, Tensor] = {n: p for n, p in owner.named_parameters(recurse=False) if p.dim() < weight.dim()}
+    bias = getattr(owner, "bias", None)
+    if isinstance(bias, Tensor) and all(bias is not p for p in found.values()):
+        found["bias"] = bias
+    return [fetched(owner, name, tensor) for name, tensor in found.items()]
+
+
+def _floor(scale: Tensor, biases: list[Tensor], input_scale: float) -> Tensor:
+    """The smallest scale of every group, for its own bias where there is one bias for each."""
+    floor = torch.zeros_like(scale)
+    for bias in biases:
+        size = bias.detach().abs().to(scale.dtype)
+        alone = size.numel() == scale.numel() == max(scale.shape, default=1)
+        floor = floor + (size.reshape(scale.shape) if alone else size.max())
+    return torch.maximum(floor / (input_scale * _BIAS), scale.max() * _SPAN)
+
+
+def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
+    """Set the scales of a weight to at least a floor, those of zeros to the largest; chosen codes stay codes."""
+    quantizer = weight.quantizer
+    before = quantizer.encoded(tensor) if weight.has_fixed_codes else None
+    if quantizer.follows_input:
+        quantizer.dynamic = False
+        quantizer.freeze(tensor)
+    params = quantizer.qparams(tensor)
+    scale = torch.maximum(params.scale, floor)
+    scale = torch.where(zero & (params.scale < floor), scale.max(), scale)
+    quantizer.set_qparams(QParams(scale, params.zero_point))
+    if before is not None:
+        spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)
+        after = library.encode(tensor, quantizer.qparams(tensor), spec)
+        assert after is not None, "values of codes are no NaN"
+        blocks = quantizer.spec.granularity.block_shape(tensor.shape)
+        stays = blocked_groups(scale == params.scale, tensor.shape, blocks).expand(blocked(before[0], blocks).shape)
+        weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after))
+    note_weight(weight)
+
+
+MERGED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+"""Layers of a module that vLLM 0.32 and SGLang merge into a matrix, by their names."""
+
+
+def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
+    """The quantized parameters that several layers share, each by the paths of its quantizers.
+
+    >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> [list(weights) for weights in tied_weights(prepare(model, "int8"))]
+    [['0._weight_quantizer', '1._weight_quantizer']]
+    """
+    groups: dict[nn.Parameter, dict[str, Product]] = {}
+    for path, weight in quantized_weights(model).items():
+        if (parameter := weight.parameter) is not None:
+            groups.setdefault(parameter, {})[path] = weight
+    return [weights for weights in groups.values() if len(weights) > 1]
+
+
+def merged_layers(paths: Iterable[str]) -> list[list[str]]:
+    """The layers that engines merge, of some layers by their paths.
+
+    >>> merged_layers(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"])
+    [['0.q_proj', '0.k_proj', '0.v_proj']]
+    """
+    known = set(paths)
+    parents = dict.fromkeys(path.rpartition(".")[0] for path in paths)
+    groups = ([join(parent, name) for name in names] for parent in parents for names in MERGED)
+    found = ([path for path in group if path in known] for group in groups)
+    return [group for group in found if len(group) > 1]
+
+
+def tie_scales(model: nn.Module, names: Container[str]) -> None:
+    """Give weights that engines merge the same scale of the tensor, where their scales are under it.
+
+    A merged matrix has one such scale. It follows from the largest magnitude of all. Weights with fixed codes stay.
+
+    Args:
+        model: prepared.
+        names: the paths of the quantizers that get scales.
+    """
+    weights = {
+        layer_of(path): weight
+        for path, weight in quantized_weights(model).items()
+        if path in names and weight.quantizer.spec.scale.is_under_a_tensor and not weight.has_fixed_codes
+    }
+    for group in merged_layers(weights):
+        tied = [weights[path] for path in group]
+        spec, tensors = tied[0].quantizer.spec, [weight.tensor.detach() for weight in tied]
+        if any(weight.quantizer.spec != spec or weight.quantizer.learned for weight in tied):
+            continue
+        if any(is_sharded(x) or spec.granularity.block_shape(x.shape)[0] != 1 or not bool(x.any()) for x in tensors):
+            continue
+        scales = choose_qparams(torch.cat(tensors), spec).scale.split([len(x) for x in tensors])
+        for weight, scale in zip(tied, scales, strict=True):
+            weight.quantizer.set_qparams(QParams(scale))
+            note_weight(weight)
+
+
+def share_learned(model: nn.Module) -> None:
+    """Have the quantizers of a shared weight learn one range, so that its codes stay the same in all layers."""
+    for weights in tied_weights(model):
+        first = next(iter(weights.values())).quantizer
+        for weight in weights.values():
+            own = weight.quantizer
+            if first.learned is not None and own.learned is not None and own.trained_spec == first.trained_spec:
+                own.add_module(first.learned.method, first.learned)
+
+
+def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
+    """What is said of weights that layers share and quantize in different ways; None if there are none.
+
+    Args:
+        model: a prepared model.
+        purposely: modules that a rule leaves in float.
+    """
+    said = []
+    for weights in tied_weights(model):
+        specs = {(weight.quantizer.spec, weight.quantizer.dynamic) for weight in weights.values()}
+        if len(specs) > 1:
+            named = " and ".join(f"{layer_of(path)} as {weight.quantizer.spec}" for path, weight in weights.items())
+            said.append(f"{named} (give both layers one rule)")
+    quantized = {weight.parameter: layer_of(path) for path, weight in quantized_weights(model).items()}
+    layers = {weight.owner for weight in quantized_weights(model).values()}
+    for path, module in model.named_modules():
+        if module not in layers and module not in purposely:
+            said += [
+                f"{quantized[parameter]}, and {module_name(path)} ({type(module).__name__}) uses it in float"
+                for parameter in weights_of(module)
+                if parameter in quantized
+            ]
+    if not said:
+        return None
+    return f"layers share a weight and do not have the same codes of it: {'; '.join(said)}"

@@ -1,34 +1,240 @@
-"""The quantizer: one module that is off, observes, or quantizes."""
+"""The quantizer: one module that is off, observes, or quantizes.
+
+Quantized weights that are given out again while nothing changes them.
+
+Quantizers in models with adapters of peft: their ranges train and are saved with the adapter.
+
+peft freezes all parameters but the adapter's, and saves nothing else. It exempts modules of one class of its own,
+`AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that
+`save_pretrained`, the Trainer's checkpoints, `from_pretrained` and `load_adapter` need no call of the user.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _all_modules
+from torch.utils.hooks import RemovableHandle
 
 from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
-from fakequant.errors import CalibrationError, ConfigError, ShapeError
-from fakequant.nn.adapters import join_adapters, take_flag
-from fakequant.nn.ranges.by_value import ByValue, RangesByValue
-from fakequant.nn.ranges.fitted import look
-from fakequant.nn.ranges.fixed_codes import UNUSUAL
-from fakequant.nn.ranges.global_scale import GlobalScale
-from fakequant.nn.ranges.kept_codes import KeptCodes
-from fakequant.nn.ranges.kinds import Kind, Mode
-from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
+from fakequant.errors import CalibrationError, CallError, ConfigError, ShapeError, StaleScaleWarning, warn_user
+from fakequant.nn.ranges.by_value import ByValue, Kind, Mode, RangesByValue
+from fakequant.nn.ranges.fixed_codes import KEY, UNUSUAL, KeptCodes, look
+from fakequant.nn.ranges.learned import GlobalScale, LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.ranges.sharded import Mesh, known_part
-from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.qparams import PLAIN, QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding, as_spec
 from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
+
+_Made = TypeVar("_Made")
+
+
+class _Cached(Protocol):
+    """What a cache needs to know of a `Quantizer`."""
+
+    name: str
+    spec: QuantSpec
+    dynamic: bool
+    scale: Tensor | None
+    zero_point: Tensor | None
+    fixed_codes: Tensor | None
+
+    @property
+    def learned(self) -> object | None: ...
+
+    def quantized(self, x: Tensor) -> Tensor: ...
+
+    def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None: ...
+
+
+class WeightCache:
+    """The values and the codes of the weight of one quantizer, each found at its first use.
+
+    Copies and pickles of it are None: the copy of a quantizer quantizes its weight at every call.
+    """
+
+    def __init__(self, quantizer: _Cached) -> None:
+        self._quantizer = quantizer
+        self._state: tuple[Any, ...] | None = None
+        self._held: list[Tensor] = []
+        self._made: dict[str, Any] = {}
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether x is a weight whose quantized values stay the same, and no gradient of it is wanted."""
+        if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
+            return False
+        if torch.is_grad_enabled() and x.requires_grad:
+            return False
+        quantizer = self._quantizer
+        drawn = quantizer.spec.rounding is Rounding.STOCHASTIC
+        return not drawn and quantizer.learned is None and not library.needs_tracing(x)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The quantized weight.
+
+        Raises:
+            CallError: the weight or its parameters have changed since they were first used.
+        """
+
+        def made() -> tuple[Tensor, int]:
+            values = self._quantizer.quantized(x)
+            return values, values._version
+
+        values, version = self._once("values", x, made)
+        if values._version != version:  # what was given out was written to
+            del self._made["values"]
+            return self.values(x)
+        # Another tensor each time, on the same memory: its attributes are the caller's.
+        return values.detach()
+
+    def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
+        """The codes of the weight and the parameters; None if it holds NaN, which has no code.
+
+        Raises:
+            CallError: as `values`.
+        """
+        return self._once("codes", x, lambda: self._quantizer.encoded(x))
+
+    def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
+        quantizer = self._quantizer
+        tensors = x, quantizer.scale, quantizer.zero_point, quantizer.fixed_codes
+        state = quantizer.spec, quantizer.dynamic, *map(_state_of, tensors)
+        if self._state is None:
+            # Once freed, an object or its memory could come back at the same address. A detached tensor keeps the
+            # memory, whatever `data` the parameter gets.
+            self._state = state
+            self._held = [held for tensor in tensors if tensor is not None for held in (tensor, tensor.detach())]
+        elif self._state != state:
+            raise CallError(
+                f"the weight of {quantizer.name or quantizer}, its scale or its specification changed inside "
+                "cached_weights, which quantizes a weight once; change it outside of the context, and enter it again"
+            )
+        if what not in self._made:
+            # Plain tensors, which calls outside of inference mode may use.
+            with torch.inference_mode(False), torch.no_grad():
+                self._made[what] = make()
+        return self._made[what]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    # Tensors made in inference mode count no changes.
+    version = None if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+MERGED = "trained_merged"
+"""The attribute of a weight's quantizer, and its key beside an adapter, by which the adapter was trained as merged."""
+
+
+def take_flag(quantizer: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Say where an adapter that is loaded was trained as merged, and its layer adds it to the quantized weight."""
+    if state_dict.pop(prefix + MERGED, None) is not None and not vars(quantizer).get(MERGED):
+        warn_user(
+            "the adapter was trained as it will be merged (QATCallback, Training or train_merged), and computes "
+            "something else beside quantized layers; call fakequant.integrations.peft.train_merged(model)",
+            StaleScaleWarning,
+        )
+
+
+def join_adapters(quantizer: nn.Module) -> None:
+    """Make a quantizer one of the modules that peft saves and does not freeze, in place; nothing without peft."""
+    quantizer.__class__ = joined_class(type(quantizer))
+
+
+def joined_class(cls: type[Any]) -> type[Any]:
+    """The class of quantizers that `join_adapters` makes of another; the same class where peft is not imported."""
+    wrapper = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", None)
+    if wrapper is None or issubclass(cls, wrapper):
+        return cls
+    if cls not in _made:
+        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _made[cls] = type(cls.__name__, (_Joined, cls, wrapper), {**named, "joined_from": cls})
+    return _made[cls]
+
+
+def copies_called(model: nn.Module, path: str) -> list[str]:
+    """The paths of the copies that peft calls in place of a part that `modules_to_save` names; none for other parts.
+
+    `head.original_module.dense` has the copy `head.modules_to_save.default.dense`, and one for each other adapter.
+    """
+    wrapper = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", None)
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        owner = model.get_submodule(".".join(parts[:place])) if part == "original_module" else None
+        if wrapper is not None and isinstance(owner, wrapper):
+            start = ".".join([*parts[:place], "modules_to_save"])
+            return [".".join([start, name, *parts[place + 1 :]]) for name in model.get_submodule(start)._modules]
+    return []
+
+
+_made: dict[type[Any], type[Any]] = {}
+
+
+class _Joined:
+    """The methods of peft's wrappers for a quantizer, which wraps nothing and serves all adapters alike."""
+
+    _adapters: frozenset[str] = frozenset()
+    _active_adapter: tuple[()] | list[str] | str = ()
+    _disable_adapters = False
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Nothing is switched off: the layer without adapters has the same ranges."""
+
+    def check_set_adapter(self, adapter_name: str | list[str]) -> None:
+        self._active_adapter = adapter_name
+
+    def set_adapter(self: Any, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        for parameter in self.parameters():
+            parameter.requires_grad_(not inference_mode)
+
+    def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        """The ranges stay, because the model needs them."""
+        self._active_adapter = new_active_adapters or ()
+
+    def _get_available_adapters(self) -> set[str]:
+        return set()
+
+    def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state of an adapter without the codes of weights, which are as large as the model and saved with it."""
+        flag = {MERGED: torch.ones((), dtype=torch.uint8)} if vars(self).get(MERGED) else {}
+        return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
+
+    def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        """No key is renamed: `load_state_dict` finds those that were saved."""
+        return {}
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
+        return self
+
+    def register_forward_pre_hook(self: Any, hook: Any, **options: Any) -> RemovableHandle:
+        """Register a hook, but leave out peft's, which gives its layers the adapter of each example."""
+        if "adapter_names" in getattr(hook, "keywords", {}):
+            return RemovableHandle(OrderedDict())
+        return nn.Module.register_forward_pre_hook(self, hook, **options)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = object.__reduce_ex__(self, max(int(protocol), 2))
+        return (_new, (self.joined_from,), *state)
+
+
+def _new(cls: type[Any]) -> Any:
+    made: Any = joined_class(cls)
+    return made.__new__(made)
 
 
 class Quantizer(GlobalScale, KeptCodes, RangesByValue):

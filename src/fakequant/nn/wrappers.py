@@ -1,16 +1,24 @@
-"""Wrappers of torch around a model or inside one: their names are in no path, file or message."""
+"""Wrappers of torch around a model or inside one: their names are in no path, file or message.
+
+Which tensors of a layer have quantizers, and where their axes are: one table for each quantized layer.
+
+Contexts in which the quantizers of a model behave otherwise.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from torch import nn
 
-from fakequant.restore import restore_after
+from fakequant.distributed import is_moved
+from fakequant.nn.quantizer import Kind, WeightCache, quantizers
+from fakequant.restore import attributes_of, restore_after, state_of
 
 # By name, because importing them all takes long, and the attribute that holds the wrapped module.
 _WRAPPERS = {
@@ -84,3 +92,94 @@ def unwraps(function: Callable[P, Result]) -> Callable[P, Result]:
 
 def _is_wrapped(model: nn.Module) -> bool:
     return any(inside(module) is not module for module in model.modules())
+
+
+class Role(Enum):
+    """What a tensor is to its layer; the values are the names of a rule's fields."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    OUTPUT = "output"
+
+
+class Kernel(NamedTuple):
+    """The positions of a kernel, which a product sums over with the channels."""
+
+    window: Mapping[int, int]
+    """Their axes, counted from the end, with the kernel's lengths; those of length 1 are left out."""
+    length: int | None = None
+    """The number of channels in one sum of a weight; None for an input, whose blocks lie along its channels alone."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], length: int | None = None) -> Kernel:
+        """The kernel with these lengths along the last axes of a tensor."""
+        window = {axis - len(sizes): size for axis, size in enumerate(sizes) if size != 1}
+        return cls(window, length)
+
+
+NO_KERNEL = Kernel({})
+
+
+class Operand(NamedTuple):
+    """A tensor of a layer that a quantizer belongs to."""
+
+    role: Role
+    reduction: int = -1
+    """The axis that the product sums over, which axis -1 of a rule stands for; of an output, that of its channels."""
+    channels: int = 0
+    """The axis of a weight that holds output channels; a rule calls it axis 0."""
+    weight: str = ""
+    """Where the layer holds a weight: "weight", or "out_proj.weight" for that of a submodule."""
+    is_stack: bool = False
+    """Whether a weight is a stack of weights along its first axis, each with its own ranges; its other axes are counted
+    from the end."""
+    optional: bool = False
+    """Whether calls may do without it: calibration takes the quantizer away if no call of its layer used it."""
+    kernel: Kernel = NO_KERNEL
+    """That of a convolution."""
+
+    def axes(self) -> dict[int, int]:
+        """From the axes that a rule names by their role to those of the tensor."""
+        if self.role is not Role.WEIGHT:
+            return {-1: self.reduction}
+        named = {0: self.channels, -1: self.reduction}
+        return {**named, -2: self.channels, 1: self.reduction} if self.is_stack else named
+
+
+@contextmanager
+def fixed_ranges(model: nn.Module) -> Iterator[None]:
+    """A context in which learned ranges are constants, as exporters need them; then they are learned again."""
+    learned = [quantizer for quantizer in quantizers(model).values() if quantizer.learned is not None]
+    with restore_after(state_of(learned)):
+        for quantizer in learned:
+            quantizer.stop_learning()
+        yield
+
+
+@contextmanager
+def cached_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which each weight is quantized once: for evaluation and inference.
+
+    The first use quantizes the weight, and later ones get the same values or codes again, with the same bits. Weights,
+    scales and specifications must not change inside, as within `torch.nn.utils.parametrize.cached`: a change that torch
+    counts raises a `CallError` at the next use of the weight. Torch does not count what is written through
+    `weight.data` or a NumPy array, nor the steps of fused optimizers.
+
+    Where weights are sharded or offloaded, where a gradient of the weight is wanted, where a range is learned or
+    rounding is stochastic, and in compiled models, weights are quantized at every call. Copies and pickles of the model
+    hold no quantized weights.
+
+    >>> layer = nn.Linear(4, 4)
+    >>> layer.weight_quantizer = fq.nn.Quantizer("int8 per_channel(0)", kind=Kind.WEIGHT)
+    >>> with cached_weights(layer), torch.no_grad():
+    ...     first, again = (layer.weight_quantizer(layer.weight) for _ in range(2))
+    >>> first.data_ptr() == again.data_ptr()
+    True
+    """
+    # Weights that come for each call anew are other tensors each time.
+    own = {} if is_moved(model) else quantizers(model)
+    found = [quantizer for quantizer in own.values() if quantizer.kind is Kind.WEIGHT]
+    with restore_after(attributes_of(found, "_cache")):
+        for quantizer in found:
+            quantizer._cache = WeightCache(quantizer)
+        yield

@@ -2,6 +2,10 @@
 
 A granularity says one thing only: its block size along every axis. From that follow the shape of the scales (one per
 block, axes kept), the broadcast view that the reference computes on, and `Tiles`, the only view that kernels know.
+
+A tensor in its blocks: padded, split into groups, and put together again.
+
+Scales and offsets as a file stores them: codes and shared scales.
 """
 
 from __future__ import annotations
@@ -13,7 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from fakequant.errors import ShapeError, SpecError, nearest
+from fakequant.numerics.compilers import is_approximate, is_watched
+from fakequant.numerics.formats.floats import Format
 
 Shape = Sequence[int]
 
@@ -383,3 +393,180 @@ def fit_tiles(shape: Shape, blocks: Shape) -> Tiles | None:
     g0, b0, g1, b1 = slots
     # A run that one scale covers is kept whole in b0, so that kernels see it as one.
     return Tiles(g0, b0 * b1, 1, 1) if g1 == 1 else Tiles(g0, b0, g1, b1)
+
+
+def padding(shape: Shape, blocks: Shape) -> list[int]:
+    """The number of elements that each axis needs to end with a full block."""
+    return [-n % b if b else 0 for n, b in zip(shape, blocks, strict=True)]
+
+
+def pad_blocks(x: Tensor, blocks: Shape) -> Tensor:
+    """x with zeros at the end of every axis whose last block is not full."""
+    missing = padding(x.shape, blocks)
+    return F.pad(x, [p for n in reversed(missing) for p in (0, n)]) if any(missing) else x
+
+
+def blocked(x: Tensor, blocks: Shape) -> Tensor:
+    """x [n0, n1, ...], padded to full blocks, with every axis that a block divides split into (groups, block)."""
+    x = pad_blocks(x, blocks)
+    split: list[int] = []
+    for n, b in zip(x.shape, blocks, strict=True):
+        split += [n // b, b] if b not in (1, n) else [n]
+    return x if len(split) == x.dim() else x.reshape(split)
+
+
+def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
+    """The tensor [shape] from which `blocked` made x."""
+    missing = padding(shape, blocks)
+    values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
+    for axis, m in enumerate(missing):
+        if m:
+            values = values.narrow(axis, 0, shape[axis])
+    return values
+
+
+def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
+    """Per-group values [groups, axes kept] shaped to broadcast with `blocked(x)`."""
+    split: list[int] = []
+    for groups, n, b in zip(values.shape, _padded(shape, blocks), blocks, strict=True):
+        split += [groups, 1] if b not in (1, n) else [groups]
+    return values if len(split) == values.dim() else values.reshape(split)
+
+
+def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
+    """The axes of `blocked(x)` inside a block: a reduction per group runs over them."""
+    axes: list[int] = []
+    position = 0
+    for n, b in zip(_padded(shape, blocks), blocks, strict=True):
+        position += b not in (1, n)
+        if b != 1:
+            axes.append(position)
+        position += 1
+    return tuple(axes)
+
+
+def over_blocks(values: Tensor, blocks: Shape, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """Reduce every block, and repeat the result at each of its values.
+
+    Args:
+        values: any shape.
+        blocks: the block size along every axis.
+        reduce: takes `blocked(values)` and the axes of a block, and keeps these with size 1.
+
+    >>> over_blocks(torch.tensor([1, 2, 3, 4]), (2,), lambda view, axes: view.sum(axes, True))
+    tensor([3, 3, 7, 7])
+    """
+    axes = block_axes(values.shape, blocks)
+    if not axes or not values.numel():
+        return values
+    view = blocked(values, blocks)
+    return unblocked(reduce(view, axes).expand(view.shape), values.shape, blocks)
+
+
+def _padded(shape: Shape, blocks: Shape) -> list[int]:
+    return [n + m for n, m in zip(shape, padding(shape, blocks), strict=True)]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+"""torch rounds to these as the formats say, in a tenth of the time."""
+
+
+class StoredScales(NamedTuple):
+    """Scales or offsets as a file stores them.
+
+    Attributes:
+        codes: [groups, axes kept], in the storage of their format; float32 without a format.
+        shared: the scales of the codes, float32 [groups of these groups, axes kept]; None without shared scales.
+    """
+
+    codes: Tensor
+    shared: Tensor | None = None
+
+
+def rounded(v: Tensor, fmt: Format) -> Tensor:
+    """The nearest code of a format."""
+    if fmt.storage in _HALF and v.dtype is torch.float32 and not is_watched():
+        return fmt.clamp(v.to(fmt.storage).to(v.dtype))  # of a number beyond the end it is inf
+    code = fmt.clamp(v)
+    # Float formats divide by powers of two to round, which an approximate division need not do exactly either.
+    return fmt.round(code.double()).to(code.dtype) if is_approximate(code) else fmt.round(code)
+
+
+def split_scales(
+    values: Tensor,
+    fmt: Format | None,
+    granularity: Granularity | None,
+    shared: Format | None,
+    under: Tensor | None = None,
+) -> StoredScales | None:
+    """See `ScaleSpec.split`; None if no split is exact."""
+    if fmt is None:
+        return StoredScales(values)
+    if granularity is None:
+        stored = fmt.to_storage(values)  # of no number that is not of the format, as reading it shows
+        return StoredScales(stored) if torch.equal(fmt.from_storage(stored, values.dtype), values) else None
+    if not values.numel():
+        return StoredScales(fmt.to_storage(values), values.new_zeros(granularity.group_shape(values.shape)))
+    blocks = granularity.block_shape(values.shape)
+    view = blocked(values, blocks)
+    axes = block_axes(values.shape, blocks)
+    found = _shared(view, axes, fmt, shared) if under is None else under.expand(view.amax(axes, True).shape)
+    if found is None or (under is not None and not torch.equal(_codes(view, found, fmt) * found, view)):
+        return None
+    codes = fmt.to_storage(unblocked(_codes(view, found, fmt), values.shape, blocks))
+    return StoredScales(codes, found.reshape(granularity.group_shape(values.shape)))
+
+
+def join_scales(stored: StoredScales, fmt: Format | None, granularity: Granularity | None) -> Tensor:
+    """See `ScaleSpec.join`."""
+    if fmt is None:
+        return stored.codes
+    codes = fmt.from_storage(stored.codes, torch.float32)
+    if granularity is None or stored.shared is None:
+        return codes
+    blocks = granularity.block_shape(codes.shape)
+    shared = stored.shared.float().reshape(granularity.group_shape(codes.shape))
+    return unblocked(blocked(codes, blocks) * blocked_groups(shared, codes.shape, blocks), codes.shape, blocks)
+
+
+def farthest(view: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """In every block, the value farthest from 0, with its sign; the block's axes are kept."""
+    low, high = (view.amin(axes, True), view.amax(axes, True)) if axes else (view, view)
+    return torch.where(-low > high, low, high)
+
+
+def _codes(view: Tensor, shared: Tensor, fmt: Format) -> Tensor:
+    return rounded(view / torch.where(shared == 0, 1.0, shared), fmt)
+
+
+def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | None) -> Tensor | None:
+    """The shared scale of every block: its farthest scale divided by the farthest code that gives an exact split."""
+    whole = farthest(view, axes)
+    found, open = torch.zeros_like(whole), whole != 0
+    for code in _from_farthest(fmt):
+        for tried in _near(whole / code, shared):
+            if not bool(open.any()):
+                return found
+            # Subnormal shared scales would be flushed somewhere.
+            same = (_codes(view, tried, fmt) * tried == view) & (tried.abs() >= torch.finfo(tried.dtype).tiny)
+            good = open & (same.amin(axes, True) if axes else same)
+            found, open = torch.where(good, tried, found), open & ~good
+    return None if bool(open.any()) else found
+
+
+def _from_farthest(fmt: Format) -> list[float]:
+    """Candidate codes for the farthest scale, farthest first; of q and -q, the sign of the format's farthest first."""
+    if fmt.has_zero_point:
+        codes = [float(code) for code in range(int(fmt.quant_min), int(fmt.quant_max) + 1) if code]
+    else:
+        patterns = torch.arange(1 << fmt.bits).to(torch.uint8).view(fmt.storage)
+        codes = [code for code in fmt.from_storage(patterns, torch.float64).tolist() if 0 < code < math.inf]
+    return sorted(codes, key=lambda code: (-abs(code), code * fmt.farthest < 0))
+
+
+def _near(value: Tensor, fmt: Format | None) -> list[Tensor]:
+    """Candidates for a shared scale: the nearest number of its format; in float32 also its neighbours."""
+    if fmt is not None:
+        return [rounded(value, fmt)]
+    end = torch.full_like(value, torch.inf)
+    return [value, torch.nextafter(value, end), torch.nextafter(value, -end)]

@@ -16,14 +16,20 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import QParamsError, SpecError
-from fakequant.numerics.blocks import over_blocks
 from fakequant.numerics.division import divide
 from fakequant.numerics.formats import parse_format
-from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, power_of_two
-from fakequant.numerics.formats.format import Format
-from fakequant.numerics.formats.tables import TableFormat
-from fakequant.numerics.granularity import Granularity, Shape, parse_granularity
-from fakequant.numerics.stored_scales import StoredScales, farthest, join_scales, rounded, split_scales
+from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, Format, TableFormat, power_of_two
+from fakequant.numerics.granularity import (
+    Granularity,
+    Shape,
+    StoredScales,
+    farthest,
+    join_scales,
+    over_blocks,
+    parse_granularity,
+    rounded,
+    split_scales,
+)
 
 
 class ScaleRounding(Enum):

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.numerics.formats.floats import ExponentFormat
-from fakequant.numerics.formats.format import Format, Grid
+from fakequant.numerics.formats.floats import ExponentFormat, Format, Grid
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ShapeError
-from fakequant.numerics.blocks import pad_blocks, padding, unblocked
-from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles
+from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles, pad_blocks, padding, unblocked
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,27 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import draw_seed
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, shape_of
 from fakequant.numerics.qparams import measure as _measure
+from fakequant.numerics.reference import is_less, is_less_by_plain_sums
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.numerics.sums import is_less, is_less_by_plain_sums
+from fakequant.ops.graph_operators import (
+    Decomposed,
+    DecomposedInTransforms,
+    apply_in_transforms,
+    apply_plan,
+    is_compiled_as_node,
+    is_compiled_in_transforms,
+    is_recorded,
+    keep_whole,
+    needs_tracing,
+    on_mesh_of,
+    tensors_of,
+    translated_to_onnx,
+    unpack_mask,
+)
 
 from .backend import CODES, RELU, Extras, KernelPlan
-from .decomposition import Decomposed, DecomposedInTransforms, apply_in_transforms, keep_whole, on_mesh_of, tensors_of
 from .dispatch import choose_for, find_plan
-from .gradients import apply_plan, unpack_mask
 from .graph_operators import quantize_as_node, text_of
-from .tracing import is_compiled_as_node, is_compiled_in_transforms, is_recorded, needs_tracing, translated_to_onnx
 
 __all__ = ["needs_tracing", "translated_to_onnx"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.formats import FLOAT8_E4M3FN
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.qparams import compute_dtype
 
 # What a Cast back to each type is called in ONNX (TensorProto.DataType).

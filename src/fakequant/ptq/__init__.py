@@ -7,24 +7,25 @@ calibration data than by rounding to nearest.
 from importlib import import_module
 from typing import Any
 
+from fakequant.ptq.advising.advise import Advice
+from fakequant.ptq.blocks.reconstruction import find_blocks, reconstruct
+from fakequant.ptq.formats.allocation import search
+from fakequant.ptq.formats.comparison import Ways, compare
+from fakequant.ptq.solvers.problem import descend, gptq
+
 from .advising.advise import advise
-from .advising.result import Advice
-from .blocks.blocks import find_blocks, reconstruct
 from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
 from .float_model.equalize import Equalization, EqualizedPair, equalize
 from .float_model.fold_scales import FoldedScale, FoldedScales, fold_scales
 from .float_model.rotate import Rotated, Rotations, rotate
 from .formats.allocation import scores, verify
-from .formats.compare import Ways, compare
 from .formats.comparison import Compared, Comparison
 from .formats.mixes import Allocation, Score, Scores
-from .formats.search import search
 from .improving.corrections import reestimate_batch_norm
 from .improving.improve import STEPS, improve
 from .improving.low_rank import low_rank
 from .results import Improvement, LayerResult
 from .solvers.adaround import adaround
-from .solvers.rounding import descend, gptq
 from .solvers.sums import InputSums
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fakequant.errors import renamed
-from fakequant.model.analysis.html import html_result
+from fakequant.model.analysis.summary import html_result
 from fakequant.text import listed, module_name, table
 
 MISSED = "no batch that chooses weights reaches it"

@@ -1,4 +1,7 @@
-"""The weights that accuracy algorithms choose values for."""
+"""The weights that accuracy algorithms choose values for.
+
+Whether a change lowers the error of the output, judged by its rows: in sum, and more than chance explains.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,38 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.run.queries import weight_readers
-from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recorded import Recording, weight_readers
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
+
+SURE, SURE_OF_PART = 1.0, 2.0
+"""How many standard errors of the mean log ratio of rows a gain must be: of all changes, and of one of many parts. Of
+24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these."""
+_FLOOR = 0.1
+"""Rows of less error than this share of the mean count as that much: a ratio of two small errors is chance."""
+
+
+def helps(before: Tensor, after: Tensor, sure: float) -> bool:
+    """Whether the error of rows falls, in sum and by the mean of their ratios more than chance explains."""
+    if before.shape != after.shape or not bool(after.isfinite().all()):
+        return False
+    changed = before != after
+    if not bool(changed.any()) or float(after.sum()) > float(before.sum()):
+        return False
+    floor = _FLOOR * float(before.mean())
+    ratios = ((after[changed] + floor) / (before[changed] + floor)).log()
+    chance = float(ratios.std()) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return float(ratios.mean()) < -sure * chance
+
 
 COMPUTED = "the forward computes it, several functions read it, or it is no parameter"
 """Why a weight of a function is in no list of weights."""
@@ -80,7 +102,7 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
         model: as it ran.
         recording: of a run, which shows what reads a weight outside of its layer.
 
-    >>> from fakequant.model.run.recording import record
+    >>> from fakequant.model.run.outputs import record
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")
     >>> recording = record(model, lambda: model(torch.ones(1, 4)) / model[0].weight.norm())
     >>> found = fixed_parameters(model, recording)

@@ -9,9 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from fakequant.report.advice import advised, with_advice
-from fakequant.report.collect import environment, improved, layers_left, sizes, verification
-from fakequant.report.curve import curve_of
 from fakequant.report.data import (
+    RESULTS,
     Accuracy,
     Channels,
     Clip,
@@ -25,12 +24,23 @@ from fakequant.report.data import (
     Size,
     Verification,
     accuracy_cells,
+    from_json,
+    read_results,
+    to_json,
+    write_results,
 )
-from fakequant.report.histograms import distributions, with_ranges
 from fakequant.report.html.page import render, write_report
-from fakequant.report.measure import Measured, measure
-from fakequant.report.of_model import report, report_pair
-from fakequant.report.saved import RESULTS, from_json, read_results, to_json, write_results
+from fakequant.report.measure import Measured, distributions, measure, with_ranges
+from fakequant.report.of_model import (
+    curve_of,
+    environment,
+    improved,
+    layers_left,
+    report,
+    report_pair,
+    sizes,
+    verification,
+)
 
 __all__ = [
     "RESULTS",

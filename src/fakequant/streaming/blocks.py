@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.data.batches import KeptBatches
-from fakequant.data.failures import BatchError
+from fakequant.data.batches import BatchError, KeptBatches
 from fakequant.errors import ConfigError, shown
 from fakequant.nn.paths import join
 from fakequant.text import listed

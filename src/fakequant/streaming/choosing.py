@@ -1,37 +1,147 @@
-"""Choose the weights of a model block after block, and then those of the modules after the blocks."""
+"""Choose the weights of a model block after block, and then those of the modules after the blocks.
+
+The state of a model from those of its finished blocks and of what is outside of them, read when it is asked for.
+
+Quantize a model that does not fit into memory: a block at a time, from a folder to a folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.data.batches import Batches, KeptBatches
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
-from fakequant.data.progress import track
-from fakequant.distributed import Together
-from fakequant.errors import ConfigError
+from fakequant.data.progress import say, track
+from fakequant.delivery.delivering import deliver_state, parts_of, refuse, refuse_replacing, skipped, weights_in
+from fakequant.delivery.folder import CONFIG, check_shard_size
+from fakequant.delivery.format import DeliveryFormat, delivery_format
+from fakequant.distributed import Together, process_number, processes_of
+from fakequant.errors import ConfigError, OutputError
+from fakequant.files import check_path, locked, new_folder, output_errors
 from fakequant.model.calibration.calibrate import calibrate
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.config import Config
+from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import float_tensors
-from fakequant.model.scale_floor import raise_scales
+from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry
+from fakequant.model.state.snapshots import LazyTensor, LazyTensors, Made, QuantizedState, lazy, snapshot
+from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.model.weights import disabled, evaluating, raise_scales
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.ptq.improving.effect import Split
-from fakequant.ptq.improving.improve import improved
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.improving.collector import TRANSFORMS
+from fakequant.ptq.improving.improve import Split, check_same, checked_steps, improved
+from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after
-from fakequant.streaming.blocks import BlockCall, calls_of, in_place_of
-from fakequant.streaming.source import ModelSource
+from fakequant.streaming.blocks import BlockCall, blocks_of, calls_of, in_place_of
+from fakequant.streaming.source import Load, ModelSource
 from fakequant.streaming.work import Work
 from fakequant.text import listed
+
+
+def joined_state(
+    source: ModelSource, blocks: Mapping[str, nn.Module], work: Work, quantized: Sequence[bool]
+) -> QuantizedState:
+    """The state of a prepared model whose modules outside of the blocks have their weights.
+
+    Args:
+        source: the model.
+        blocks: by path.
+        work: with the finished blocks.
+        quantized: which blocks it has; the others come from the source.
+    """
+    state = snapshot(source.model)
+    inside = tuple(f"{path}." for path in blocks)
+    tensors = {name: lazy(state.tensors, name) for name in state.tensors if not name.startswith(inside)}
+    weights: dict[str, Callable[[], WeightCodes]] = {
+        name: lambda name=name: state.weights[name] for name in state.weights if not name.startswith(inside)
+    }
+    plans = [_without(state, inside)]
+    for number, (path, block) in enumerate(blocks.items()):
+        own = block.state_dict()
+        if not quantized[number]:
+            tensors |= {
+                join(path, key): LazyTensor.of(x, lambda path=path, key=key, x=x: source.tensor(path, key).to(x.dtype))
+                for key, x in own.items()
+            }
+            continue
+        held = work.state(number)
+        plans.append(_placed(held, path))
+        for key, x in held.tensors.items():
+            tensors[join(path, key)] = LazyTensor.of(x, lambda number=number, key=key: work.state(number).tensors[key])
+        for name in held.weights:
+            tensors[join(path, name)] = LazyTensor.of(
+                own[name], lambda number=number, name=name: work.state(number).weights[name].values()
+            )
+            weights[join(path, name)] = lambda number=number, name=name, path=path: _renamed(
+                work.state(number).weights[name], path
+            )
+    plan = Plan(
+        shared=state.shared,
+        versions=state.versions,
+        layers={name: entry for one in plans for name, entry in one.layers.items()},
+        sites=SitesEntry(
+            {name: entry for one in plans for name, entry in one.sites.owners.items()},
+            [name for one in plans for name in one.sites.shielded],
+        ),
+        stale=[name for one in plans for name in one.stale],
+    )
+    names = {name: name for name in [*source.model.state_dict()] if name in tensors}  # in the order of the model
+    ordered = {name: tensors[name] for name in (*names, *(name for name in tensors if name not in names))}
+    return QuantizedState.of(plan, LazyTensors(ordered), Made(weights))
+
+
+def _renamed(weight: WeightCodes, path: str) -> WeightCodes:
+    return replace(weight, quantizers=tuple(join(path, name) for name in weight.quantizers))
+
+
+def _without(plan: Plan, inside: tuple[str, ...]) -> Plan:
+    """The part of a plan that is outside of some modules."""
+    sites = plan.sites
+    return Plan(
+        layers={path: entry for path, entry in plan.layers.items() if not f"{path}.".startswith(inside)},
+        sites=SitesEntry(
+            {path: entry for path, entry in sites.owners.items() if not f"{path}.".startswith(inside)},
+            [path for path in sites.shielded if not f"{path}.".startswith(inside)],
+        ),
+        stale=[path for path in plan.stale if not path.startswith(inside)],
+    )
+
+
+def _placed(plan: Plan, path: str) -> Plan:
+    """The plan of a module as a part of the plan of the model that has it at a path."""
+    sites = plan.sites
+    return Plan(
+        layers={join(path, name): entry for name, entry in plan.layers.items()},
+        sites=SitesEntry(
+            {join(path, name): _placed_owner(entry, path) for name, entry in sites.owners.items()},
+            [join(path, name) for name in sites.shielded],
+        ),
+        stale=[join(path, name) for name in plan.stale],
+    )
+
+
+def _placed_owner(owner: OwnerEntry, path: str) -> OwnerEntry:
+    return replace(owner, sites={key: _placed_site(site, path) for key, site in owner.sites.items()})
+
+
+def _placed_site(site: SiteEntry, path: str) -> SiteEntry:
+    def placed(entry: SiteQuantizerEntry) -> SiteQuantizerEntry:
+        return entry if entry.group is None else replace(entry, group=join(path, entry.group))
+
+    return replace(site, quantizers={key: placed(entry) for key, entry in site.quantizers.items()})
+
 
 _CALLER = "improve_folder"
 
@@ -246,3 +356,164 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         for config in configs.values():
             config.use_cache = False
         yield
+
+
+_NOT_MEASURED = (
+    "the error of the model's output was not measured, because the blocks were never in memory together; errors of "
+    "layers are those on the batches that chose"
+)
+
+
+def improve_folder(  # noqa: PLR0913  all but the first five by name
+    source: str | os.PathLike[str] | nn.Module,
+    target: str | os.PathLike[str],
+    config: Config | str,
+    batches: Iterable[Any],
+    steps: str | Sequence[str] = "fast",
+    *,
+    format: str = "compressed-tensors",
+    load: Load | None = None,
+    blocks: str | None = None,
+    work: str | os.PathLike[str] | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    group: Any = None,
+    max_shard_size: int = 5 * 10**9,
+    progress: bool | None = None,
+) -> Improvement:
+    """Quantize a model larger than memory by `improve`, a block at a time, and deliver it.
+
+    The choices are those of `prepare`, `calibrate` and `improve(..., judge=[])` on the whole model in memory, to the
+    bit. Layers that run before the blocks get the nearest codes. One block is in memory at a time, with the weights
+    outside of the blocks, and the hidden states before it. The same call after a kill, with a model built anew, goes on
+    with the first block that is not finished; it ends with the same files.
+
+    A block may take from earlier blocks only the output of the block before it, unchanged; the model calls each block
+    once, in the order of the list. Other models are refused.
+
+    The steps "smooth" and "rotate" are left out of "fast" and "best", because files of other programs have no place for
+    the transforms that they put before inputs.
+
+    Args:
+        source: a folder that transformers loads, or a model on the meta device.
+        target: the folder, or the file, that is written.
+        config: a configuration, or the name of a preset.
+        batches: what a data loader gives; they are kept as a list.
+        steps: as for `improve`.
+        format: as for `deliver`.
+        load: for a model on the meta device: gives the tensors of the module at a path by their names in it, also
+            buffers that `state_dict` leaves out; for "" those outside of the blocks.
+        blocks: the path of the list of modules whose items are the blocks; by default the largest one.
+        work: a new or empty folder for what is finished, or that of an earlier call; by default one in the target. What
+            this function wrote there is removed at the end.
+        inputs, forward, mask: as for `calibrate`.
+        group: the processes of torch.distributed that choose together, as for `improve`; the first one writes.
+        max_shard_size: as for `deliver`.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The errors of all layers, and the path of what was written.
+
+    Raises:
+        ConfigError: a model whose blocks get more of each other than hidden states, or the errors of `improve`.
+        ExportError: what the format cannot hold; it is refused before the work.
+        CheckpointError: the folder cannot be read, or the folder `work` holds another run or other files.
+        OutputError: the target holds weights already, or cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> net = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> model, empty, batches = net(), net().to("meta"), [torch.randn(128, 64)]
+    >>> with TemporaryDirectory() as folder:
+    ...     found = improve_folder(
+    ...         empty, folder, "int4_group32", batches, load=lambda path: model.get_submodule(path).state_dict()
+    ...     )
+    ...     again = read(folder, net())
+    >>> found.remaining_error < 1
+    True
+    """
+    call = "improve_folder('model', 'folder', 'int4_group128', batches)"
+    processes = Together(processes_of(source if isinstance(source, nn.Module) else nn.Module(), group))
+    with ExitStack() as stack, processes:  # an error of one process is raised in all
+        check_path(target, call)
+        check_shard_size(max_shard_size)
+        chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
+        given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
+        out = Path(target)
+        own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
+        folder = own / ".unfinished" if work is None else Path(work)
+        _check_places(source, out, own, folder, chosen)
+        if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
+            stack.enter_context(locked(stack.enter_context(new_folder(folder)), wait=False))
+        rank = 0 if processes.group is None else processes.group.rank()
+        kept, written = Work(folder, rank), None
+        processes.all(None)  # nothing is written where a process refuses the folder
+        kept.mark()
+        if rank == 0:
+            stack.callback(lambda: kept.finished or kept.remove())  # a run that was refused leaves nothing
+        copies = folder / f"copies-{process_number()}"
+        stack.callback(shutil.rmtree, copies, ignore_errors=True)
+        opened = ModelSource.of(source, load, copies)
+        prepare(opened.model, config)
+        found = blocks_of(opened.model, blocks)
+        _refuse_format(chosen, opened.model)
+        chooser = Blocks(opened, found, given, processes)
+        same = {"quantization": digest(repr(opened.model)), "steps": str(chosen_steps), "format": chosen.name}
+        check_same(processes, same | dict.fromkeys(found, ""), "got other arguments")
+        run = {
+            "model, quantization or blocks": digest([repr(opened.model), opened.files, [*found]]),
+            "weights, batches, masks or forward": chooser.begin(),
+            "steps": ", ".join(chosen_steps),
+        }
+        kept.begin(run)
+        if rank == 0 and kept.finished and progress is not False:
+            say(f"{kept.finished} of {len(found)} blocks are finished by an earlier call")
+        chooser.improve(kept, chosen_steps, progress)
+        with opened.loaded("", opened.model, found.values()):
+            layers = chooser.improve_rest(chosen_steps)
+            if rank == 0:
+                state = joined_state(opened, found, kept, chooser.quantized)
+                others = {} if isinstance(source, nn.Module) else skipped(opened.model, Path(source))
+                written = deliver_state(
+                    state, opened.model, target, chosen, max_shard_size=max_shard_size, others=others
+                )
+        processes.all(None)
+    if rank == 0:
+        kept.remove()
+    return Improvement(layers, notes=[_NOT_MEASURED], path=written)
+
+
+def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:
+    """Raise where the files would replace those that are read, or lie beside weights of another model."""
+    if not isinstance(source, nn.Module) and Path(source).resolve() == target.resolve():
+        raise ConfigError(f"{target} is the source, too; give another target")
+    if work.resolve() == target.resolve():
+        raise ConfigError(f"{work} is the target, too; give another folder as work=, or leave it out")
+    with output_errors(target):
+        there = sorted(target.iterdir()) if target.is_dir() else []
+    if chosen.suffix:
+        for path in [out] if out != target else [one for one in there if one.suffix == chosen.suffix]:
+            refuse_replacing(chosen, path, [path.name])
+    elif not Work.is_begun(work):  # a kill may have come while files got their names
+        if left := weights_in(target):
+            raise OutputError(
+                f"{target} holds weights already, {listed(left)}, which programs may load instead; give an empty "
+                "folder, or remove them"
+            )
+        refuse_replacing(chosen, target, [CONFIG])
+
+
+def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:
+    found = checked_steps(steps)
+    if not isinstance(steps, str) and (given := [step for step in found if step in TRANSFORMS]):
+        raise ConfigError(
+            f"the step {given[0]!r} puts a transform before inputs, for which files of other programs have no place; "
+            "leave it out"
+        )
+    return tuple(step for step in found if step not in TRANSFORMS)
+
+
+def _refuse_format(chosen: DeliveryFormat, model: nn.Module) -> None:
+    state = snapshot(model)
+    plan = QuantizedState.of(state, state.tensors)
+    refuse(chosen, model, parts_of(model, plan), plan, with_ranges=False)

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError
 from fakequant.files import read_whole, remove_abandoned, temporary_file, writable_folder, write_in_order, write_whole
-from fakequant.model.state.checkpoint import read, save
-from fakequant.model.state.json_values import plain_of, value_of
-from fakequant.model.state.manifest import MANIFEST, remove_checkpoint
-from fakequant.model.state.snapshots import QuantizedState
-from fakequant.model.state.tensor_file import file_content
+from fakequant.model.state.checkpoint import MANIFEST, read, remove_checkpoint, save
+from fakequant.model.state.plan import plain_of, value_of
+from fakequant.model.state.snapshots import QuantizedState, file_content
 from fakequant.ptq.results import LayerResult
 from fakequant.text import listed
 from fakequant.version import __version__

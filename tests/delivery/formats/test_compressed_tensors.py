@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fakequant as fq
-from fakequant.delivery.attention import missed_cache
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
+from fakequant.delivery.schemes import missed_cache
 from fakequant.errors import ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
@@ -422,7 +422,7 @@ def test_the_cache_that_transformers_misses_is_said_and_not_compared(
     for path, quantizer in quantizers(model).items():
         if path.endswith("query"):
             quantizer.mode = Mode.OFF
-    monkeypatch.setattr("fakequant.delivery.attention._CACHE", {"another_name"})
+    monkeypatch.setattr("fakequant.delivery.schemes._CACHE", {"another_name"})
     with pytest.warns(UserWarning, match="Keys and values stay in float in transformers: LlamaAttention takes"):
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
     assert any("Keys and values stay in float" in note for note in fq.verify_delivery(folder, model).not_run)

@@ -9,7 +9,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.delivery import deliver
-from fakequant.delivery.gguf.activations import computed_by_llama_cpp, llama_cpp_inputs
+from fakequant.delivery.gguf.architecture import computed_by_llama_cpp, llama_cpp_inputs
 from fakequant.delivery.gguf.blocks import LAYOUTS
 from fakequant.delivery.gguf.lattices import spec_of
 from fakequant.delivery.gguf.llama_cpp import LlamaCpp

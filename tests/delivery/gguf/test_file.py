@@ -7,8 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fakequant.delivery.gguf.blocks import pack
-from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf
+from fakequant.delivery.gguf.blocks import GgufFile, GgufTensor, content, is_gguf, pack
 from fakequant.errors import CheckpointError
 from tests.support import llama_cpp_files
 

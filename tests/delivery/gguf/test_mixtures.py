@@ -5,11 +5,10 @@ import torch
 
 import fakequant as fq
 from fakequant.delivery import deliver
-from fakequant.delivery.gguf.architecture import GgufNames, architecture_of
-from fakequant.delivery.gguf.file import GgufFile
+from fakequant.delivery.format import places_of
+from fakequant.delivery.gguf.architecture import _MIXTURES, GgufNames, architecture_of, mixture
+from fakequant.delivery.gguf.blocks import GgufFile
 from fakequant.delivery.gguf.lattices import kind_of
-from fakequant.delivery.gguf.mixtures import _MIXTURES, mixture
-from fakequant.delivery.places import places_of
 from fakequant.errors import ConfigError
 from tests.support import llama_cpp_files
 from tests.support.language_models import language_model

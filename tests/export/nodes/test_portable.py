@@ -10,8 +10,7 @@ import torch
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.numerics.formats import FloatFormat, Specials
-from fakequant.numerics.formats.floats import ExponentFormat
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
@@ -21,10 +20,10 @@ from onnx import TensorProto, helper  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from fakequant.export.capability import encoding  # noqa: E402
-from fakequant.export.graph import GraphEditor  # noqa: E402
-from fakequant.export.nodes.portable import code_values, round_to  # noqa: E402
-from fakequant.export.nodes.site import Emitter  # noqa: E402
-from fakequant.export.verification.runtime import Session  # noqa: E402
+from fakequant.export.inputs import GraphEditor  # noqa: E402
+from fakequant.export.nodes.loops import code_values, round_to  # noqa: E402
+from fakequant.export.nodes.trt import Emitter  # noqa: E402
+from fakequant.export.verification.verdict import Session  # noqa: E402
 from tests.support.export_models import Weights, quantizer  # noqa: E402
 
 FORMATS = {

@@ -19,10 +19,13 @@ pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
-from fakequant.export.graph import GraphEditor  # noqa: E402
-from fakequant.export.nodes.scales import factor, powers_of_two  # noqa: E402
-from fakequant.export.nodes.site import Emitter  # noqa: E402
-from fakequant.export.verification.evaluator import Evaluator  # noqa: E402
+from fakequant.export.inputs import GraphEditor  # noqa: E402
+from fakequant.export.nodes.trt import (  # noqa: E402
+    Emitter,
+    factor,
+    powers_of_two,
+)
+from fakequant.export.verification.verify import Evaluator  # noqa: E402
 from tests.support.export_models import Quantizers, Weights, quantizer  # noqa: E402
 from tests.support.range_cases import TEXTS, numbers  # noqa: E402
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from fakequant.export.nodes.steps import thresholds
+from fakequant.export.nodes.loops import thresholds
 from fakequant.numerics.scales import ScaleSpec
 from tests.support.bits import assert_same_bits
 
@@ -18,10 +18,10 @@ pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
 
-from fakequant.export.graph import GraphEditor  # noqa: E402
-from fakequant.export.nodes.site import Emitter  # noqa: E402
-from fakequant.export.nodes.steps import look_up  # noqa: E402
-from fakequant.export.verification.runtime import Session  # noqa: E402
+from fakequant.export.inputs import GraphEditor  # noqa: E402
+from fakequant.export.nodes.loops import look_up  # noqa: E402
+from fakequant.export.nodes.trt import Emitter  # noqa: E402
+from fakequant.export.verification.verdict import Session  # noqa: E402
 
 INF, NAN = float("inf"), float("nan")
 

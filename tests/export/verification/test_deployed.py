@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.export import exporter
 from fakequant.nn import quantizers
-from fakequant.report.collect import verification
+from fakequant.report.of_model import verification
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

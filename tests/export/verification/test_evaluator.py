@@ -10,7 +10,7 @@ from fakequant.errors import VerificationError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fakequant.export.verification.evaluator import Evaluator  # noqa: E402
+from fakequant.export.verification.verify import Evaluator  # noqa: E402
 from tests.support.export_models import assert_tensors_are_seen, model_of  # noqa: E402
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.export.verification import pieces
-from fakequant.export.verification.evaluator import Evaluator
-from fakequant.export.verification.pieces import Pieces
-from fakequant.export.verification.runtime import Session
+from fakequant.export.verification import verify
+from fakequant.export.verification.verdict import Session
+from fakequant.export.verification.verify import Evaluator, Pieces
 from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
@@ -48,7 +47,7 @@ def test_pieces_give_the_tensors_of_the_whole(load: Any, size: int, tmp_path: Pa
     groups = [[node.input[0], node.output[0]] for node in file.graph.node if node.op_type in ("Gemm", "MatMul", "Add")]
     (given,) = (value.name for value in file.graph.input)
     whole = load(file, [name for group in groups for name in group]).run({given: x})
-    monkeypatch.setattr(pieces, "_TENSORS_PER_PIECE", size)
+    monkeypatch.setattr(verify, "_TENSORS_PER_PIECE", size)
     cut = Pieces(file, groups, load)
     seen, most, values = set[int](), 0, dict[str, Tensor]()
     for values, indices in cut.run({given: x}):
@@ -64,7 +63,7 @@ def test_pieces_give_the_tensors_of_the_whole(load: Any, size: int, tmp_path: Pa
 
 def test_tensors_that_numpy_lacks_stay_in_one_piece(monkeypatch: Any) -> None:
     """A skip of bfloat16 over everything, an output from the first piece, and an input that is an output."""
-    monkeypatch.setattr(pieces, "_TENSORS_PER_PIECE", 1)
+    monkeypatch.setattr(verify, "_TENSORS_PER_PIECE", 1)
     kinds = {"x": TensorProto.FLOAT, "b": TensorProto.BFLOAT16, "c": TensorProto.FLOAT, "d": TensorProto.FLOAT}
     kinds |= {"e": TensorProto.FLOAT, "f": TensorProto.FLOAT, "u": TensorProto.FLOAT}
     value = {name: helper.make_tensor_value_info(name, kind, [2]) for name, kind in kinds.items()}
@@ -107,7 +106,7 @@ def frames(call: Any) -> int:
 
 
 def test_verification_grows_with_the_model_not_with_its_square(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pieces, "_TENSORS_PER_PIECE", 8)
+    monkeypatch.setattr(verify, "_TENSORS_PER_PIECE", 8)
     counts = []
     for blocks in (1, 2, 4, 6):  # the first imports
         model, x = net(blocks)

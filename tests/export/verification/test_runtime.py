@@ -11,7 +11,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 
-from fakequant.export.verification.runtime import Session  # noqa: E402
+from fakequant.export.verification.verdict import Session  # noqa: E402
 from tests.support.export_models import assert_tensors_are_seen, model_of  # noqa: E402
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 from onnx import helper, numpy_helper  # noqa: E402
 
 from fakequant.export.verification.verdict import Span  # noqa: E402
-from fakequant.report.collect import verification  # noqa: E402
+from fakequant.report.of_model import verification  # noqa: E402
 
 
 class Pair(nn.Module):

@@ -63,7 +63,7 @@ def test_hits_and_misses():
 
 
 def test_the_cache_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr("fakequant.ir.run.compiler._LIMIT", 2)
+    monkeypatch.setattr("fakequant.ir.run.execute._LIMIT", 2)
     graphs = list(variants().values())[:3]
     for graph in graphs:
         graph.compile()

@@ -8,8 +8,7 @@ import fakequant as fq
 from benchmarks.training import convolutions
 from fakequant import ir
 from fakequant.ir import Graph, IRType
-from fakequant.ir.run.execute import to_torch
-from fakequant.ir.run.lower import lower
+from fakequant.ir.run.execute import lower, to_torch
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
 from tests.support.matrix import full, in_turn, sweep

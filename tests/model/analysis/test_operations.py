@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis.operations import operations, unquantized
-from fakequant.model.analysis.summary import summary
+from fakequant.model.analysis.summary import operations, summary, unquantized
 from fakequant.model.config import Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.run.traits import has
 from fakequant.model.sites.sites import site_plan
 from fakequant.nn import quantizers
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.sites.traits import Trait
+from fakequant.nn.sites.functions import Trait
 from tests.support.models import images, small_net
 from tests.support.plan_cases import needs_kernels
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.calibration.choice import METHODS
+from fakequant.model.calibration.calibrate import METHODS
 from fakequant.ptq import Ways
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.run import queries
-from fakequant.model.run.queries import modules_called
-from fakequant.model.run.recording import record, watching
+from fakequant.model.run import recorded
+from fakequant.model.run.outputs import record, watching
+from fakequant.model.run.recorded import modules_called
 from fakequant.nn.quantized.layers import QuantizedLayer
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -46,10 +46,10 @@ GLANCES = {
 
 def weight_readers(model, run):
     """The readers of weights by both recordings, which agree."""
-    found = queries.weight_readers(model, record(model, run))
+    found = recorded.weight_readers(model, record(model, run))
     with watching(model) as recording:
         run()
-    assert queries.weight_readers(model, recording) == found
+    assert recorded.weight_readers(model, recording) == found
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fakequant.model.run.memory import Tensors
+from fakequant.model.run.recorder import Tensors
 
 
 def test_dead_tensors_are_dropped_and_living_ones_stay() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.calibration.choice import METHODS
+from fakequant.model.calibration.calibrate import METHODS
 from fakequant.model.run.outputs import Distance, OutputDistance, Power, decibels, named_tensors, shown_place
 from fakequant.ptq import Ways
 from tests.support.kept import kept

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CoverageWarning
-from fakequant.model.run.recording import record
+from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
 from fakequant.model.sites.planned import SitePlan
 from fakequant.model.sites.sites import plan_sites

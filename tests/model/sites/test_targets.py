@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config
-from fakequant.model.run.recording import record
+from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
 from fakequant.model.sites.planned import SitePlan
 from fakequant.model.sites.sites import plan_sites
@@ -19,8 +19,8 @@ from fakequant.model.sites.targets import find_target, targets
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat
 from fakequant.nn.backward.products import Factor, matmul
-from fakequant.nn.sites.attention_parts import attend_in_parts
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.sites import attend_in_parts
 from tests.support.functional_models import example, float_network
 from tests.support.vision import import_torchvision
 

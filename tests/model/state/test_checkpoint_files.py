@@ -13,8 +13,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model.state import checkpoint
-from fakequant.model.state.checkpoint import load, save
-from fakequant.model.state.manifest import remove_checkpoint
+from fakequant.model.state.checkpoint import load, remove_checkpoint, save
 from tests.support.crashes import every_death
 from tests.support.models import images, small_net
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from fakequant.model.state import codecs
+from fakequant.model.state import snapshots
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
@@ -55,7 +55,7 @@ def saved(tmp_path: Path) -> Iterator[tuple[nn.Module, Path]]:
     fq.calibrate(model, [X])
     fq.save(model, tmp_path, format="own")
     yield model, tmp_path
-    del codecs._codecs["own"]
+    del snapshots._codecs["own"]
 
 
 def test_a_format_of_another_gives_the_same_bits(saved: tuple[nn.Module, Path]) -> None:
@@ -129,7 +129,7 @@ def test_processes_that_gather_tensors_make_them_together(count: int, tmp_path: 
 
     def write() -> None:
         try:
-            codecs.write_folder(
+            snapshots.write_folder(
                 tmp_path, {"t.safetensors": {"x": fq.LazyTensor((4,), torch.float32, make)}, "plan.json": b"{}"}
             )
         except BaseException as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from fakequant.model.state import applying, tensor_file
+from fakequant.model.state import applying, snapshots
 from tests.support.bits import assert_same_bits
 from tests.support.models import images, small_net
 
@@ -229,7 +229,7 @@ def test_a_dtype_that_does_not_fit_is_said_before_the_model_changes(tmp_path: Pa
 
 
 def test_a_file_that_another_save_replaces_meanwhile_is_read_to_its_end(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tensor_file, "_MAPPED", 0)  # mapped anew before each tensor
+    monkeypatch.setattr(snapshots, "_MAPPED", 0)  # mapped anew before each tensor
     model = fq.prepare(net(), "int8_weight_only")
     fq.calibrate(model, progress=False)
     fq.save(model, tmp_path)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fakequant as fq
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError
-from fakequant.model.state.tensor_file import StoredTensors
+from fakequant.model.state.snapshots import StoredTensors
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
 from tests.support.models import two_layers, zeroed

@@ -11,7 +11,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model.sizes import spec_bits
-from fakequant.model.state import packing
+from fakequant.model.state import checkpoint
 from fakequant.nn import Quantizer
 from fakequant.numerics.formats import parse_format
 from tests.support.checkpoints import assert_as_before, change_manifest, change_tensors, state_of
@@ -157,19 +157,19 @@ def test_a_weight_that_a_float_layer_reads_stays(tie, tmp_path):
 def test_codes_of_every_width_come_back(name):
     format = parse_format(name)
     codes = format.to_storage(format.round(torch.linspace(format.quant_min, format.quant_max, 1001)))
-    stored = packing._to_bytes(codes, format)
+    stored = checkpoint._to_bytes(codes, format)
     assert len(stored) == -(-1001 * format.bits // 8)
-    assert torch.equal(packing._from_bytes(stored, format, [7, 143]).flatten(), codes)
+    assert torch.equal(checkpoint._from_bytes(stored, format, [7, 143]).flatten(), codes)
 
 
 def test_four_bits_are_two_in_a_byte():
     format = parse_format("int4")
-    stored = packing._to_bytes(torch.tensor([-8, 7, 0, -1, 3], dtype=torch.int8), format)
+    stored = checkpoint._to_bytes(torch.tensor([-8, 7, 0, -1, 3], dtype=torch.int8), format)
     assert stored.tolist() == [0xF0, 0x78, 0x0B]
 
 
 def test_long_tensors_are_packed_in_parts(monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK", 16)
+    monkeypatch.setattr(checkpoint, "_CHUNK", 16)
     test_codes_of_every_width_come_back("int3")
 
 

@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.numerics.formats.codes import as_integers
+from fakequant.numerics.formats.floats import as_integers
 from fakequant.numerics.qparams import QParams, Range
 from tests.support.bits import assert_same_bits
 from tests.support.fixed_codes import (  # noqa: F401

@@ -12,21 +12,23 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 import fakequant as fq
-from fakequant.model.run.neighbors import find_neighbors
+from fakequant.model.run.outputs import record
 from fakequant.model.run.recorder import name_of
-from fakequant.model.run.recording import record
-from fakequant.model.run.traits import has
+from fakequant.model.run.traits import find_neighbors, has
 from fakequant.model.sites.targets import targets
-from fakequant.nn.sites.equations import of_chain, of_tensordot, of_vecdot
 from fakequant.nn.sites.functions import (
     CALLED_AS,
+    NO_TRAITS,
     SITE_FUNCTIONS,
     SiteFunction,
     SiteOperand,
+    Trait,
     called_as,
+    of_chain,
+    of_tensordot,
+    of_vecdot,
     register_function,
 )
-from fakequant.nn.sites.traits import NO_TRAITS, Trait
 from tests.support.bits import assert_same_bits
 
 pytestmark = [

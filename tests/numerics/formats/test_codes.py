@@ -6,7 +6,7 @@ import torch
 import fakequant as fq
 from fakequant.errors import QParamsError, ShapeError
 from fakequant.numerics.formats import FLOAT8_E4M3FN, INT4, NF4, UINT8
-from fakequant.numerics.formats.codes import as_integers, check_codes, count_of, integers_of, lowest_of, patterns_of
+from fakequant.numerics.formats.floats import as_integers, check_codes, count_of, integers_of, lowest_of, patterns_of
 
 
 @pytest.mark.parametrize("name", sorted(name for name, own in fq.formats().items() if own.has_zero))

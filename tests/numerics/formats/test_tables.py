@@ -4,7 +4,7 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import SpecError
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import TableFormat
 from tests.support import oracle
 from tests.support.bits import assert_same_bits
 

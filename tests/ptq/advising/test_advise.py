@@ -19,7 +19,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, OutputError
 from fakequant.files import locked
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.formats.task import Task
+from fakequant.ptq.formats.comparison import Task
 from tests.support.kept import kept
 
 SOME = ["INT8", "INT8_PER_TOKEN", "INT4_WEIGHT_ONLY"]

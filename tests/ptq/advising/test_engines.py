@@ -8,7 +8,7 @@ import pytest
 
 from fakequant.model.presets import find_preset
 from fakequant.model.sites.targets import targets
-from fakequant.ptq.advising.engines import ENGINES, places
+from fakequant.ptq.advising.next_step import ENGINES, places
 
 PAGES = Path(__file__).parents[3] / "docs" / "engines"
 

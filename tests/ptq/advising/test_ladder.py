@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fakequant.ptq import Compared
-from fakequant.ptq.advising.ladder import Ladder, SizeClass
+from fakequant.ptq.advising.advise import Ladder, SizeClass
 from fakequant.ptq.formats.comparison import Way
 
 SIZES = [SizeClass(400, ("A4", "B4")), SizeClass(800, ("A8", "B8")), SizeClass(801, ("W8",))]

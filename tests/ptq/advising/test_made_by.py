@@ -6,8 +6,7 @@ import pytest
 from torch import nn
 
 import fakequant as fq
-from fakequant.ptq.advising.made_by import made_by
-from fakequant.ptq.advising.next_step import Known, next_step
+from fakequant.ptq.advising.next_step import Known, made_by, next_step
 from fakequant.ptq.advising.trial import Halves
 from tests.support.advised import deep, rows, run
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.ptq.advising.method import weight_methods_of
+from fakequant.ptq.advising.next_step import weight_methods_of
 from tests.support.advised import perceptron, rows, tried_on
 
 

@@ -15,9 +15,9 @@ import fakequant as fq
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
 from fakequant.model.run.traits import having
-from fakequant.nn.sites.traits import Trait
+from fakequant.nn.sites.functions import Trait
 from fakequant.ptq import equalize
-from fakequant.ptq.float_model.output_check import OutputCheck
+from fakequant.ptq.float_model.fold_scales import OutputCheck
 from tests.support.architectures import changed_alike, each_architecture, relative
 from tests.support.bits import assert_same_bits
 from tests.support.interruption import InterruptedForward

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from benchmarks.zoo.case import Case
 from fakequant.errors import ConfigError
-from fakequant.model.modes import disabled
+from fakequant.model.weights import disabled
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales

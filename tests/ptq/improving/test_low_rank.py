@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, CheckpointError, ConfigError
-from fakequant.model.modes import disabled
+from fakequant.model.weights import disabled
 from fakequant.nn.low_rank import LowRank
 from fakequant.ptq.improving.low_rank import low_rank
 from tests.support.bits import assert_same_bits

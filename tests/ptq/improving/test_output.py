@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.formats.compare import Ways
+from fakequant.ptq.formats.comparison import Ways
 from tests.support.kept import kept
 from tests.support.loops import Loop, batches
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError
-from fakequant.ptq.improving import ahead
+from fakequant.ptq.improving import collector
 from fakequant.ptq.solvers import layer as solver
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
@@ -109,12 +109,12 @@ def judges(rank: int, folder: Path) -> None:
 
 def sees_other_inputs(rank: int, folder: Path) -> None:
     """What was chosen ahead counts only if all processes see the inputs by which it was."""
-    plain = ahead._are_same
-    ahead._are_same = lambda *calls: rank == 0 and plain(*calls)
+    plain = collector._are_same
+    collector._are_same = lambda *calls: rank == 0 and plain(*calls)
     try:
         model, _ = improved("int4_weight_only", "best", given()[4 * rank :][:4], dist.group.WORLD)
     finally:
-        ahead._are_same = plain
+        collector._are_same = plain
     assert_same(model, improved("int4_weight_only", "best", given(), False)[0])
 
 

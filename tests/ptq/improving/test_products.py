@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.presets import find_preset
 from fakequant.model.weights import quantized_weights
-from fakequant.ptq.improving.effect import Effect
+from fakequant.ptq.improving.improve import Effect
 from fakequant.ptq.results import TAKEN_BACK
 
 CONV = {"stride": 2, "padding": 1}

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.modes import off
-from fakequant.model.run.recording import watching
+from fakequant.model.run.outputs import watching
+from fakequant.model.weights import off
 from fakequant.ptq.improving import collector, improve
-from fakequant.ptq.inputs.added import AddedOperand, added_operands
-from fakequant.ptq.inputs.order import call_order
-from fakequant.ptq.inputs.stream import Stream
+from fakequant.ptq.inputs.stream import AddedOperand, Stream, added_operands, call_order
 from fakequant.ptq.solvers.sums import Drift
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept

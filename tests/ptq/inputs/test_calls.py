@@ -17,7 +17,7 @@ from fakequant.errors import CalibrationWarning
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn import QuantizedLayer, quantizers, quantizes
 from fakequant.nn.quantized.layers import _layers
-from fakequant.ptq.blocks import blocks
+from fakequant.ptq.blocks import reconstruction
 from fakequant.ptq.improving.collector import Collector
 from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage
 from tests.support.bits import assert_same_bits
@@ -251,13 +251,13 @@ def test_blocks_learn_the_outputs_of_float_weights_where_batches_take_other_orde
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[Tensor]] = []
-    own = blocks.reconstruct_block
+    own = reconstruction.reconstruct_block
 
     def learn(block: nn.Module, inputs: Any, targets: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         seen.append([y.clone() for y in targets])
         return own(block, inputs, targets, *args, **kwargs)
 
-    monkeypatch.setattr(blocks, "reconstruct_block", learn)
+    monkeypatch.setattr(reconstruction, "reconstruct_block", learn)
     names, model, outputs = ["one", "other", "last"], Orders(), list[Tensor]()
     quantized = fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY")
     fq.ptq.reconstruct(quantized, in_two_orders(), names, "omniquant", iterations=100, judge=[], progress=False)

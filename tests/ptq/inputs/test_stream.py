@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.ptq.inputs.order import call_order
-from fakequant.ptq.inputs.stream import Stage, Stream, _Lane, check_side_by_side
+from fakequant.ptq.inputs.stream import Stage, Stream, _Lane, call_order, check_side_by_side
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept
 

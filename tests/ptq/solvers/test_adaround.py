@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.ops import library
 from fakequant.ptq import adaround, descend, gptq
-from fakequant.ptq.solvers.grid import WeightGrid
+from fakequant.ptq.solvers.problem import WeightGrid
 from tests.support.bits import assert_same_bits
 from tests.support.weight_specs import WEIGHTS, spec_of_matrix
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.ops import library
-from fakequant.ptq.solvers.grid import WeightGrid
+from fakequant.ptq.solvers.problem import WeightGrid
 from tests.support.bits import assert_same_bits
 
 

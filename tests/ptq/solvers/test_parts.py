@@ -10,14 +10,14 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.data import progress
-from fakequant.nn.products import windows
+from fakequant.nn.products import product as windows
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
-from fakequant.ptq.solvers import parts
-from fakequant.ptq.solvers.parts import Parts
+from fakequant.ptq.solvers import transforms
 from fakequant.ptq.solvers.sums import InputSums
+from fakequant.ptq.solvers.transforms import Parts
 
-SPECS = {  # and the number of parts, which cut no group of a channel, and no groups that share a scale of scales
+SPECS = {  # and the number of transforms, which cut no group of a channel, and no groups that share a scale of scales
     "int4 per_channel(0)": 4,
     "int4": 4,
     "int4 per_block(-1:32,pad)": 4,
@@ -36,8 +36,8 @@ SPECS = {  # and the number of parts, which cut no group of a channel, and no gr
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_WIDEST", 100)
-    monkeypatch.setattr(parts, "_MOST", 144 * 36)
+    monkeypatch.setattr(transforms, "_WIDEST", 100)
+    monkeypatch.setattr(transforms, "_MOST", 144 * 36)
 
 
 def net(spec: str) -> Any:
@@ -131,7 +131,7 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
 def test_the_memory_of_sums_is_that_of_the_widest_layer(layer: nn.Module, columns: list[int]) -> None:
     model = fq.prepare(nn.Sequential(layer), "int8_weight_only")
     matrices = 8 if sum(columns) <= 2048 else 4
-    assert parts.memory(model[0].products()) == matrices * 8 * sum(count**2 for count in columns)
+    assert transforms.memory(model[0].products()) == matrices * 8 * sum(count**2 for count in columns)
 
 
 def test_the_memory_of_sums_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fakequant as fq
-from fakequant.model.modes import disabled
+from fakequant.model.weights import disabled
 from fakequant.nn.transforms import make_transform
 from tests.support.bits import assert_same_bits
 

@@ -8,9 +8,7 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.ops import library
-from fakequant.ptq.solvers.grid import WeightGrid
-from fakequant.ptq.solvers.problem import Problem
-from fakequant.ptq.solvers.rounding import gptq, gptq_and_loss
+from fakequant.ptq.solvers.problem import Problem, WeightGrid, gptq, gptq_and_loss
 from fakequant.ptq.solvers.sums import Drift, InputSums
 
 OUT, COLUMNS, DAMPING = 24, 300, 0.05

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.model.modes import disabled
+from fakequant.model.weights import disabled
 from fakequant.nn import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.nn.transforms import Permutation, make_transform
 from fakequant.ptq.solvers.transforms import transform

@@ -11,15 +11,14 @@ from torch import nn
 
 from fakequant.compat.onnxruntime.functions import MICROSOFT, attach_functions
 from fakequant.errors import ExportError
-from fakequant.export.capability import FIRST_OPSET, check_opset
+from fakequant.export.capability import FIRST_OPSET, Style, check_opset
 from fakequant.export.exporter import finish, traced
-from fakequant.export.graph import GraphEditor
-from fakequant.export.nodes.ranges import lower_scale
-from fakequant.export.nodes.site import Emitter
-from fakequant.export.style import Style
+from fakequant.export.inputs import GraphEditor
+from fakequant.export.nodes.loops import lower_scale
+from fakequant.export.nodes.trt import Emitter
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.files import write_whole
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.text import module_name

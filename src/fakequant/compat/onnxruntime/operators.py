@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import DTypeError, QParamsError, ShapeError
-from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.granularity import PerTensor
-from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
+from fakequant.numerics.qparams import QParams, check_scale, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input
 from fakequant.numerics.spec import Arithmetic
 from fakequant.ops import library

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.formats import formats
-from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat
-from fakequant.numerics.formats.format import Format
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, Format, IntegerFormat
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec

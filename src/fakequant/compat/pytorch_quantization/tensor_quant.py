@@ -16,8 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fakequant.numerics.formats.format import Format
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import Format, IntegerFormat
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library

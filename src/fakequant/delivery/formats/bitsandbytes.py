@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
 

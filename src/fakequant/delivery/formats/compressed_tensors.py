@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.attention import attention_sites, conflicts_of_calls, missed_cache
-from fakequant.delivery.decompressing import decompressed, engine_of, how_to_load
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
-from fakequant.delivery.format import Engine, Part
+from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, places_of, undivided
 from fakequant.delivery.layered import OTHERS, CodedWeight, Codes, LayeredFormat, LayerTensors
-from fakequant.delivery.places import places_of
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
@@ -33,8 +30,14 @@ from fakequant.delivery.schemes import (
     PACKED,
     ROLES,
     attention_args,
+    attention_sites,
     config_of,
+    conflicts_of_calls,
+    decompressed,
+    engine_of,
     groups_of,
+    how_to_load,
+    missed_cache,
     normalized,
     reciprocal,
     scheme_for,
@@ -42,16 +45,13 @@ from fakequant.delivery.schemes import (
     shift_of,
     stored,
 )
-from fakequant.delivery.writing import LayeredWriter, Stored, undivided
 from fakequant.errors import ExportError, warn_user
 from fakequant.model.sites.planned import site_path
-from fakequant.model.state.codecs import Files, TensorFile
-from fakequant.model.state.plan import SitesEntry
-from fakequant.model.state.snapshots import LazyTensor, Made, QuantizedState
-from fakequant.model.state.stored_sites import sites_entry
-from fakequant.model.ties import merged_layers
+from fakequant.model.state.plan import SitesEntry, sites_entry
+from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile
+from fakequant.model.weights import merged_layers
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.ranges.global_scale import KEY as GLOBAL_SCALE
+from fakequant.nn.ranges.learned import GLOBAL_SCALE
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.text import listed
 

@@ -19,19 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.folder import built, check_counts
-from fakequant.delivery.format import DeliveryFormat, Engine, Part
+from fakequant.delivery.format import DeliveryFormat, Engine, Part, float_names
 from fakequant.delivery.gguf import llama_cpp
-from fakequant.delivery.gguf.activations import computed_by_llama_cpp, has_cache, inputs_for
-from fakequant.delivery.gguf.architecture import GgufNames, architecture_of, check_settings, describe
-from fakequant.delivery.gguf.blocks import LAYOUTS, Array
-from fakequant.delivery.gguf.file import GgufFile, GgufTensor, content, is_gguf, require_gguf
+from fakequant.delivery.gguf.architecture import (
+    REST,
+    GgufNames,
+    NamedTensors,
+    architecture_of,
+    check_settings,
+    computed_by_llama_cpp,
+    describe,
+    has_cache,
+    inputs_for,
+)
+from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, content, is_gguf, require_gguf
 from fakequant.delivery.gguf.lattices import kind_of, to_blocks
-from fakequant.delivery.gguf.named_tensors import REST, NamedTensors
-from fakequant.delivery.places import float_names
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.presets import LLAMA_CPP_CACHE
-from fakequant.model.state.codecs import Files
-from fakequant.model.state.snapshots import Made, QuantizedState, lazy, shared_names
+from fakequant.model.state.snapshots import Files, Made, QuantizedState, lazy, shared_names
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPE = "fakequant.dtype"

@@ -27,14 +27,22 @@ from fakequant.delivery.folder import (
     config_file,
     is_of_transformers,
 )
-from fakequant.delivery.format import Engine, Part
-from fakequant.delivery.layered import CodedWeight, LayeredFormat, LayerTensors
-from fakequant.delivery.tensor_classes import E4M3, FP8, INT8, INTX, NVFP4, NVFP4_SPEC, READERS
-from fakequant.delivery.writing import LayeredWriter, Stored
+from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored
+from fakequant.delivery.layered import (
+    E4M3,
+    FP8,
+    INT8,
+    INTX,
+    NVFP4,
+    NVFP4_SPEC,
+    READERS,
+    CodedWeight,
+    LayeredFormat,
+    LayerTensors,
+)
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
-from fakequant.model.state.codecs import Files
-from fakequant.model.state.snapshots import QuantizedState
+from fakequant.model.state.snapshots import Files, QuantizedState
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.formats.packing import pack

@@ -1,21 +1,52 @@
-"""The description of a language model in a GGUF file: names of tensors, order of rows, metadata."""
+"""The description of a language model in a GGUF file: names of tensors, order of rows, metadata.
+
+Mixtures such as Q4_K_M: a type for each weight of a language model, as llama-quantize chooses it.
+
+Source: `llama_tensor_get_type_impl` and `tensor_type_fallback` in llama-quant.cpp of llama.cpp, without an importance
+matrix, and without the cases for experts.
+
+llama.cpp's quantization of inputs, which it chooses by the type of the weights.
+
+Read a GGUF file: its tensors by their names in a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-from fakequant.delivery.gguf.file import GgufFile, require_gguf
-from fakequant.errors import CheckpointError
+from fakequant.delivery.format import Place, float_names, places_of
+from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, require_gguf
+from fakequant.delivery.gguf.lattices import for_rows, from_blocks, kind_of, spec_of
+from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import quantizers_of
+from fakequant.model.presets import LLAMA_CPP_CACHE, LLAMA_CPP_INPUTS, with_llama_cpp_inputs
+from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, sites_entry
+from fakequant.model.state.snapshots import Made, QuantizedState, shared_names
+from fakequant.model.state.weight_codes import WeightCodes
+from fakequant.nn.paths import join
+from fakequant.nn.quantized.layers import QuantLinear
+from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.spec import QuantSpec
+from fakequant.restore import restore_after, restore_on_error, structure_of
+from fakequant.text import listed
 
-_TABLE = "fakequant.integrations.gguf"
+_TABLE = "fakequant.integrations.gguf_tokenizer"
 """Registers the architectures: names of other people's models stand there alone."""
 
 MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -284,3 +315,311 @@ def llama3_frequencies(config: Any) -> dict[str, Tensor]:
     waves = 2 * torch.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     smooth = ((length / waves - low) / (high - low)).clamp(0, 1)
     return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).float()}
+
+
+class _Layer(NamedTuple):
+    """A layer of a model: its number, the number of layers, and the queries for each key."""
+
+    number: int
+    layers: int
+    shares: int
+
+
+def _some(at: _Layer) -> bool:
+    eighth = at.layers // 8
+    return at.number < eighth or at.number >= 7 * at.layers // 8 or (at.number - eighth) % 3 == 2
+
+
+_Choice = tuple[Callable[[_Layer], bool], str]
+_ALL: Callable[[_Layer], bool] = lambda at: True  # noqa: E731
+_FIRST_EIGHTH: Callable[[_Layer], bool] = lambda at: at.number < at.layers // 8  # noqa: E731
+_SHARED: Callable[[_Layer], bool] = lambda at: at.shares >= 4  # noqa: E731
+_MORE: dict[str, list[_Choice]] = {"attn_v": [(_some, "Q6_K")], "ffn_down": [(_some, "Q6_K")]}
+_IQ4: dict[str, list[_Choice]] = {"attn_v": [(_SHARED, "Q5_K")], "ffn_down": [(_FIRST_EIGHTH, "Q5_K")]}
+_MIXTURES: dict[str, tuple[str, dict[str, list[_Choice]]]] = {
+    **{kind: (kind, {}) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K")},
+    "IQ4_NL": ("IQ4_NL", _IQ4),
+    "IQ4_XS": ("IQ4_XS", _IQ4),
+    "Q2_K": (
+        "Q2_K",
+        {"attn_v": [(_SHARED, "Q4_K"), (_ALL, "Q3_K")], "ffn_down": [(_ALL, "Q3_K")], "attn_output": [(_ALL, "Q3_K")]},
+    ),
+    "Q3_K_S": ("Q3_K", {}),
+    "Q3_K_M": (
+        "Q3_K",
+        {
+            "attn_v": [(lambda at: at.number < 2, "Q5_K"), (_ALL, "Q4_K")],
+            "ffn_down": [(lambda at: at.number < at.layers // 16, "Q5_K"), (_ALL, "Q4_K")],
+            "attn_output": [(_ALL, "Q4_K")],
+        },
+    ),
+    "Q3_K_L": ("Q3_K", {name: [(_ALL, "Q5_K")] for name in ("attn_v", "ffn_down", "attn_output")}),
+    "Q4_K_S": ("Q4_K", {"attn_v": [(lambda at: at.number < 4, "Q5_K")], "ffn_down": [(_FIRST_EIGHTH, "Q5_K")]}),
+    "Q4_K_M": ("Q4_K", _MORE),
+    "Q5_K_S": ("Q5_K", {}),
+    "Q5_K_M": ("Q5_K", _MORE),
+}
+"""The type of most weights, and for weights by name their exceptions: (in which layers, type), the first that holds."""
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_LAYERS_OF_70B = 80
+
+
+def mixture(model: nn.Module, name: str) -> Config:
+    """The configuration of a mixture for a language model: each weight gets the type that llama-quantize gives it.
+
+    Args:
+        model: of transformers, in float, of an architecture that GGUF files are written for.
+        name: as llama-quantize names it: "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M",
+            "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL" or "IQ4_XS"; "GGUF_" may stand before it, and
+            "_A8" behind it for llama.cpp's inputs of products.
+
+    Raises:
+        ConfigError: an unknown name, or a model with experts.
+        CheckpointError: an unknown architecture.
+
+    `fakequant.prepare(model, "GGUF_Q4_K_M")` does this for the names with an ending. For the others, whose names are
+    those of presets with one type, write `fakequant.prepare(model, mixture(model, "Q6_K"))`.
+    """
+    key = name.upper().removeprefix("GGUF_")
+    if key.endswith("_A8"):
+        return with_llama_cpp_inputs(mixture(model, key.removesuffix("_A8")))
+    if key not in _MIXTURES:
+        raise ConfigError(f"unknown mixture {name!r:.80}{nearest(key, list(_MIXTURES))}")
+    architecture, shared = architecture_of(model), shared_names(model)
+    if architecture.parts:
+        raise ConfigError(
+            "llama-quantize has rules of its own for experts, which are not known here; give all weights one type, "
+            "such as GGUF_Q4_K"
+        )
+    config: Any = model.config
+    names, heads = GgufNames(architecture, config), config.num_attention_heads
+    shares = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    rules = []
+    for weight, place in places_of(model).items():
+        # A head that is tied to the embedding is one weight with it, of the type of heads.
+        is_head = weight in shared or weight in shared.values() or names.of(weight) == ["output.weight"]
+        columns = model.get_parameter(weight).shape[-1]
+        kind = _MIXTURES[key][0]
+        if is_head:
+            kind = "Q6_K" if kind != "Q8_0" and columns % LAYOUTS[kind].weights == 0 else "Q8_0"
+        elif found := _LAYER.fullmatch(names.of(weight)[-1]):
+            own = found[2].replace("attn_qkv", "attn_v")  # the three in one count as values
+            at = _Layer(int(found[1]), config.num_hidden_layers, shares)
+            kind = next((other for holds, other in _MIXTURES[key][1].get(own, ()) if holds(at)), kind)
+            is_70b = architecture.name == "llama" and at.layers == _LAYERS_OF_70B and shares > 1
+            kind = "Q5_K" if is_70b and own == "attn_v" and kind in ("Q3_K", "Q4_K") else kind
+        rules.append(Rule(place.path, weight=TensorConfig(spec_of(for_rows(kind, columns)))))
+    return Config(f"GGUF_{key}", tuple(rules))
+
+
+Model = TypeVar("Model", bound=nn.Module)
+_BLOCK, _BOUND = 32, 127
+
+
+def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
+    """How llama.cpp quantizes the inputs of a product with a weight.
+
+    Raises:
+        ShapeError: no type of GGUF holds the weight.
+    """
+    return LLAMA_CPP_INPUTS[LAYOUTS[kind_of(weight, shape)].weights]
+
+
+@unwraps
+def llama_cpp_inputs(model: Model) -> Model:
+    """Quantize the inputs of products as llama.cpp does, in a prepared model, in place; the model is returned.
+
+    Measure or train the model then as llama.cpp will compute it from a GGUF file. Results agree up to the order of
+    sums, except with Q4_1 and Q5_1: for these llama.cpp also rounds the sum of every block of inputs, which
+    `verify_delivery` alone computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
+
+    Raises:
+        ExportError: a weight that no type of GGUF holds, by name, with the reason; the model is unchanged then.
+
+    >>> model = llama_cpp_inputs(prepare(nn.Sequential(nn.Linear(32, 1, bias=False)), "gguf_q8_0", skip=[]))
+    >>> model[0].input_quantizer
+    Quantizer(int8_narrow per_block(-1:32,pad) q8_0, input, dynamic)
+    """
+    found: list[tuple[Place, Any, TensorConfig]] = []
+    for name, place in places_of(model).items():
+        layer: Any = model.get_submodule(place.path)
+        quantizer = getattr(layer, place.attribute, None)
+        if not place.input or not isinstance(quantizer, Quantizer) or not quantizer.quantizes:
+            continue
+        try:
+            shape = tuple(getattr(layer, place.operand.weight).shape)
+            found.append((place, layer, inputs_for(quantizer.spec, shape)))
+        except ShapeError as error:
+            raise ExportError(f"llama.cpp cannot have {name}: {error}") from error
+    with restore_on_error(structure_of([model])):
+        for place, layer, config in found:
+            own = getattr(layer, place.input)
+            if own is None or not own.quantizes or own.spec != config.spec:
+                made = quantizers_of(type(layer), layer, {place.input: config}, place.path)
+                setattr(layer, place.input, made[place.input])
+    return model
+
+
+def has_cache(model: nn.Module) -> bool:
+    """Whether functions of a model have the quantizers of llama.cpp's cache, and no others."""
+    owners = sites_entry(model).owners.values()
+    held = [one.tensor for owner in owners for site in owner.sites.values() for one in site.quantizers.values()]
+    return bool(held) and all(one == LLAMA_CPP_CACHE.input for one in held)
+
+
+@contextmanager
+def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
+    """A context of `llama_cpp_inputs` with llama.cpp's sums, after which the model is as it was."""
+    with restore_after(structure_of([model])):
+        llama_cpp_inputs(model)
+        for layer in model.modules():
+            if isinstance(layer, QuantLinear) and _has_rounded_sums(layer.weight_quantizer):
+                layer.register_forward_hook(_with_rounded_sums)
+        with _LongSums():
+            yield
+
+
+def _has_rounded_sums(weight: Quantizer | None) -> bool:
+    """Whether llama.cpp rounds the sum of each block of inputs: for the offsets of Q4_1 and Q5_1."""
+    return (
+        weight is not None and weight.quantizes and weight.spec.offset is not None and weight.spec.scale.shared is None
+    )
+
+
+def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    """Add what the rounding of sums to float16 changes: `quantize_row_q8_1` of ggml."""
+    codes, params = layer.input_quantizer.encoded(args[0])
+    sums = codes.float().unflatten(-1, (-1, _BLOCK)).sum(-1)
+    step = params.scale * (_BOUND + 1) / _BOUND
+    gap = (step * sums).half().double() - step.half().double() * sums
+    offsets = layer.weight_quantizer.qparams(layer.weight).zero_point
+    return (y.double() - gap @ offsets.double().mT).to(y.dtype)
+
+
+class _LongSums(TorchFunctionMode):
+    """Sums of float32 numbers are taken in float64 and rounded once.
+
+    llama.cpp adds codes within a block exactly, and squares of norms in float64. Beside a tie, a sum with another last
+    bit gives another code: of a Llama in Q4_0 16 % of the tokens agree to 1e-5 with float32 sums, 88 % with these.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _SUMS:
+            return func(*args, **(kwargs or {}))
+        long = pytree.tree_map(lambda x: x.double() if _is_float32(x) else x, (args, kwargs or {}))
+        found = func(*long[0], **long[1])
+        return found.float() if any(map(_is_float32, pytree.tree_leaves(args))) else found
+
+
+_SUMS = (functional.linear, functional.scaled_dot_product_attention, torch.matmul, torch.mean, Tensor.mean)
+
+
+def _is_float32(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float32
+
+
+REST = "fakequant.rest."
+"""The prefix of a key. A file holds some tensors with 1 added; the value is what rounding took from that sum."""
+
+
+class NamedTensors:
+    """The tensors of a file by their names in a model."""
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self.file, self.model, architecture = GgufFile(path), model, architecture_of(model)
+        self.names, self.shared, self.places = (
+            GgufNames(architecture, model.config),
+            shared_names(model),
+            places_of(model),
+        )
+        if (said := self.file.metadata.get("general.architecture")) != architecture.name:
+            raise CheckpointError(f"{path} is of the architecture {said!r:.80}, and the model of {architecture.name!r}")
+        state = model.state_dict()
+        self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
+        self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
+        if left := sorted(
+            {*self.file.tensors} - {*MADE, *(one for name in self.stored for one in self.names.of(name))}
+        ):
+            raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
+        self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
+        check_settings(self.file, architecture, model.config)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        places = self.names.of(name)
+        stored = self.names.shape(name, shape)
+        if len(places) > 1:
+            stored = (*shape[:-2], shape[-2] // len(places), shape[-1])
+        for place in places:
+            if place not in self.file.tensors:
+                raise CheckpointError(f"{self.file.path} lacks {place}, which is {name} in the model")
+            if (found := self.file.tensors[place]).shape != stored:
+                raise CheckpointError(
+                    f"{self.file.path}: {place} is of shape {list(found.shape)}, and {name} of {list(stored)}"
+                )
+        first, *others = (self.file.tensors[place] for place in places)
+        if any(one.kind != first.kind for one in others):
+            raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, and {name} has one")
+        if not others:
+            return GgufTensor(first.kind, shape, lambda: first.make().reshape(*shape[:-1], -1))
+        return GgufTensor(first.kind, shape, lambda: np.concatenate([one.make() for one in (first, *others)], axis=-2))
+
+    def state(self) -> QuantizedState:
+        """The state in the file."""
+        layers: dict[str, LayerEntry] = {}
+        for name in self.coded:
+            entry = QuantizerEntry(TensorConfig(spec_of(self.stored[name].kind)))
+            for place in self._readers(name):
+                held = {place.attribute: entry, **self._inputs(place, entry.tensor.spec, self.stored[name].shape)}
+                layers.setdefault(place.path, LayerEntry(place.kind, quantizers={})).quantizers.update(held)
+        weights = Made({name: partial(self._weight, name) for name in self.coded})
+        tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
+        sites = sites_entry(self.model) if has_cache(self.model) else SitesEntry()  # an option of llama.cpp's
+        return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights, sites=sites)
+
+    def _readers(self, name: str) -> list[Any]:
+        """The modules of a model that hold a weight."""
+        names = [name, *(tied for tied, first in self.shared.items() if first == name)]
+        return [self.places[one] for one in names if one in self.places]
+
+    def _inputs(self, place: Any, weight: QuantSpec, shape: tuple[int, ...]) -> dict[str, QuantizerEntry]:
+        """The quantizer of a model's inputs where it is llama.cpp's: the type of the weight in the file implies it."""
+        own = getattr(self.model.get_submodule(place.path), place.input, None) if place.input else None
+        config = inputs_for(weight, shape)
+        same = isinstance(own, Quantizer) and own.quantizes and TensorConfig(own.spec, own.dynamic) == config
+        return {place.input: QuantizerEntry(config)} if same else {}
+
+    def _rows(self, name: str) -> Array:
+        """The content of a tensor, in the order of the model's rows."""
+        raw = self.stored[name].make()
+        if (order := self.names.rows(name, *raw.shape[:1])) is None:
+            return raw
+        back = np.empty_like(raw)
+        back[order] = raw
+        return back
+
+    def _weight(self, name: str) -> WeightCodes:
+        try:
+            found = from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.file.path}: {listed(self.names.of(name))}: {error}") from error
+        return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor without codes; if its type is no lattice, the package gguf gives the values."""
+        kind = self.stored[name].kind
+        if kind not in ("F32", "F16", "BF16"):
+            return self.theirs(name)
+        raw = self._rows(name)
+        if shift := self.names.shift(name):
+            rest = self.file.metadata.get(REST + self.names.of(name)[0], np.float32(0))
+            raw = raw - np.float32(shift) + rest
+        values = torch.from_numpy(np.array(raw.view(np.int16) if kind == "BF16" else raw))
+        return (values.view(torch.bfloat16) if kind == "BF16" else values).to(self.like[name].dtype)
+
+    def theirs(self, name: str) -> Tensor:
+        """The values that the package gguf reads, once rounded to the dtype of the model."""
+        gguf = require_gguf()
+        values = gguf.quants.dequantize(self._rows(name), gguf.GGMLQuantizationType[self.stored[name].kind])
+        return torch.from_numpy(values).reshape(self.stored[name].shape).to(self.like[name].dtype)

@@ -6,24 +6,307 @@ tensor with a constant scale, and MXFP8 in blocks with dynamic scales. All are s
 Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`; scales are initializers, FP4 blocks have 16
 and MXFP8 blocks 32 elements); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize;
 cuDNN, Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
+
+A quantizer node of the ONNX graph and the standard nodes that replace it.
+
+Write scales that have their own format: powers of two in E8M0, or codes times a second-level scale.
+
+`Encoding.scale` is their element type. It is None (float32) in `Style.PORTABLE` and for specifications whose scales
+have no format.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from fakequant.errors import ExportError
-from fakequant.export.capability import Dimension, ScaleLayout
-from fakequant.export.nodes.site import EmittedSite
-from fakequant.export.style import Style
+from fakequant.errors import ExportError, QParamsError
+from fakequant.export.capability import Dimension, ElementType, Encoding, ScaleLayout, Style, block_sizes
+from fakequant.export.inputs import GraphEditor, stored
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, INT4, IntegerFormat
+from fakequant.numerics.formats.floats import ExponentFormat
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops import library
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+
+@dataclass
+class Emitter:
+    """Collects the nodes and constants that replace one node; their names begin with its label."""
+
+    editor: GraphEditor
+    label: str
+    nodes: list[NodeProto] = field(default_factory=list, kw_only=True)
+    added: list[str] = field(default_factory=list, kw_only=True)
+
+    def emit(self, operator: str, *inputs: str, result: str | None = None, **attributes: Any) -> str:
+        """Add a node and return the name of its result; attributes that are None are left out."""
+        from onnx import helper
+
+        same = sum(node.op_type == operator for node in self.nodes)
+        name = f"{self.label}/{operator}{f'_{same}' if same else ''}"
+        present = {key: value for key, value in attributes.items() if value is not None}
+        self.nodes.append(helper.make_node(operator, inputs, [result or name], name, **present))
+        return result or name
+
+    def split(self, value: str, sizes: str, results: Sequence[str]) -> None:
+        """Add a node that splits a value along its last axis; `sizes` names the lengths of the parts."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Split", [value, sizes], [*results], f"{results[0]}/Split", axis=-1))
+
+    def add(self, name: str, values: Tensor | np.ndarray) -> str:
+        """Add a constant and return its name."""
+        array = values.numpy() if isinstance(values, Tensor) else values
+        self.added.append(self.editor.add(f"{self.label}/{name}", array, shared=name == "codes"))
+        return self.added[-1]
+
+    def number(self, name: str, value: float) -> str:
+        """Add a float32 scalar constant and return its name."""
+        return self.add(name, np.array(value, np.float32))
+
+    def scalar(self, value: str) -> str:
+        """Reshape a value with one element to a scalar."""
+        return self.emit("Reshape", value, self.add("no_axes", np.array([], np.int64)))
+
+    def as_float32(self, value: str) -> str:
+        """Cast a value to float32 if it has another type."""
+        from onnx import TensorProto
+
+        return value if self.editor.type(value) == TensorProto.FLOAT else self.emit("Cast", value, to=TensorProto.FLOAT)
+
+    def repeat(self, value: str, blocks: Sequence[int], shape: Sequence[Dimension], axes: Sequence[int]) -> str:
+        """Repeat per-group values [groups, axes kept] along some axes, so that each element has the value of its group.
+
+        Args:
+            value: name of the values.
+            blocks: the block size along every axis.
+            shape: the shape of the grouped tensor.
+            axes: the axes to repeat along.
+        """
+        for axis in axes:
+            n = shape[axis]
+            assert isinstance(n, int), "an axis that blocks divide is checked to have a known length"
+            index = np.arange(n, dtype=np.int64) // blocks[axis]
+            value = self.emit("Gather", value, self.add(f"block_of_{axis}", index), axis=axis)
+        return value
+
+
+@dataclass
+class EmittedSite(Emitter):
+    """A FakeQuantize node, its parameters, and the nodes that replace it."""
+
+    path: str
+    spec: QuantSpec
+    style: Style
+    encoding: Encoding
+    layout: ScaleLayout
+    blocks: list[Dimension]
+    """The block size along every axis."""
+    x: str
+    y: str
+    scale: str
+    zero_point: str | None
+    constant: QParams | None
+    """The parameters [groups, axes kept], if they are in the file."""
+    fixed_codes: Tensor | None = None
+    """The codes of a weight that quantizing it would not give."""
+
+    def weight_codes(self, params: QParams) -> Tensor:
+        """Return the codes of a constant weight."""
+        weight = self.editor.tensor(self.x)
+        if self.fixed_codes is None:
+            return library.quantize(weight, params, self.spec)
+        if self.fixed_codes.shape != weight.shape:
+            shapes = f"{list(self.fixed_codes.shape)}, but the graph holds its weight as {list(weight.shape)}"
+            raise ExportError(f"its codes are fixed in the shape {shapes}; call release_codes() on its quantizer")
+        return self.fixed_codes
+
+    def place(self) -> dict[str, Any]:
+        """Return the attributes `axis` and `block_size` for the layout of the scales."""
+        return {"axis": self.layout.axis, "block_size": self.layout.block_size or None}
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Bring constant values [groups, axes kept] to the shape that ONNX expects."""
+        if self.layout.axis is None:
+            return values.reshape(())
+        if not self.layout.block_size:
+            return values.reshape(-1)
+        return self._repeated(values, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+
+    def arranged(self, name: str) -> str:
+        """Bring computed values [groups, axes kept] to the shape that ONNX expects; returns their name."""
+        if self.layout.block_size:
+            return self._repeat(name, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+        shape = np.array([] if self.layout.axis is None else [-1], np.int64)
+        return self.emit("Reshape", name, self.add("shape", shape))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Repeat constant values [groups, axes kept] along the axes that blocks divide, so they broadcast with x."""
+        return self._repeated(values, self._divided(list(values.shape)))
+
+    def spread_computed(self, name: str) -> str:
+        """Repeat computed values [groups, axes kept] along the axes that blocks divide; returns their name."""
+        return self._repeat(name, self._divided(self.editor.shape(self.scale)))
+
+    def _divided(self, groups: Sequence[Dimension]) -> list[int]:
+        pairs = zip(groups, self.editor.shape(self.x), strict=True)
+        return [axis for axis, (g, n) in enumerate(pairs) if g not in (1, n)]
+
+    def _repeated(self, values: Tensor, axes: Sequence[int]) -> Tensor:
+        shape = self.editor.shape(self.x)
+        for axis in axes:
+            n, block = shape[axis], self.blocks[axis]
+            assert isinstance(n, int)
+            assert isinstance(block, int)
+            values = values.index_select(axis, torch.arange(n, device=values.device) // block)
+        return values
+
+    def _repeat(self, value: str, axes: Sequence[int]) -> str:
+        return self.repeat(
+            value, [b if isinstance(b, int) else 0 for b in self.blocks], self.editor.shape(self.x), axes
+        )
+
+
+class FactoredScale(NamedTuple):
+    """Scales as positive codes [groups, axes kept] times one float32 factor per block of codes [blocks, axes kept]."""
+
+    codes: Tensor
+    shared: Tensor
+
+
+class ScaleNames(NamedTuple):
+    """Names in the file.
+
+    Args:
+        scale: the scale that QuantizeLinear and DequantizeLinear take.
+        constant: the stored constant: the scales, or their codes.
+        shared: the factor of the codes; None for scales without a second level.
+    """
+
+    scale: str
+    constant: str
+    shared: str | None = None
+
+
+def constant_scale(site: EmittedSite, params: QParams) -> ScaleNames:
+    """Add constant scales to the file and return their names."""
+    element, granularity = site.encoding.scale, site.spec.scale.granularity
+    if element is not None and granularity is not None and (factored := factor(params.scale, site.spec)):
+        codes = site.add("scale_codes", stored(factored.codes.numpy(), element))
+        single = factored.shared.numel() == 1
+        shared = site.add("scale_of_scales", factored.shared.reshape(()) if single else factored.shared)
+        shape = factored.codes.shape
+        scale = multiply(site, codes, shared, shape, block_sizes(granularity, shape))
+        return ScaleNames(site.arranged(scale), codes, shared)
+    values = site.arrange(params.scale)
+    powers = element if site.encoding.powers else None
+    name = site.add("scale", values if powers is None else stored(values.numpy(), powers))
+    return ScaleNames(name, name)
+
+
+def computed_scale(site: EmittedSite) -> str:
+    """Convert computed scales to the form that QuantizeLinear and DequantizeLinear take; returns their name."""
+    arranged = site.arranged(site.scale)
+    return _to_e8m0(site, arranged) if site.encoding.powers else arranged
+
+
+def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
+    """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
+
+    `numerics.scales` makes scales as such products, except where it keeps them normal or within a limit.
+
+    Args:
+        scale: the scales [groups, axes kept].
+        spec: the specification with the format and granularity of the scales.
+
+    >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
+    >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
+    FactoredScale(codes=tensor([[448.0000,   3.5000,   0.8750]]), shared=tensor([[0.1000]]))
+    """
+    try:
+        codes, shared = spec.scale.split(scale)
+    except QParamsError:
+        return None
+    if spec.scale.format is None or shared is None or not scale.numel():
+        return None
+    return FactoredScale(spec.scale.format.from_storage(codes, scale.dtype), shared)
+
+
+def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
+    """Add nodes that multiply codes by their shared factors: one DequantizeLinear if all codes share one factor.
+
+    Args:
+        to: receives the nodes.
+        codes: name of the codes.
+        shared: name of the factors.
+        shape: the shape of the codes.
+        blocks: the number of codes per factor along every axis.
+    """
+    if all(b == n for n, b in zip(shape, blocks, strict=True)):
+        return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
+    divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
+    spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    return to.emit("Mul", to.emit("DequantizeLinear", codes, to.number("one", 1.0)), spread)
+
+
+def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
+    """Add nodes that round scales, in units of their shared factor, to codes of at least the smallest positive code."""
+    from onnx import TensorProto
+
+    kind = TensorProto.DataType.Value(element.name)
+    return to.emit("QuantizeLinear", to.emit("Max", quotient, smallest), to.number("one", 1.0), output_dtype=kind)
+
+
+def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+    """Add nodes that choose the power of two of every group as `numerics.scales` does, with Cast to E8M0.
+
+    Cast rounds down, but not below 2**-127. Products with powers of two are exact.
+    """
+    fmt, element = spec.scale.format, spec.format
+    assert isinstance(fmt, ExponentFormat)
+    if spec.scale.rounding is ScaleRounding.CEIL:
+        quotient = to.emit("Div", amax, to.number("bound", element.bound))
+        power = _power_below(to, quotient)
+        power = _double_where(to, to.emit("Greater", quotient, power), power)
+    else:
+        below = _power_below(to, amax)
+        power = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
+        if (up_from := spec.scale.up_from(element)) < 1:  # of the mantissa, whose powers begin with 0.5
+            near = to.emit("Mul", below, to.number("near", 2 * up_from))
+            power = _double_where(to, to.emit("GreaterOrEqual", amax, near), power)
+    power = to.emit("Max", power, to.number("smallest", fmt.grid.quant_min))
+    largest = 2.0 ** min(fmt.exponent_bias, math.frexp(limit)[1] - 1)
+    to.emit("Min", power, to.number("limit", largest), result=result)
+
+
+def _double_where(to: Emitter, condition: str, power: str) -> str:
+    return to.emit("Where", condition, to.emit("Mul", power, to.number("two", 2.0)), power)
+
+
+def _power_below(to: Emitter, value: str) -> str:
+    from onnx import TensorProto
+
+    return to.emit("Cast", _to_e8m0(to, value), to=TensorProto.FLOAT)
+
+
+def _to_e8m0(to: Emitter, value: str) -> str:
+    """Cast to the power of two below; rounding up would turn the subnormal 2**-127 into 2**-126 in onnx 1.23."""
+    from onnx import TensorProto
+
+    return to.emit("Cast", value, to=TensorProto.FLOAT8E8M0, round_mode="down")
+
 
 DOMAIN = "trt"
 

@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fakequant.data.again import state_before
-from fakequant.export.graph import names_read
+from fakequant.export.inputs import names_read
 from fakequant.export.verification.check import SiteCheck
 from fakequant.export.verification.verdict import Span
 from fakequant.model.execution import simulated
-from fakequant.model.modes import evaluating
+from fakequant.model.weights import evaluating
 from fakequant.nn.products.recurrent_loop import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.by_value import ByValue, call_again
-from fakequant.ops.tracing import seen_as_operators
+from fakequant.ops.graph_operators import seen_as_operators
 from fakequant.restore import attributes_of, forwards_of, restore_after
 
 if TYPE_CHECKING:

@@ -1,13 +1,26 @@
-"""Verify an exported file: every quantizer bit for bit, the model's outputs in quantization steps."""
+"""Verify an exported file: every quantizer bit for bit, the model's outputs in quantization steps.
+
+Find the nodes of a file that quantize but belong to no quantizer of its record.
+
+onnx's ReferenceEvaluator, for files with types or operators that ONNX Runtime lacks.
+
+It computes every node in numpy as the ONNX standard defines it. `operators` replaces definitions that were measured to
+be wrong, and adds operators that are not in the standard.
+
+Run a file piece by piece, so that only the tensors of one piece are in memory at a time.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -16,35 +29,271 @@ from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.errors import VerificationError
+from fakequant.export.capability import InputRecord, Parameters, SiteRecord, Style, read
 from fakequant.export.inputs import (
     arguments,
     depends_on,
+    inner_graphs,
     known_arguments,
+    names_read,
     on_device_of,
     random_batch,
     tensors_of,
     unread_inputs,
 )
+from fakequant.export.nodes import trt
 from fakequant.export.packages import require
-from fakequant.export.record import InputRecord, read
-from fakequant.export.style import Style
-from fakequant.export.verification.check import SiteCheck, Source
-from fakequant.export.verification.coverage import uncovered_nodes
-from fakequant.export.verification.deployed import Deployed
-from fakequant.export.verification.evaluator import Evaluator
-from fakequant.export.verification.pieces import Pieces
-from fakequant.export.verification.runtime import Session
+from fakequant.export.verification.check import Deployed, SiteCheck, Source
 from fakequant.export.verification.spans import Spans, Values, outputs_of
-from fakequant.export.verification.verdict import VerifyReport, add_rows
+from fakequant.export.verification.verdict import Session, VerifyReport, Watch, add_rows, as_arrays, first_line
 from fakequant.files import check_path
-from fakequant.model.modes import evaluating
 from fakequant.model.run.tracing import separate
+from fakequant.model.weights import evaluating
 from fakequant.nn.ranges.by_value import bins_of_call
 from fakequant.nn.wrappers import unwrapped
 from fakequant.restore import Restore, restore_after
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+
+_OPERATORS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"))
+
+
+def uncovered_nodes(model: ModelProto, sites: Sequence[SiteRecord]) -> list[str]:
+    """Return the names of the nodes that quantize or dequantize for no quantizer of the record, in graph order.
+
+    The nodes of a quantizer lie between its result and its input tensor (or the codes of its weight).
+    """
+    nodes = list(model.graph.node)
+    made_by = {output: index for index, node in enumerate(nodes) for output in node.output}
+    covered: set[int] = set()
+    for site in sites:
+        ends = {site.x, site.codes}
+        if site.parameters is Parameters.COMPUTED:
+            ends |= {site.scale, site.zero_point}
+        waiting = [site.y]
+        while waiting:
+            index = made_by.get(waiting.pop())
+            if index is not None and index not in covered:
+                covered.add(index)
+                if nodes[index].op_type == "Scan":  # its body is the quantizer's, and what it gives is verified
+                    continue
+                waiting += [name for name in nodes[index].input if name not in ends]
+    rest = [node for index, node in enumerate(nodes) if index not in covered]
+    rest += [
+        node
+        for index, outer in enumerate(nodes)
+        if index not in covered
+        for graph in inner_graphs(outer)
+        for node in _nodes(graph)
+    ]
+    rest += [node for function in model.functions for node in function.node]
+    return [node.name or node.output[0] for node in rest if node.op_type in _OPERATORS or node.domain == trt.DOMAIN]
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Yield the nodes of a graph and of the graphs inside it."""
+    for node in graph.node:
+        yield node
+        for inner in inner_graphs(node):
+            yield from _nodes(inner)
+
+
+# The errors of numpy and the evaluator for unknown nodes and for values that do not fit.
+_ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError, LookupError, AssertionError)
+
+
+class Evaluator:
+    """An ONNX model in onnx's ReferenceEvaluator.
+
+    Args:
+        model: the model; it is not changed.
+        watched: names of intermediate tensors to return.
+
+    Raises:
+        VerificationError: the evaluator does not know an operator.
+    """
+
+    def __init__(self, model: ModelProto, watched: Sequence[str] = ()) -> None:
+        import onnx
+        from onnx.reference import ReferenceEvaluator
+
+        from fakequant.export.operators import OPERATORS
+
+        self._watch = Watch(model, watched)
+        self.outputs = self._watch.outputs
+        self.name = f"the ReferenceEvaluator of onnx {onnx.__version__}"
+        self._inputs = {value.name: value for value in model.graph.input}
+        try:
+            self._evaluator = ReferenceEvaluator(self._watch.model, new_ops=list(OPERATORS))
+        except _ERRORS as error:
+            raise VerificationError(f"{self.name} cannot load it: {first_line(error)}") from error
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the model and return its inputs, outputs and watched tensors by name.
+
+        Raises:
+            VerificationError: the inputs do not fit the model, or the evaluator fails, with its message.
+        """
+        arrays = as_arrays(inputs)
+        for name, array in arrays.items():
+            _check_input(self._inputs[name], array)
+        try:
+            # Overflow, inf and NaN are part of the test data.
+            with np.errstate(all="ignore"):
+                found = self._evaluator.run(self._watch.names, arrays)
+        except _ERRORS as error:
+            raise VerificationError(f"{self.name} cannot run it: {first_line(error)}") from error
+        return self._watch.tensors(inputs, [np.asarray(value) for value in found])
+
+
+def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
+    """Check the type and shape of an input, which the evaluator does not check."""
+    from onnx import helper
+
+    kind = declared.type.tensor_type
+    expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+    expected = expected if kind.HasField("shape") else [None] * array.ndim
+    fits = len(expected) == array.ndim and all(n in (None, m) for n, m in zip(expected, array.shape, strict=True))
+    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+    if not fits or array.dtype != dtype:
+        shape = ["any" if n is None else n for n in expected]
+        raise VerificationError(
+            f"the input {declared.name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
+            "batches of the same form as the example"
+        )
+
+
+_TENSORS_PER_PIECE = 64
+"""512 blocks with four quantizers become 48 pieces, and a session takes a few milliseconds."""
+
+
+class Runtime(Protocol):
+    """Runs a model and returns its inputs, outputs and watched tensors by name."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+
+class _Piece(NamedTuple):
+    runtime: Runtime
+    inputs: list[str]
+    groups: list[int]
+
+
+class Pieces:
+    """A model that runs in pieces of consecutive nodes; every node gets and computes the same as in one run.
+
+    Args:
+        model: the model, with its nodes in the order of computation.
+        groups: names of tensors that are read together.
+        load: makes the runtime of a piece, from its model and the names of the tensors to return.
+    """
+
+    def __init__(
+        self,
+        model: ModelProto,
+        groups: Sequence[Sequence[str]],
+        load: Callable[[ModelProto, list[str]], Runtime],
+    ) -> None:
+        self.outputs = [output.name for output in model.graph.output]
+        cutter = _Cutter(model, groups)
+        self._pieces: list[_Piece] = []
+        for first, end in pairwise(cutter.cuts):
+            indices = [index for index, ready in enumerate(cutter.ready) if first <= ready < end]
+            names = [name for index in indices for name in groups[index]]
+            part = cutter.part(first, end, names)
+            inputs = [value.name for value in part.graph.input]
+            self._pieces.append(_Piece(load(part, names), inputs, indices))
+        self._last = {name: at for at, piece in enumerate(self._pieces) for name in piece.inputs}
+        self._last |= dict.fromkeys(self.outputs, len(self._pieces))
+        self.runtime = self._pieces[0].runtime
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+        """Yield the tensors of every piece by name, and the indices of the groups that are among them.
+
+        The tensors of the last piece include the outputs of the model.
+        """
+        held = dict(inputs)
+        for at, piece in enumerate(self._pieces):
+            given = held if len(self._pieces) == 1 else {name: held[name] for name in piece.inputs}
+            held |= piece.runtime.run(given)
+            yield held, piece.groups
+            held = {name: x for name, x in held.items() if self._last.get(name, 0) > at}
+
+
+class _Cutter:
+    """Cuts a graph where all tensors that later nodes read have types that numpy has.
+
+    Attributes:
+        ready: for every group the node after which all its tensors are computed.
+        cuts: the first nodes of the pieces, and the number of nodes.
+    """
+
+    def __init__(self, model: ModelProto, groups: Sequence[Sequence[str]]) -> None:
+        graph = model.graph
+        self._model = model
+        self._given = {value.name: value for value in graph.input}
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self._made = {name: at for at, node in enumerate(graph.node) for name in node.output}
+        self._types = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
+        self._end = max(len(graph.node), 1)
+        known = dict.fromkeys((*self._given, *self._constants), 0) | self._made
+        self.ready = [max((known.get(name, self._end - 1) for name in names), default=0) for names in groups]
+        self._last = {name: at for at, node in enumerate(graph.node) for name in names_read([node])}
+        for names, at in zip(groups, self.ready, strict=True):
+            self._last |= {name: max(at, self._last.get(name, 0)) for name in names}
+        self.cuts = [0, *self._cuts(groups), self._end]
+
+    def _cuts(self, groups: Sequence[Sequence[str]]) -> Iterator[int]:
+        read = Counter[int]()
+        for names, at in zip(groups, self.ready, strict=True):
+            read[at] += len(names)
+        waiting, blocked = 0, 0
+        for at, node in enumerate(self._model.graph.node[:-1]):
+            blocked = max([blocked, *(self._last.get(name, 0) for name in node.output if not self._can_leave(name))])
+            waiting += read[at]
+            if waiting >= _TENSORS_PER_PIECE and blocked <= at:
+                waiting = 0
+                yield at + 1
+
+    def _can_leave(self, name: str) -> bool:
+        from onnx import TensorProto
+
+        in_numpy = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL)
+        return self._types.get(name) in in_numpy
+
+    def part(self, first: int, end: int, watched: Sequence[str]) -> ModelProto:
+        """Return the model of the nodes from `first` to `end`; all nodes are the model itself."""
+        from onnx import ModelProto, helper
+
+        if (first, end) == (0, self._end):
+            return self._model
+        graph = self._model.graph
+        nodes = graph.node[first:end]
+        part = ModelProto(ir_version=self._model.ir_version)
+        part.opset_import.extend(self._model.opset_import)
+        part.functions.extend(self._model.functions)
+        part.graph.name = graph.name
+        part.graph.node.extend(nodes)
+        part.graph.output.extend(o for o in graph.output if first <= self._made.get(o.name, self._end - 1) < end)
+        finished = {output.name for output in part.graph.output}
+        made = [name for node in nodes for name in node.output]
+        leaving = [name for name in made if self._last.get(name, 0) >= end and name not in finished]
+        read = dict.fromkeys((*names_read(nodes), *watched, *finished))
+        part.graph.initializer.extend(self._constants[name] for name in read if name in self._constants)
+        part.graph.input.extend(self._given[name] for name in read if name in self._given)
+        earlier = [name for name in read if self._made.get(name, end) < first]
+        # Without shapes: those of the file may be of the example.
+        for names, values in ((earlier, part.graph.input), (leaving, part.graph.output)):
+            values.extend(helper.make_tensor_value_info(name, self._types[name], None) for name in names)
+        part.graph.value_info.extend(
+            helper.make_tensor_value_info(name, self._types[name], None) for name in made if name in self._types
+        )
+        return part
+
 
 _CALL = "verify_onnx('model.onnx', model, batches)"
 

@@ -11,13 +11,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
-from fakequant.ir.attributes import Ref, same
-from fakequant.ir.check import check
-from fakequant.ir.op import IROp
-from fakequant.ir.signature import ArgumentKind, Signature, bind
-from fakequant.ir.structure import GraphStructure
+from fakequant.ir.op import DYNAMIC, ArgumentKind, IROp, IRType, Ref, Signature, TensorShape, TensorType, bind, same
+from fakequant.ir.structure import GraphStructure, check
 from fakequant.ir.table import find_row, make_op, name_of
-from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 _CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fakequant.ir.ops import elementwise, movement, products, quantization, reductions, sizes
+from fakequant.ir.ops import elementwise, products, quantization
 
-__all__ = ["elementwise", "movement", "products", "quantization", "reductions", "sizes"]
+__all__ = ["elementwise", "products", "quantization"]

@@ -14,9 +14,8 @@ from fakequant.ir.fake_quantization import (
     parameter_faults,
     plain_quantizer,
 )
-from fakequant.ir.signature import Call, Parameter
+from fakequant.ir.op import Call, IRType, Parameter, TensorShape, TensorType
 from fakequant.ir.table import OP_CLASSES, add_module_row, add_row
-from fakequant.ir.types import IRType, TensorShape, TensorType
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.spec import QuantSpec, Rounding
 

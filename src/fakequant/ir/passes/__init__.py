@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fakequant.ir.graph import Graph
-from fakequant.ir.passes.common_subexpressions import MergeCommonSubexpressions
 from fakequant.ir.passes.constant_folding import FoldConstants
 from fakequant.ir.passes.conv_batch_norm import FoldConvBatchNorm
-from fakequant.ir.passes.dead_code import RemoveDeadCode
-from fakequant.ir.passes.duplicate_fake_quantize import RemoveDuplicateFakeQuantize
-from fakequant.ir.passes.fusion import FuseOperations
-from fakequant.ir.passes.move_fake_quantize import MoveFakeQuantize
+from fakequant.ir.passes.duplicate_fake_quantize import MoveFakeQuantize, RemoveDuplicateFakeQuantize
+from fakequant.ir.passes.fusion import FuseOperations, MergeCommonSubexpressions, RemoveDeadCode
 
 
 class Pass(Protocol):

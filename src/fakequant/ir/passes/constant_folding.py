@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fakequant.errors import GraphError
 from fakequant.ir.graph import Graph
-from fakequant.ir.op import IROp
+from fakequant.ir.op import IROp, IRType
 from fakequant.ir.structure import Constant, Input, read_frozen
 from fakequant.ir.table import repeatable
-from fakequant.ir.types import IRType
 
 log = logging.getLogger("fakequant.ir")
 

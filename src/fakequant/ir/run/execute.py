@@ -1,22 +1,162 @@
-"""Graphs as modules of torch."""
+"""Graphs as modules of torch.
+
+ReLUs fused into the quantizers after them, where that changes no bit of results and gradients.
+
+Operations that are one: a product and what follows it, computed by the same kernels in the same order.
+
+Graphs as single functions, each structure made once: of kernels that keep every bit, or by Inductor.
+"""
 
 from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from fakequant.errors import GraphError
-from fakequant.ir.attributes import Ref
-from fakequant.ir.check import check
-from fakequant.ir.op import IROp
-from fakequant.ir.run.fused import NAME, body_of
-from fakequant.ir.structure import Constant, GraphStructure, read_frozen
-from fakequant.ir.table import bound
-from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.ir.fake_quantization import FakeQuantize
+from fakequant.ir.op import Call, IROp, IRType, Parameter, Ref, Signature, TensorShape, TensorType
+from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.structure import Constant, GraphStructure, check, read_frozen
+from fakequant.ir.table import ROWS, OperationRow, bound, faults, in_order, make_op, repeatable
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops.relu import relu_later
+
+_POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
+_RESHAPES = ("Reshape", "Flatten")
+
+
+def lower(module: fx.GraphModule, graph: GraphStructure) -> None:
+    """Have quantizers compute the ReLU before them, also over maxima and reshapes in between.
+
+    A ReLU and a quantizer are one pass over memory instead of two, and after the maxima there are fewer elements.
+
+    Args:
+        module: of the graph, by `execute.to_torch`; it is changed.
+        graph: says which parameters of quantizers are constant.
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_module":
+            _take_relu(node, module, graph)
+    module.recompile()
+
+
+def _take_relu(node: fx.Node, module: fx.GraphModule, graph: GraphStructure) -> None:
+    assert isinstance(node.target, str)
+    quantizer = module.get_submodule(node.target)
+    if not isinstance(quantizer, FakeQuantize) or not _has_constant_scale(node.meta["op"], graph):
+        return
+    relu = _relu_before(node, quantizer.spec)
+    if relu is None:
+        return
+    quantizer.rectified = True
+    if node.kwargs["x"] is relu:
+        relu.replace_all_uses_with(relu.all_input_nodes[0])
+        module.graph.erase_node(relu)
+    else:
+        relu.target = relu_later
+
+
+def _has_constant_scale(op: IROp, graph: GraphStructure) -> bool:
+    parameters = [graph.constants.get(id) for id in op.input_ids[1:]]
+    return in_order(op) and bool(parameters) and all(p is not None and not p.trainable for p in parameters)
+
+
+def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
+    """The ReLU whose place the quantizer can take: nothing else reads what is in between. None if there is none."""
+    value = quantizer.kwargs["x"]
+    while isinstance(value, fx.Node) and len(value.users) == 1:
+        op = value.meta.get("op")
+        if op is None or not in_order(op):
+            return None
+        if op.op_type == "ReLU":
+            return value
+        if op.op_type not in _RESHAPES and not (op.op_type in _POOLS and _has_equal_zeros(spec) and not _pads(op)):
+            return None
+        value = value.args[0]
+    return None
+
+
+def _has_equal_zeros(spec: QuantSpec) -> bool:
+    """Whether -0.0 and +0.0 are quantized to the same bits.
+
+    The largest of -1.0 and -0.0 is +0.0 where they are rectified first, and -0.0 where they are not. No other maximum
+    differs but those below zero, which are rectified then; and where it is not above zero, no gradient passes.
+    """
+    return spec.format.has_zero_point and spec.arithmetic is not Arithmetic.MULTIPLIER
+
+
+def _pads(op: IROp) -> bool:
+    """Whether there is padding: with dilation, a window may hold padding alone, and its maximum is -inf."""
+    padding = op.attributes.get("padding", 0)
+    return any(padding) if isinstance(padding, (list, tuple)) else bool(padding)
+
+
+NAME = "Fused"
+
+
+def fuse(ops: Sequence[IROp]) -> IROp:
+    """One operation that is a chain of others; its last result is the only one.
+
+    Args:
+        ops: in their order; every result but the last is read within the chain only.
+    """
+    made = {id for op in ops for id in op.output_ids}
+    inputs = list(dict.fromkeys(id for op in ops for id in op.input_ids if id not in made))
+    local = {id: place for place, id in enumerate(inputs)}
+    body: list[IROp] = []
+    for op in ops:
+        read = [local[id] for id in op.input_ids]
+        local.update({id: len(local) + place for place, id in enumerate(op.output_ids)})
+        body.append(op.copied([local[id] for id in op.output_ids], read))
+    attributes: dict[str, Any] = {"name": "+".join(op.op_type for op in ops), "body": body}
+    fused = make_op(NAME, inputs, attributes)
+    fused.output_ids, fused.outputs = list(ops[-1].output_ids), list(ops[-1].outputs)
+    fused.origin = ops[0].origin
+    return fused
+
+
+def body_of(op: IROp) -> list[IROp]:
+    """The operations of a fused one, whose values are t0, t1, ...: its inputs first. Copy them before a change.
+
+    Raises:
+        GraphError: its attribute is no list of operations.
+    """
+    body = op.attributes.get("body")
+    if not isinstance(body, (list, tuple)) or not body or not all(isinstance(part, IROp) for part in body):
+        raise GraphError(f"takes a list of operations as its body, got {body!r}")
+    return list(body)
+
+
+def _rule(call: Call) -> list[TensorType]:
+    """The types of the last operation; all are checked like those of a graph."""
+    known = dict(enumerate(call.inputs))
+    body = body_of(call.op)
+    for op in body:
+        if missing := [id for id in op.input_ids if id not in known]:
+            raise GraphError(f"in its body {op} reads t{missing[0]}, which nothing makes before")
+        if op.op_type == NAME:
+            raise GraphError(f"in its body is another {NAME}: {op}")
+        if found := faults(op, [known[id] for id in op.input_ids]):
+            raise GraphError(f"in its body {op}: {found[0]}")
+        if twice := [id for id in op.output_ids if id in known]:
+            raise GraphError(f"in its body {op} makes t{twice[0]}, which is there already")
+        known.update(zip(op.output_ids, op.outputs, strict=True))
+    return body[-1].outputs
+
+
+def _draws(op: IROp) -> bool:
+    return not all(repeatable(part) for part in body_of(op))
+
+
+_PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
+ROWS[NAME] = OperationRow(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)
 
 
 def run(graph: GraphStructure, inputs: Sequence[Tensor]) -> Any:
@@ -215,3 +355,156 @@ def _is_free(root: nn.Module, folders: Sequence[str]) -> bool:
             return place is None
         place = place._modules.get(folder, nn.Module())
     return True
+
+
+_LIMIT = 64
+"""The most structures to keep; the least recently used one goes first."""
+
+
+class CacheInfo(NamedTuple):
+    """Hits, misses and size of the cache of compiled structures."""
+
+    hits: int
+    misses: int
+    size: int
+
+
+class _Cache:
+    """Compiled functions by the hash of the structure; constants are arguments, so that they need no place in it."""
+
+    def __init__(self) -> None:
+        self.functions: OrderedDict[tuple[str, bool], Callable[..., Any]] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def find(self, graph: GraphStructure, exact: bool) -> Callable[..., Any]:
+        key = graph.hash(constants=False), exact
+        if key in self.functions:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self.functions[key] = _compiled(graph, exact)
+            if len(self.functions) > _LIMIT:
+                self.functions.popitem(last=False)
+        self.functions.move_to_end(key)
+        return self.functions[key]
+
+
+_cache = _Cache()
+
+
+class CompiledGraph:
+    """A graph as one function, with its constants bound to it.
+
+    It reads the constants at every call: a training step that moves the parameters moves the function.
+    """
+
+    def __init__(self, graph: GraphStructure, function: Callable[..., Any]) -> None:
+        self.graph = graph
+        self._function = function
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """The outputs for some inputs, as `Graph.run` gives them."""
+        check_inputs(self.graph, inputs)
+        results = self._function(*inputs, *(constant.read() for constant in self.graph.constants.values()))
+        count = len(self.graph.outputs)
+        return results if isinstance(results, Tensor) else results[0] if count == 1 else results[:count]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The constants that training moves."""
+        return (constant.tensor for constant in self.graph.constants.values() if constant.trainable)
+
+
+def compile(graph: GraphStructure, *, exact: bool = True) -> CompiledGraph:
+    """A graph as one function, forward and backward.
+
+    Args:
+        graph: what to compile; it is checked, and copied.
+        exact: whether every bit of outputs and gradients must be that of `Graph.run`. Then the function is a sequence
+            of torch's own kernels and of this package's, without the modules in between, and takes those that are
+            fastest: a ReLU and the quantizer after it are one. Otherwise torch.compile has Inductor generate code,
+            which fuses more, takes seconds to minutes to compile, and rounds sums, exponentials and products in its
+            own way; a last bit that differs there may move a code by one.
+
+    Returns:
+        A function of the graph's inputs. Graphs of equal `hash(constants=False)` share what was compiled; the constants
+        are arguments of it, so that no graph can get those of another.
+
+    Raises:
+        GraphError: the graph is not valid, or exact is false and it has an operation that torch.compile cannot record:
+            a whole recurrent layer such as nn.LSTM.
+
+    >>> from fakequant.ir import Graph, IRType
+    >>> graph = Graph("example")
+    >>> x = graph.add_input("x", IRType.Float32, (2,))
+    >>> graph.outputs = [graph.add("FakeQuantization", x, num_bits=4, scale=0.5)]
+    >>> compile(graph)(torch.tensor([0.7, -9.0]))
+    tensor([ 0.5000, -4.0000])
+    """
+    check(graph)
+    for op in graph.ops:
+        if op.op_type.startswith(RECURRENT) and not exact:
+            raise GraphError(
+                f"{op}{f' of {op.origin}' if op.origin else ''}: torch.compile cannot record a whole recurrent layer; "
+                "compile with exact=True, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
+            )
+    return CompiledGraph(graph.copy(), _cache.find(graph, exact))
+
+
+class _Function:
+    """A module compiled by torch.compile, again where torch has too many variants of it for other strides and modes."""
+
+    def __init__(self, module: fx.GraphModule, **options: Any) -> None:
+        self.module, self.options = module, options
+        self._compile()
+
+    def _compile(self) -> None:
+        # The limit belongs to the code of the module, which is written anew.
+        self.function = torch.compile(fx.GraphModule(self.module, self.module.graph), **self.options)
+
+    def __call__(self, *args: Tensor) -> Any:
+        try:
+            return self.function(*args)
+        except FailOnRecompileLimitHit:
+            self._compile()
+            return self.function(*args)
+        except Unsupported as error:
+            raise GraphError(
+                f"torch.compile cannot record the graph; graph.to_torch() computes it: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _compiled(graph: GraphStructure, exact: bool) -> Callable[..., Any]:
+    if exact:
+        module = to_torch(graph, lifted=True)
+        lower(module, graph)
+        return module.forward
+    module = to_torch(_with_unread_draws(graph), lifted=True)
+    dynamic = any(type.shape.dynamic for type in graph.types().values())
+    return _Function(module, fullgraph=True, backend="inductor", dynamic=dynamic or None)
+
+
+def _with_unread_draws(graph: GraphStructure) -> GraphStructure:
+    """A graph with further outputs: what draws random numbers though nothing reads it.
+
+    Compilers drop what is no output, and later operations would draw other numbers.
+    """
+    kept = graph.copy()
+    read = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if read.intersection(op.output_ids):
+            read.update(op.input_ids)
+        elif not repeatable(op):
+            kept.outputs.append(kept.add("Detach", op.output_id))
+            read.update(op.input_ids)
+    return kept
+
+
+def cache_info() -> CacheInfo:
+    """The hits, misses and size of the cache of compiled structures."""
+    return CacheInfo(_cache.hits, _cache.misses, len(_cache.functions))
+
+
+def clear_cache() -> None:
+    """Remove every compiled structure from the cache."""
+    global _cache
+    _cache = _Cache()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator
-from fakequant.calibration.counts import Histogram
+from fakequant.calibration.calibrator import Histogram
 from fakequant.data.batches import Batches, KeptBatches
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, shown, warn_user
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.by_value import By, ByValue, CallEnded, Reader, read_values
 from fakequant.numerics.qparams import Range

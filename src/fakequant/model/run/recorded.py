@@ -1,9 +1,14 @@
-"""The calls and values of a recorded run, and queries on them: see `recording.record`."""
+"""The calls and values of a recorded run, and queries on them: see `recording.record`.
+
+Which layers a recorded run calls, and which weights it reads without a call of their layer.
+
+The weights that a recorded run does not reach.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -11,8 +16,10 @@ from itertools import accumulate
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
@@ -234,3 +241,133 @@ class Recording:
 def _makes(call: FunctionCall) -> bool:
     """Whether a call gives a tensor, and not a number, a text or a shape."""
     return bool(call.outputs)
+
+
+def modules_called(model: nn.Module, recording: Recording) -> set[nn.Module]:
+    """The modules that a run of a model calls.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
+    >>> modules_called(model, record(model, lambda: model[0](x))) == {model[0]}
+    True
+    """
+    modules = dict(model.named_modules())
+    return {modules[call.path] for call in recording.modules}
+
+
+def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.Module] = ()) -> dict[nn.Module, str]:
+    """The quantized layers whose weight a run reads without a call of them, and the path of the module that reads it.
+
+    Args:
+        model: as it ran.
+        recording: of the run.
+        others: layers in float to look for, too, which have one weight.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> class Projects(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.inner = nn.Linear(4, 4)
+    ...     def forward(self, x):
+    ...         return nn.functional.linear(x, self.inner.weight)
+    >>> model = prepare(nn.Sequential(Projects()), presets.INT8_WEIGHT_ONLY)
+    >>> weight_readers(model, record(model, lambda: model(torch.ones(1, 4)))) == {model[0].inner: "0"}
+    True
+    """
+    numbers = recording.numbers(model)
+    modules = dict(model.named_modules())
+    # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
+    held = {m: [w.parameter for w in m.products()] for m in modules.values() if isinstance(m, QuantizedLayer)}
+    held |= {layer: [layer._parameters.get("weight")] for layer in others}
+    holders: dict[int, list[nn.Module]] = {}
+    for layer, parameters in held.items():
+        for parameter in parameters:
+            if parameter is not None and parameter in numbers:
+                holders.setdefault(numbers[parameter], []).append(layer)
+    found: dict[nn.Module, str] = {}
+    quantized: set[nn.Module] = set()
+    running: list[str] = []
+    for step, one in recording.steps():
+        if step is RunStep.ENTER:
+            running.append(one.path)
+        elif step is RunStep.LEAVE:
+            running.pop()
+        else:
+            # A call without a result asks for a shape or a dtype; a quantizer that observes has none.
+            read = one.read if one.outputs or one.function == QUANTIZER else ()
+            layers = [layer for value in read for layer in holders.get(value, ())]
+            if not layers or any(modules[path] in layers for path in running):
+                continue
+            if one.function == QUANTIZER:  # that of a function, which takes the weight next
+                quantized.update(layers)
+            else:
+                path = running[-1] if running else ""
+                found.update((layer, path) for layer in layers if layer not in found and layer not in quantized)
+    return found
+
+
+def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
+    """For each of these modules that a run calls, the ones with the same first inputs in all calls, itself among them.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
+    >>> read_together(record(model, lambda: model[0](x) + model[1](x)), ["0", "1"])
+    {'0': ['0', '1'], '1': ['0', '1']}
+    """
+    wanted, first = set(paths), dict[str, tuple[int, ...]]()
+    for call in recording.modules:
+        if call.path in wanted:
+            first[call.path] = (*first.get(call.path, ()), *call.inputs[:1])
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for path, values in first.items():
+        groups.setdefault(values, []).append(path)
+    return {path: groups[values] for path, values in first.items()}
+
+
+class Unreached:
+    """The weights that a run of a model does not reach: no function reads them, and their layer is not called.
+
+    One run shows which layers read a value. An expert that got no rows, or a head for training, may read it in another
+    run.
+
+    Args:
+        model: as it ran.
+        recording: of the run.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
+    >>> found = Unreached(model, record(model, lambda: model[1](model[0](x))))
+    >>> found.why_not(8)
+    'this batch does not reach 2.weight, which may belong to the same values; give a batch that does, or remove it'
+    >>> found.why_not(4) is None
+    True
+    """
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        read = {value for call in recording.calls for value in call.inputs}
+        leaves = [module for module in modules_called(model, recording) if next(module.children(), None) is None]
+        reached = {id(p) for module in leaves for p in module.parameters()}
+        reached |= {id(p) for p, number in recording.numbers(model).items() if number in read}
+        hidden = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+        scripted = {id(parameter) for module in hidden for parameter in module.parameters()}
+        self._scripted = {name for name, parameter in model.named_parameters() if id(parameter) in scripted}
+        self._shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in reached and parameter.dim() > 1 and bool(parameter.any())
+        }
+
+    def why_not(self, width: int) -> str | None:
+        """Why values with `width` channels cannot be changed, or None."""
+        name = next((name for name, shape in self._shapes.items() if width in shape), None)
+        if name is None:
+            return None
+        if name in self._scripted:
+            return (
+                f"{name} may belong to the same values, and torch.jit does not show whether a run reads it; change the "
+                "weights first, and script the module afterwards"
+            )
+        return (
+            f"this batch does not reach {name}, which may belong to the same values; give a batch that does, or remove "
+            "it"
+        )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from fakequant.data.batches import Arguments
-from fakequant.data.failures import OF_TORCH
+from fakequant.data.batches import OF_TORCH, Arguments
 from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, warn_user
 from fakequant.restore import restore_after
 from fakequant.text import module_name

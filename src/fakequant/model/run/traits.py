@@ -1,18 +1,34 @@
-"""What functions of torch do with values: one table, which targets, queries of a run and counts share."""
+"""What functions of torch do with values: one table, which targets, queries of a run and counts share.
+
+Which values of a recorded run carry the numbers of a mask, which no scale of the other numbers can hold.
+
+A mask adds -inf, or a number such as -10000 or the least float, where a softmax shall give 0. A range over such numbers
+and the scores rounds all scores to one value.
+
+Which layers read the output of which module in a recorded run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from fakequant.nn.sites.functions import SITE_FUNCTIONS, called_as
-from fakequant.nn.sites.sites import arguments_of
-from fakequant.nn.sites.traits import NO_TRAITS, Trait, read_traits
+from fakequant.errors import CalibrationWarning, warn_user
+from fakequant.model.run.recorded import EXTREME, FunctionCall, ModuleCall, Recording, RunStep
+from fakequant.nn.paths import layer_of
+from fakequant.nn.sites.functions import NO_TRAITS, SITE_FUNCTIONS, Trait, called_as, read_traits
+from fakequant.nn.sites.sites import Site, arguments_of
+from fakequant.numerics.qparams import Range
+from fakequant.text import listed
 
 # Functions that cannot be sites; `nn/sites/functions.py` has the others.
 _TRAITS = read_traits("""
@@ -164,3 +180,161 @@ def _along_reduction(name: str) -> Callable[..., int]:
         return function.multiplications
     axis = function.operands[0].reduction if function is not None and function.operands else -1
     return lambda outputs, first, *_: outputs * first.shape[axis]
+
+
+_STILL_LARGE = EXTREME / 100
+"""What is left of a mask behind a temperature or a factor."""
+
+
+def masked_values(recording: Recording) -> set[int]:
+    """The values that carry numbers of a mask, until a function has removed them.
+
+    A value is a mask if it holds zeros and extreme numbers alone, or if a function wrote extreme numbers into another
+    value. A function of such a value carries the mask on while its result has large numbers; a product does not. Scores
+    with extreme numbers before a softmax, and the mask argument of an attention, are such values too.
+    """
+    sizes = [value.size for value in recording.values]
+    found = set(recording.masks)
+    for call in recording.calls:
+        if call.is_product:
+            continue
+        carries = not found.isdisjoint(call.inputs)
+        if carries or (has(call.function, Trait.FILLS) and not any(sizes[value] >= EXTREME for value in call.inputs)):
+            least = _STILL_LARGE if carries else EXTREME
+            found.update(value for value in call.outputs if least <= sizes[value] < math.inf)
+    scores: set[int] = set()  # values that reach a softmax
+    for call in reversed(recording.calls):
+        if has(call.function, Trait.ATTENTION):
+            scores.update(value for value in call.inputs if value not in call.factors)
+        elif not call.is_product and (has(call.function, Trait.SOFTMAX) or not scores.isdisjoint(call.outputs)):
+            scores.update(call.inputs)
+    return found | {value for value in scores if EXTREME <= sizes[value] < math.inf}
+
+
+def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
+    """Warn of functions whose calibrated ranges hold numbers of a mask, which the example of `prepare` did not have.
+
+    Args:
+        model: a prepared model.
+        ranges: by the path of the quantizer.
+    """
+    low: dict[str, float] = {}
+    functions: set[str] = set()
+    for name, range in ranges.items():
+        site = model.get_submodule(layer_of(name))
+        if isinstance(site, Site) and not has(site.function, Trait.PRODUCT) and range.lo.numel():
+            lowest = range.lo.min().item()
+            if lowest <= -EXTREME:
+                low[name] = lowest
+                functions.add(site.function)
+    if low:
+        first = next(iter(low))
+        warn_user(
+            f"the range of {listed(low, 1)} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
+            "scale rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves "
+            f"these functions in float; or leave them in float by Rule('*', ops={(*sorted(functions),)})",
+            CalibrationWarning,
+        )
+
+
+@dataclass
+class Neighbors:
+    """The modules that make tensors, and the layers that read them.
+
+    Attributes:
+        readers: for each maker, the layers whose first argument is its output, or a function of it that is followed.
+        calls: how often the makers and layers are called.
+        elsewhere: makers whose output, or a parameter of theirs, something else reads or keeps, too.
+    """
+
+    readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    calls: Counter[nn.Module] = field(default_factory=Counter)
+    elsewhere: set[nn.Module] = field(default_factory=set)
+
+
+def find_neighbors(
+    model: nn.Module,
+    recording: Recording,
+    makers: Set[nn.Module],
+    layers: Set[nn.Module],
+    through: Set[str] | None = None,
+) -> Neighbors:
+    """Follow the outputs of makers, also through functions such as ReLU.
+
+    Args:
+        model: as it ran.
+        recording: of the run.
+        makers: the modules whose outputs are followed.
+        layers: those that may read them.
+        through: functions that outputs are followed through; by default those that keep scales.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(1, 4)
+    >>> layers = {model[0], model[2]}
+    >>> found = find_neighbors(model, record(model, lambda: model(x)), layers, layers)
+    >>> found.readers[model[0]] == [model[2]]
+    True
+    """
+    walk = _NeighborWalk(model, recording, makers, layers, having(Trait.SCALES) if through is None else through)
+    for step, one in recording.steps():
+        if step is RunStep.CALL:
+            walk.call(one)
+        else:
+            walk.module(one, entered=step is RunStep.ENTER)
+    walk.read({*recording.outputs, *recording.kept})
+    return walk.found
+
+
+class _NeighborWalk:
+    """Goes through a run and notes which modules read the outputs of makers, as for `find_neighbors`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recording: Recording,
+        makers: Set[nn.Module],
+        layers: Set[nn.Module],
+        through: Set[str],
+    ) -> None:
+        self.found = Neighbors()
+        self._makers, self._layers, self._through = makers, layers, through
+        self._modules = dict(model.named_modules())
+        numbers: dict[nn.Parameter | None, int] = {**recording.numbers(model)}
+        held = ((p, module) for module in makers | layers for p in module._parameters.values())
+        self._owners = {numbers[p]: module for p, module in held if p in numbers}
+        self._made: dict[int, nn.Module] = {}
+        self._running: list[nn.Module] = []
+
+    def read(self, values: Iterable[int]) -> None:
+        """Note that something else than a layer reads or keeps values."""
+        self.found.elsewhere.update(self._made[value] for value in values if value in self._made)
+
+    def call(self, call: FunctionCall) -> None:
+        """Note what a function reads; within makers and layers only parameters of others count."""
+        owners = [self._owners[value] for value in call.read if value in self._owners]
+        self.found.elsewhere.update(owner for owner in owners if owner not in self._running)
+        if not self._running:
+            maker = self._take(call.read, followed=call.function in self._through and len(call.outputs) == 1)
+            if maker is not None:
+                self._made[call.outputs[0]] = maker
+
+    def module(self, one: ModuleCall, *, entered: bool) -> None:
+        """Note the start or the end of a module's call."""
+        module = self._modules[one.path]
+        if module not in self._makers and module not in self._layers:
+            return
+        if entered:
+            self.found.calls[module] += 1
+            if (maker := self._take(one.inputs, followed=module in self._layers)) is not None:
+                self.found.readers.setdefault(maker, []).append(module)
+            self._running.append(module)
+            return
+        self._running.pop()
+        if module in self._makers and one.output is not None:
+            self._made[one.output] = module
+
+    def _take(self, values: tuple[int, ...], *, followed: bool) -> nn.Module | None:
+        """The maker of the first value, if it is followed; the others are read elsewhere."""
+        maker = self._made.get(values[0]) if followed and values else None
+        self.read(values if maker is None else values[1:])
+        return maker

@@ -12,14 +12,14 @@ from torch import nn
 
 from fakequant.data.batches import Arguments
 from fakequant.model.config import Config, Rule, all_names
-from fakequant.model.modes import evaluating
+from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Recording
-from fakequant.model.run.recording import record
 from fakequant.model.run.traits import has
+from fakequant.model.weights import evaluating
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.forms import own_class, why_changed
+from fakequant.nn.sites.functions import Trait
 from fakequant.nn.sites.products import OF_LAYERS
-from fakequant.nn.sites.traits import Trait
 from fakequant.restore import restore_after, structure_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fakequant.model.tensor_config import TensorConfig
-from fakequant.nn.backward.config import GradientConfig
+from fakequant.model.config import TensorConfig
+from fakequant.nn.backward.products import GradientConfig
 from fakequant.nn.quantizer import Kind
 from fakequant.nn.sites.sites import SITES, site_key
 from fakequant.text import table

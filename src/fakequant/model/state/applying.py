@@ -26,25 +26,31 @@ from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeEr
 from fakequant.functional import quantize
 from fakequant.model.calibration.by_value import follow_values
 from fakequant.model.prepare import attach
-from fakequant.model.state.placing import Placed, Places, check_attributes, check_values, copy_kept, give_memory
-from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
+from fakequant.model.state.placing import (
+    Placed,
+    Places,
+    check_attributes,
+    check_ranges,
+    check_values,
+    copy_kept,
+    give_memory,
+    is_wide,
+    weight_places,
+)
+from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry, check_sites, restore_sites
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
-from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
-from fakequant.model.state.stored_sites import check_sites, restore_sites
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
-from fakequant.model.ties import share_learned
 from fakequant.model.unregistered import note_floats
-from fakequant.model.weights import note_weights, quantized_weights, warn_stale_scales, weights_of
+from fakequant.model.weights import note_weights, quantized_weights, share_learned, warn_stale_scales, weights_of
 from fakequant.nn.low_rank import LowRank
-from fakequant.nn.quantized.fast_paths import leave_fast_paths
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear, leave_fast_paths
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.formats.codes import as_integers, integers_of
+from fakequant.numerics.formats.floats import as_integers, integers_of
 from fakequant.restore import in_order, state_of, surely
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -1,39 +1,426 @@
-"""Save and load a quantized model: a codec of its snapshot, written whole or not at all."""
+"""Save and load a quantized model: a codec of its snapshot, written whole or not at all.
+
+The file of a checkpoint that says which layers are quantized, how, and where the tensors are.
+
+The tensors of a checkpoint: all in float, or weights as codes with as many bits for each as its format has.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import Together, first_sharded, processes_of
-from fakequant.errors import CheckpointError
-from fakequant.files import check_path, locked, refuse_links, temporary_file, writable_folder, write_in_order
-from fakequant.model.state.applying import apply_from, outline_of
-from fakequant.model.state.codecs import codec, decoded, file_parts, write_folder
-from fakequant.model.state.manifest import (
-    MANIFEST,
-    Manifest,
-    TensorEntry,
-    named_files,
-    read_manifest,
-    remove_unnamed,
-    tensor_file_name,
+from fakequant.errors import CheckpointError, QParamsError, warn_user
+from fakequant.files import (
+    check_path,
+    locked,
+    read_whole,
+    refuse_links,
+    remove_abandoned,
+    temporary_file,
+    writable_folder,
+    write_in_order,
 )
-from fakequant.model.state.packing import Encoded, decode, encode
-from fakequant.model.state.snapshots import LazyTensor, LazyTensors, QuantizedState, lazy, snapshot
-from fakequant.model.state.tensor_file import StoredTensors, file_content, require_safetensors
+from fakequant.model.state.applying import apply_from, outline_of
+from fakequant.model.state.plan import ALWAYS, Natural, Plan, plain_of, read_plan
+from fakequant.model.state.snapshots import (
+    LazyTensor,
+    LazyTensors,
+    QuantizedState,
+    StoredTensors,
+    codec,
+    decoded,
+    file_content,
+    file_parts,
+    lazy,
+    require_safetensors,
+    snapshot,
+    write_folder,
+)
+from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.formats.floats import Format, count_of, integers_of, lowest_of, of_integers, patterns_of
+from fakequant.numerics.granularity import StoredScales
+from fakequant.numerics.scales import ScaleSpec
+from fakequant.numerics.spec import QuantSpec
+from fakequant.text import listed
+
+MANIFEST = "fakequant.json"
+"""The name of the file."""
+
+VERSION = 1
+"""The version of the file that is written and read."""
+
+_ORDER = ("tensors", "previous", "shared", "versions", "layers", "sites", "packed", "stale")
+_OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ = 1 << 18
+"""Bytes of a file that are read at once."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The file of the tensors: its name in the folder, the SHA-256 of its content, its size in bytes."""
+
+    file: str
+    sha256: str
+    bytes: Natural
+
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """A weight that is stored as codes: the path of its quantizer, its shape and dtype, whether scales are codes."""
+
+    quantizer: str
+    shape: list[Natural]
+    dtype: str
+    packed_scale: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Plan):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        tensors: the file of the tensors.
+        previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
+        packed: the weights that are stored as codes, by name.
+    """
+
+    tensors: TensorEntry
+    previous: str | None = field(default=None, metadata=ALWAYS)
+    packed: dict[str, PackedEntry] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        values = plain_of(self)
+        written = [name for name in _ORDER if name in values and (name != "sites" or self.sites.owners)]
+        written = [name for name in written if name != "stale" or self.stale]
+        return json.dumps({"fakequant": VERSION, **{name: values[name] for name in written}}, indent=2).encode()
+
+
+def tensor_file_name(sha256: str) -> str:
+    """The name of a file of tensors by its content.
+
+    >>> tensor_file_name("0123456789abcdef" * 4)
+    'model-0123456789abcdef.safetensors'
+    """
+    return f"model-{sha256[:16]}.safetensors"
+
+
+def named_files(folder: Path) -> list[str]:
+    """The tensor files that the manifest in a folder names, the current one first; none where it cannot be read."""
+    try:
+        values = json.loads(read_whole(folder / MANIFEST))
+        names = [values["tensors"]["file"], values.get("previous")]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return []
+    return [name for name in names if isinstance(name, str) and _OWN_NAME.fullmatch(name)]
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, and its folder if nothing else is in it; also what a process that was killed left."""
+    with suppress(OSError):
+        remove_abandoned(folder)
+        if held := named_files(folder):
+            (folder / MANIFEST).unlink()
+        remove_unnamed(folder, held)
+        folder.rmdir()
+
+
+def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
+    """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before.
+
+    Args:
+        known: the names of those that a manifest named; of others the content must have the digest in the name.
+    """
+    named, known = named_files(folder), {*known}
+    for path in list(folder.iterdir()):
+        if _OWN_NAME.fullmatch(path.name) and path.name not in named:
+            with suppress(OSError):
+                if path.name in known or (path.is_file() and tensor_file_name(_digest(path)) == path.name):
+                    path.unlink()
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(_READ):
+            found.update(part)
+    return found.hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself, read whole.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of a later version.
+    """
+    path = folder / MANIFEST
+    try:
+        values = json.loads(read_whole(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
+    version = values.pop("fakequant", None) if isinstance(values, dict) else None
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(
+            f"{path} is a checkpoint of version {version}, written by a later version of fakequant; this one reads "
+            f"version {VERSION}: update fakequant"
+        )
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(f"{path} is no checkpoint of version {VERSION}")
+    if missing := [key for key in ("tensors", "shared", "layers") if key not in values]:
+        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    manifest = read_plan(values, Manifest, path)
+    tensors = manifest.tensors
+    for place, name in (("tensors.file", tensors.file), ("previous", manifest.previous or tensors.file)):
+        if not _OWN_NAME.fullmatch(name):
+            expected = f"not a name such as {tensor_file_name('0123456789abcdef')}"
+            raise CheckpointError(f"{path} is damaged: {place} is {name!r:.80}, {expected}")
+    if not _SHA256.fullmatch(tensors.sha256):
+        raise CheckpointError(f"{path} is damaged: tensors.sha256 is {tensors.sha256!r:.80}, not 64 hexadecimal digits")
+    return manifest
+
+
+_CHUNK = 1 << 18
+"""Codes whose bits are spread at once, of a multiple of 8 so that each chunk ends with a byte."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
+_DTYPES["bfloat16"] = torch.bfloat16
+_NAMED = 4
+
+
+class Encoded(NamedTuple):
+    """The tensors of a file, and what its manifest says of those that are codes."""
+
+    tensors: dict[str, Tensor | LazyTensor]
+    packed: dict[str, PackedEntry]
+
+
+def encode(state: QuantizedState, *, packed: bool) -> Encoded:
+    """The tensors that are written for a state.
+
+    Args:
+        state: what is written.
+        packed: write weights as codes where they have some; one warning names those that stay in float.
+    """
+    weights = dict.fromkeys(state.weights) if packed else {}
+    tensors: dict[str, Tensor | LazyTensor] = {
+        name: lazy(state.tensors, name) for name in state.tensors if name not in weights
+    }
+    entries = {name: _coded(name, state.weights, tensors) for name in weights}
+    if packed and (left := state.in_float):
+        shown = listed((f"{name}: {reason}" for name, reason in left.items()), _NAMED, between="; ")
+        total = len(left) + len(entries)
+        warn_user(f"packed=True stores {len(left)} of {total} quantized weights in float: {shown}")
+    return Encoded(tensors, entries)
+
+
+def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Tensor | LazyTensor]) -> PackedEntry:
+    """Add the tensors of a weight that is written as codes, once: those of its quantizers are left out."""
+    weight = uncoded(weights, name)
+    for path, (key, value) in product(weight.quantizers, (("scale", weight.scale), ("zero_point", weight.zero_point))):
+        if value is not None:
+            tensors.setdefault(f"{path}.{key}", value)
+        tensors.pop(f"{path}.{KEY}", None)
+    path, packed = weight.quantizers[0], _packed_scales(weight)
+    tensors |= {f"{path}.{key}": value for key, value in packed.items()}
+    size = -(-prod(weight.shape) * weight.spec.format.bits // 8)
+    tensors[name] = LazyTensor((size,), torch.uint8, partial(_codes_as_bytes, weights, name))
+    return PackedEntry(path, list(weight.shape), str(weight.dtype).removeprefix("torch."), bool(packed))
+
+
+def _codes_as_bytes(weights: Mapping[str, WeightCodes], name: str) -> Tensor:
+    weight = weights[name]
+    return _to_bytes(weight.codes.cpu(), weight.spec.format)
+
+
+def _packed_scales(weight: WeightCodes) -> dict[str, Tensor]:
+    """Scales, and offsets, in their own format, as bytes; nothing where they have none, or would lose something."""
+    if weight.scale.dtype is not torch.float32 or weight.spec.scale.format is None:
+        return {}
+    try:
+        return {key: _bytes_of(rule, getattr(weight, key)) for key, rule in _rules(weight.spec).items()}
+    except QParamsError:
+        return {}
+
+
+def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
+    return {"scale": spec.scale} if spec.offset is None else {"scale": spec.scale, "zero_point": spec.offset}
+
+
+def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
+    """Codes as their storage has them; those with shared scales as bits, and these behind them."""
+    codes, shared = rule.split(values.cpu())
+    if rule.format is None or shared is None:
+        return codes.contiguous().view(torch.uint8)
+    last = shared if rule.shared is None else rule.shared.to_storage(shared)
+    return torch.cat([_to_bytes(codes, rule.format), last.contiguous().view(torch.uint8).flatten()])
+
+
+def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], spec: QuantSpec) -> Tensor:
+    """The values of `_bytes_of`, float32 [groups, axes kept]."""
+    if stored is None or stored.dtype is not torch.uint8 or not stored.dim() or not str(rule):
+        kind = "no scales" if stored is None else f"scales of {stored.dtype}"
+        raise _BadCodes(f"have {kind}, which {spec} does not store")
+    fmt, granularity = rule.format, rule.granularity
+    if fmt is None or granularity is None:
+        return rule.join(StoredScales(_viewed(stored, torch.float32 if fmt is None else fmt.storage)))
+    size = -(-prod(groups) * fmt.bits // 8)
+    codes, of_groups = _from_bytes(stored[:size], fmt, list(groups)), granularity.group_shape(groups)
+    shared = _viewed(stored[size:].clone(), torch.float32 if rule.shared is None else rule.shared.storage)
+    if shared.numel() != prod(of_groups):
+        raise _BadCodes(f"have {shared.numel()} scales of scales, but {rule} has {prod(of_groups)}")
+    last = shared if rule.shared is None else rule.shared.from_storage(shared, torch.float32)
+    return rule.join(StoredScales(codes, last.reshape(of_groups)))
+
+
+def _viewed(stored: Tensor, kind: torch.dtype) -> Tensor:
+    if stored.shape[-1] % kind.itemsize:
+        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which are no numbers of {kind}")
+    return stored.view(kind)
+
+
+def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedState:
+    """The state of a checkpoint, whose tensors are read at each access.
+
+    Args:
+        manifest: of the checkpoint.
+        tensors: of its file.
+        source: the path of the manifest, for messages.
+
+    Raises:
+        CheckpointError: an entry for codes that fits neither its tensor nor a static quantizer of the checkpoint.
+    """
+    found: dict[str, Tensor | LazyTensor] = {key: tensors.lazy[key] for key in tensors if key not in manifest.packed}
+    entries: dict[str, tuple[PackedEntry, QuantSpec]] = {}
+    specs = {path: held.tensor.spec for path, _, held in manifest.quantizers() if held.is_static}
+    for name, entry in manifest.packed.items():
+        spec = specs.get(entry.quantizer)
+        damage = f"{source} is damaged: {name} has"
+        if spec is None:
+            raise CheckpointError(f"{damage} codes, but {entry.quantizer} has no static range")
+        scale = found.get(f"{entry.quantizer}.scale")
+        if scale is None:
+            raise CheckpointError(f"{damage} codes, but {entry.quantizer} has no scale")
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{damage} dtype {entry.dtype!r:.80}, not one of a weight")
+        try:
+            _check_bytes(tensors.lazy.get(name), spec.format, entry.shape)
+            if entry.packed_scale and isinstance(scale, LazyTensor):  # else of a weight before
+                groups = spec.granularity.group_shape(entry.shape)
+                for key, rule in _rules(spec).items():
+                    path = f"{entry.quantizer}.{key}"
+                    found[path] = _of_bytes(rule, tensors.get(path), groups, spec)
+        except _BadCodes as error:
+            raise CheckpointError(f"{source} is damaged: the codes of {name} {error}") from error
+        entries[name] = entry, spec
+    return QuantizedState.of(manifest, LazyTensors(found), PackedWeights(entries, tensors, LazyTensors(found), source))
+
+
+class PackedWeights(Mapping[str, WeightCodes]):
+    """Weights that a file holds as codes, made at each access and not kept.
+
+    Args:
+        entries: what the manifest says of each, and its specification.
+        packed: the tensors of the file.
+        tensors: those of the state, with the scales.
+        source: the path of the manifest, for messages.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[PackedEntry, QuantSpec]],
+        packed: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        source: str,
+    ) -> None:
+        self._entries, self._packed, self._tensors, self._source = entries, packed, tensors, source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> WeightCodes:
+        entry, spec = self._entries[name]
+        try:
+            return self._with(name, _from_bytes(self._packed[name], spec.format, entry.shape))
+        except _BadCodes as error:
+            raise CheckpointError(f"{self._source} is damaged: the codes of {name} {error}") from error
+
+    def uncoded(self, name: str) -> WeightCodes:
+        """A weight with codes on the meta device, without the time that its codes take."""
+        entry, spec = self._entries[name]
+        return self._with(name, torch.empty(entry.shape, dtype=spec.format.storage, device="meta"))
+
+    def _with(self, name: str, codes: Tensor) -> WeightCodes:
+        entry, spec = self._entries[name]
+        params = self._tensors[f"{entry.quantizer}.scale"], self._tensors.get(f"{entry.quantizer}.zero_point")
+        return WeightCodes(codes, *params, spec, tuple(entry.shape), _DTYPES[entry.dtype], (entry.quantizer,))
+
+
+class _BadCodes(Exception):
+    """Codes that are not what a manifest says."""
+
+
+def _to_bytes(codes: Tensor, format: Format) -> Tensor:
+    """Codes as bytes [ceil(codes * bits / 8)], the first code in the lowest bits."""
+    patterns = patterns_of(codes.flatten(), format).numpy()
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *_spread(patterns, format.bits)]))
+
+
+def _spread(patterns: np.ndarray, bits: int) -> Iterable[np.ndarray]:
+    places = np.arange(bits, dtype=np.int32)
+    for start in range(0, len(patterns), _CHUNK):
+        part = (patterns[start : start + _CHUNK, None] >> places) & 1
+        yield np.packbits(part.astype(np.uint8).reshape(-1), bitorder="little")
+
+
+def _check_bytes(stored: Tensor | LazyTensor | None, format: Format, shape: Sequence[int]) -> None:
+    expected = -(-prod(shape) * format.bits // 8)
+    if stored is None or stored.dtype is not torch.uint8 or tuple(stored.shape) != (expected,):
+        got = "are missing" if stored is None else f"are {stored.dtype} of shape {list(stored.shape)}"
+        raise _BadCodes(f"{got}, but {format} of shape {list(shape)} takes {expected} bytes")
+
+
+def _from_bytes(stored: Tensor, format: Format, shape: Sequence[int]) -> Tensor:
+    """The codes of `_to_bytes` in the storage of their format and a shape."""
+    _check_bytes(stored, format, shape)
+    elements, bits = prod(shape), format.bits
+    patterns = np.empty(elements, np.int32)
+    raw, step = stored.numpy(), _CHUNK * bits // 8
+    places = np.arange(bits, dtype=np.int32)
+    for number, start in enumerate(range(0, len(raw), step)):
+        here = patterns[number * _CHUNK : (number + 1) * _CHUNK]
+        part = np.unpackbits(raw[start : start + step], bitorder="little", count=len(here) * bits)
+        here[:] = (part.reshape(-1, bits).astype(np.int32) << places).sum(1)
+    if elements and int(patterns.max()) >= count_of(format):
+        raise _BadCodes(f"hold {int(patterns.max())}, but {format} has {count_of(format)} codes")
+    codes = torch.from_numpy(patterns + lowest_of(format)).to(integers_of(format))
+    return of_integers(codes, format).reshape(shape)
+
 
 Model = TypeVar("Model", bound=nn.Module)
 FORMAT = "fakequant"

@@ -1,23 +1,170 @@
-"""What is quantized in a model, and how: plain data about its layers and functions, and their form in JSON."""
+"""What is quantized in a model, and how: plain data about its layers and functions, and their form in JSON.
+
+Values that were read from JSON, checked: what is there, where it is, and what was expected.
+
+The sites of a model in a checkpoint: what the manifest says of them, and how they are made again.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from torch import nn
 
 from fakequant.errors import CheckpointError, ConfigError, SpecError
-from fakequant.model.sites.planned import site_path
-from fakequant.model.state.json_values import ALWAYS, Natural, UnexpectedValue, value_of
-from fakequant.model.tensor_config import TensorConfig
-from fakequant.nn.backward.config import GradientConfig
+from fakequant.model.config import TensorConfig
+from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer, site_path
+from fakequant.model.sites.sites import apply_sites, site_plan
+from fakequant.nn.backward.products import GradientConfig
 from fakequant.nn.integer import Execution
+from fakequant.nn.paths import module_at
 from fakequant.nn.quantized.folded import FoldedLayer
+from fakequant.nn.quantized.forms import bypasses_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.ranges.by_value import ByValue
 from fakequant.nn.ranges.learned import LearnedRange, make_learned_range
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.sites import functions_of, site_keys
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
+Natural = Annotated[int, "of at least 0"]
+"""A whole number of at least 0, as the type of a field."""
+ALWAYS = {"always": True}
+"""Metadata of a field that `plain_of` writes even where it has its default."""
+
+
+class UnexpectedValue(ValueError):
+    """A value that is not what is expected at its place."""
+
+
+def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
+    """The values of an object's keys, in the order asked for."""
+    if not isinstance(values, dict):
+        raise UnexpectedValue(f"{place or 'it'} is {values!r:.80}, not an object")
+    if missing := [key for key in keys if key not in values]:
+        raise UnexpectedValue(f"{place or 'it'} lacks {', '.join(missing)}")
+    return [values[key] for key in keys]
+
+
+def mapping_of(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+    """An object with every value read by a function of the value and its place."""
+    if not isinstance(values, dict):
+        raise UnexpectedValue(f"{place} is {values!r:.80}, not an object")
+    return {key: read(value, f"{place}.{key}") for key, value in values.items()}
+
+
+def text(value: Any, place: str) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not a text")
+    return value
+
+
+def number(value: Any, place: str) -> int:
+    """A whole number of at least 0."""
+    if type(value) is not int or value < 0:
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not a number of at least 0")
+    return value
+
+
+def member(value: Any, place: str, kind: type[E]) -> E:
+    """The member of an enumeration that has this value."""
+    known = {member.value: member for member in kind}
+    if not isinstance(value, str) or value not in known:
+        raise UnexpectedValue(f"{place} is {value!r:.80}, which is none of {', '.join(known)}")
+    return known[value]
+
+
+def value_of(value: Any, place: str, kind: Any) -> Any:
+    """A value of a type: a dataclass, or a text, number or None, or a list, tuple or mapping of such.
+
+    Floats may be the texts "inf", "-inf" and "nan", because JSON has none. The keys of a mapping may be names of an
+    enumeration, a value that of its member. A class with a method `parse` is read from a text.
+
+    >>> value_of({"a": [1, "inf"]}, "values", Mapping[str, Sequence[float]])
+    {'a': [1.0, inf]}
+    """
+    origin, kinds = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and not hasattr(kind, "parse"):
+        return _dataclass_of(value, place, kind)
+    if origin is UnionType:
+        return None if value is None else value_of(value, place, next(one for one in kinds if one is not NoneType))
+    if origin in (Sequence, list, tuple):
+        expected = "a list" if origin is not tuple else f"a list of {len(kinds)}"
+        if not isinstance(value, list) or (origin is tuple and len(value) != len(kinds)):
+            raise UnexpectedValue(f"{place} is {value!r:.80}, not {expected}")
+        own = kinds if origin is tuple else kinds * len(value)
+        found = [value_of(item, f"{place}[{n}]", k) for n, (item, k) in enumerate(zip(value, own, strict=True))]
+        return tuple(found) if origin is tuple else found
+    if origin in (Mapping, dict):
+        read = mapping_of(value, place, lambda item, where: value_of(item, where, kinds[1]))
+        if kinds[0] is str:
+            return read
+        if unknown := sorted(set(read) - set(kinds[0].__members__)):
+            raise UnexpectedValue(f"{place} has {unknown[0]!r:.80}, which is none of {', '.join(kinds[0].__members__)}")
+        return {kinds[0][key]: item for key, item in read.items()}
+    return _plain_of(value, place, kind)
+
+
+def plain_of(value: Any) -> Any:
+    """The value for JSON that `value_of` reads; fields that have their default are left out, see `ALWAYS`.
+
+    >>> plain_of([{"a": 1.5}])
+    [{'a': 1.5}]
+    """
+    if hasattr(value, "to_text"):
+        return value.to_text()
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        named = [one.name for one in fields(value) if one.metadata or getattr(value, one.name) != _default_of(one)]
+        return {name: plain_of(getattr(value, name)) for name in named}
+    if isinstance(value, Mapping):
+        return {key: plain_of(item) for key, item in value.items()}
+    return [plain_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _default_of(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _plain_of(value: Any, place: str, kind: Any) -> Any:
+    if kind is Any:
+        return value
+    if hasattr(kind, "parse"):
+        return kind.parse(text(value, place))
+    if kind in (str, Natural):
+        return text(value, place) if kind is str else number(value, place)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return member(value, place, kind)
+    if kind is bool and not isinstance(value, bool):
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not true or false")
+    is_large = type(value) is int and not -(2**63) <= value < 2**63
+    if kind is float and not is_large and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
+        return float(value)
+    if type(value) is not kind or is_large:
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not a {kind.__name__}")
+    return value
+
+
+def _dataclass_of(value: Any, place: str, kind: Any) -> Any:
+    hints = _hints(kind)
+    keys_of(value, place, *[f.name for f in fields(kind) if _default_of(f) is MISSING])
+    if unknown := sorted(set(value) - set(hints)):
+        raise UnexpectedValue(f"{place or 'it'} has {unknown[0]!r:.80}, which no {kind.__name__} has")
+    return kind(**{name: value_of(item, f"{place}.{name}".lstrip("."), hints[name]) for name, item in value.items()})
+
+
+_hints = cache(partial(get_type_hints, include_extras=True))
+
 
 P = TypeVar("P", bound="Plan")
 
@@ -228,3 +375,85 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
         layer.gradient,
         execution=layer.execution,
     )
+
+
+def sites_entry(model: nn.Module) -> SitesEntry:
+    """What a manifest says of the sites of a model."""
+    plan = site_plan(model)
+    owners = {
+        path: OwnerEntry(type(module_at(model, path)).__name__, list(steps), {}, _listed(plan, path))
+        for path, steps in plan.steps.items()
+    }
+    for site in plan.sites:
+        held: dict[str, SiteQuantizerEntry] = {}
+        for name, planned in site.quantizers.items():
+            quantizer = module_at(model, f"{site.path}.{name}")
+            assert isinstance(quantizer, Quantizer)
+            held[name] = SiteQuantizerEntry(
+                **quantizer_values(quantizer), kind=planned.kind, group=planned.group, pinned=quantizer.pinned
+            )
+        owners[site.owner].sites[site.key] = SiteEntry(
+            list(site.operands), held, site.gradient, weights=dict(site.weights)
+        )
+    return SitesEntry(owners, list(plan.shielded))
+
+
+def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
+    """Raise a CheckpointError where a model's modules by path are not what a manifest says of its sites."""
+    if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
+        raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
+    for path, owner in entry.owners.items():
+        shown, cls = path or "(the model)", type(modules[path])
+        if cls.__name__ != owner.type:
+            raise CheckpointError(f"the checkpoint's module {shown} is a {owner.type}, the model's is a {cls.__name__}")
+        if bypasses_class(modules[path]):
+            raise CheckpointError(
+                f"the model's module {shown} has a forward of its own (a hook's), which would bypass the quantizers of "
+                "its functions; remove the hook before load"
+            )
+        steps = (*owner.steps, *functions_of(owner.training_keys or ()))
+        unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint's module {shown} has quantizers of the calls {', '.join(unknown)}, which are not "
+                "known here; it is damaged, or of a later version of fakequant"
+            )
+
+
+def restore_sites(model: nn.Module, plan: Plan) -> None:
+    """Make the sites of a plan in a float model, without ranges."""
+    owners = plan.sites.owners
+    planned = [
+        PlannedSite(
+            path,
+            *_function(key),
+            tuple(site.operands),
+            {name: SiteQuantizer(held.tensor, held.kind, held.group) for name, held in site.quantizers.items()},
+            site.weights,
+            site.gradient,
+        )
+        for path, owner in owners.items()
+        for key, site in owner.sites.items()
+    ]
+    steps = {path: tuple(owner.steps) for path, owner in owners.items()}
+    trained = {path: tuple(owner.training_keys) for path, owner in owners.items() if owner.training_keys is not None}
+    apply_sites(model, SitePlan(tuple(planned), steps, tuple(plan.sites.shielded), trained))
+    first: dict[nn.Module, SiteQuantizerEntry] = {}
+    for path, _, held in plan.quantizers():
+        if isinstance(held, SiteQuantizerEntry):
+            first.setdefault(module_at(model, path), held)  # functions may share one
+    for quantizer, held in first.items():
+        assert isinstance(quantizer, Quantizer)
+        quantizer.mode, quantizer.pinned, quantizer.by_value = held.mode, held.pinned, held.make_by_value()
+        if (learned := held.make_learned()) is not None:
+            quantizer.attach_learned(learned)
+
+
+def _listed(plan: SitePlan, owner: str) -> list[str] | None:
+    keys = plan.training_keys.get(owner)
+    return None if keys is None else list(keys)
+
+
+def _function(key: str) -> tuple[str, int]:
+    name, _, index = key.rpartition("_")
+    return name, int(index)

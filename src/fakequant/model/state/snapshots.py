@@ -1,11 +1,20 @@
-"""A quantized model as data: its plan, its tensors, and its weights as codes."""
+"""A quantized model as data: its plan, its tensors, and its weights as codes.
+
+Safetensors files, written and read one tensor at a time; the bytes are those that the package safetensors writes.
+
+Formats of quantized models that others add: two functions between a state and the files of a folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +22,8 @@ from torch import Tensor, nn
 from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError
-from fakequant.model.state.json_values import plain_of
-from fakequant.model.state.plan import Plan, layer_entry, read_plan
-from fakequant.model.state.stored_sites import sites_entry
+from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
+from fakequant.model.state.plan import Plan, layer_entry, plain_of, read_plan, sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.unregistered import warn_of_new_layers, warn_unregistered
 from fakequant.model.weights import give_values, quantized_weights, warn_stale_scales
@@ -24,7 +32,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.wrappers import unwraps
-from fakequant.numerics.formats.codes import as_integers, integers_of
+from fakequant.numerics.formats.floats import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
 T = TypeVar("T")
@@ -291,3 +299,314 @@ def shared_names(model: nn.Module) -> dict[str, str]:
             shared[name] = first[key]
         first.setdefault(key, name)
     return shared
+
+
+_MAPPED = 1 << 26
+"""Bytes that are read before the file is mapped anew."""
+
+
+def require_safetensors() -> Any:
+    """The package safetensors, or an error that says how to get it."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        message = "checkpoints need safetensors, not installed here; run pip install 'fakequant[checkpoint]'"
+        raise CheckpointError(message) from error
+    return safetensors
+
+
+def size_of(tensor: Tensor | LazyTensor) -> int:
+    """The number of bytes that a tensor takes in a file."""
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def file_content(
+    tensors: Mapping[str, Tensor | LazyTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of tensors, in parts; a lazy tensor is made when its part is asked for.
+
+    Args:
+        tensors: by name.
+        metadata: texts for the header of the file.
+
+    Raises:
+        CheckpointError: a lazy tensor of another shape or dtype than was stated.
+
+    >>> data = b"".join(file_content({"x": LazyTensor((2,), torch.uint8, lambda: torch.ones(2, dtype=torch.uint8))}))
+    >>> len(data), data[-2:]
+    (66, b'\\x01\\x01')
+    """
+    for name in tensors:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(
+                f"a file cannot hold the name {name!r:.200}: {error.reason}; rename the module"
+            ) from error
+    # The names of dtypes and the order of tensors, which lies by dtype, are those of the same tensors without values.
+    empty = {name: torch.empty(0, dtype=one.dtype) for name, one in tensors.items()}
+    outline = require_safetensors().torch.save(empty, None if metadata is None else dict(metadata))
+    header: dict[str, Any] = json.loads(outline[8 : 8 + int.from_bytes(outline[:8], "little")])
+    if metadata:  # in the given order: the package's is another one each time
+        header["__metadata__"] = dict(metadata)
+    start = 0
+    names = [name for name in header if name != "__metadata__"]
+    for name in names:
+        entry, end = header[name], start + size_of(tensors[name])
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield _bytes_of(name, tensors[name])
+
+
+def _bytes_of(name: str, stated: Tensor | LazyTensor) -> memoryview:
+    tensor = stated.make() if isinstance(stated, LazyTensor) else stated
+    if tensor.shape != tuple(stated.shape) or tensor.dtype is not stated.dtype:
+        raise CheckpointError(
+            f"{name} is a tensor of {tensor.dtype} and shape {list(tensor.shape)}, but {stated.dtype} and shape "
+            f"{list(stated.shape)} were stated"
+        )
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    return (torch.view_as_real(whole) if whole.is_complex() else whole).view(torch.uint8).numpy().data
+
+
+class StoredTensors(LazyTensors):
+    """The tensors of a safetensors file, read at each access, and the texts of its header.
+
+    Raises:
+        CheckpointError: a damaged file, or a dtype that torch does not have; an access may raise it, too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._mapped = path, 0
+        with self._errors():
+            self._stamp, self._file = _stamp(path), _open(path)
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+            names = list(self._file.keys())
+            views = {name: self._file.get_tensor(name) for name in names}  # of the mapped file: nothing is read
+        super().__init__({name: self._stored(name, view) for name, view in views.items()})
+
+    def _stored(self, name: str, view: Tensor) -> LazyTensor:
+        return LazyTensor(tuple(view.shape), view.dtype, partial(self._read, name), partial(self._read, name))
+
+    def _read(self, name: str, region: Region | None = None) -> Tensor:
+        with self._errors():
+            if self._mapped > _MAPPED:
+                self._map_anew()
+            found = self._file.get_tensor(name)
+            if region is not None:
+                found = self._file.get_slice(name)[region] if found.numel() and found.dim() else found[region]
+        self._mapped += size_of(found)
+        return found
+
+    def _map_anew(self) -> None:
+        """Let go of the pages that were read; they count as memory of the process while the file is mapped."""
+        with suppress(OSError):  # another process may have replaced or removed the file: keep the one that is open
+            if _stamp(self._path) == self._stamp:
+                file = _open(self._path)
+                if _stamp(self._path) == self._stamp:
+                    self._file, self._mapped = file, 0
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (require_safetensors().SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
+            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+
+
+def _open(path: Path) -> Any:
+    return require_safetensors().safe_open(path, "pt")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that differs for another file of the same path."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+Tensors = Mapping[str, Tensor | LazyTensor]
+Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
+"""What a file holds: bytes, tensors by name, the path of a file to copy, or parts that are made one after the other."""
+Files = Mapping[str, Content]
+_TENSORS = ".safetensors"
+_COPIED = 1 << 18
+"""Bytes of a file that are read at once: each read allocates as many, also for a small file."""
+
+
+class TensorFile(dict[str, "Tensor | LazyTensor"]):
+    """The tensors of a file, with texts for its header.
+
+    >>> TensorFile({"x": torch.ones(2)}, {"made by": "hand"}).metadata
+    {'made by': 'hand'}
+    """
+
+    def __init__(self, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(tensors)
+        self.metadata = dict(metadata or {})
+
+
+class Codec(NamedTuple):
+    """How a format stores a state."""
+
+    encode: Callable[[QuantizedState], Files]
+    decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState]
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def register_codec(
+    name: str,
+    encode: Callable[[QuantizedState], Files],
+    decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState],
+) -> None:
+    """Add a format to `save(model, folder, format=name)` and `load`; one of the same name is replaced.
+
+    The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name. It may also be
+    the path of a file to copy, or an iterable of bytes.
+
+    Args:
+        name: of the format.
+        encode: the files of a state, by name, in the order in which they shall appear. Use `LazyTensor` for what is
+            made while it is written. It raises CheckpointError for what the format cannot hold, before the work.
+        decode: the state in files, which are read when they are asked for. `apply` checks all of it.
+
+    Raises:
+        CheckpointError: the name of the format of this package.
+
+    >>> import json
+    >>> def encode(state):
+    ...     return {"t.safetensors": state.tensors, "plan.json": json.dumps(state.plan).encode()}
+    >>> def decode(files):
+    ...     return QuantizedState.from_plan(json.loads(files["plan.json"]), files["t.safetensors"])
+    >>> register_codec("plain", encode, decode)
+    >>> from tempfile import TemporaryDirectory
+    >>> net = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4))
+    >>> model = prepare(net(), "int8_weight_only")
+    >>> with TemporaryDirectory() as folder:
+    ...     again = load(net(), save(model, folder, format="plain"), format="plain")
+    >>> torch.equal(again(torch.ones(4)), model(torch.ones(4)))
+    True
+    """
+    if name == "fakequant":
+        raise CheckpointError('"fakequant" is the format of this package; give yours another name')
+    _codecs[name] = Codec(encode, decode)
+
+
+def codec(name: str) -> Codec:
+    """The functions of a format that was registered.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    if name not in _codecs:
+        known = ", ".join(sorted({"fakequant", *_codecs}))
+        raise CheckpointError(
+            f"unknown format {name!r:.80}, not one of {known}; import what registers it (fakequant.register_codec)"
+        )
+    return _codecs[name]
+
+
+def decoded(name: str, folder: Path) -> QuantizedState:
+    """The state in the files of a folder, by a format that was registered.
+
+    Raises:
+        CheckpointError: it was not, or its `decode` fails on the files.
+    """
+    decode = codec(name).decode
+    try:
+        return decode(read_folder(folder))
+    except CheckpointError:
+        raise
+    except Exception as error:  # of code that reads damaged files: any
+        raise CheckpointError(
+            f"{folder} is no {name}, or it is damaged: its decode raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambda: None) -> None:
+    """Write the files of a codec whole, the last one last; others in the folder stay.
+
+    One process at a time writes to a folder. The old files go before the first new one comes, so that a process that
+    dies leaves all old files, all new ones, or a folder that lacks the last one.
+
+    Args:
+        folder: where they lie.
+        files: by name; that of a copied file may have a folder.
+        check: is called before anything is written, and again when the folder is locked.
+
+    Raises:
+        CheckpointError: a name that is no file of the folder, or content that does not fit it.
+        OutputError: a file cannot be written, or is a link to one elsewhere; the old ones are unchanged.
+    """
+    for name, content in files.items():
+        is_tensors, is_copy = isinstance(content, Mapping), isinstance(content, Path)
+        is_inside = Path(name).name == name or (is_copy and not {"", "..", "."} & {*name.split("/")})
+        if not is_inside or (is_tensors is not name.endswith(_TENSORS) and not is_copy):
+            raise CheckpointError(
+                f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
+                f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
+            )
+    refuse_links(folder, files)
+    check()
+    with ExitStack() as stack:
+        ready: dict[Path, bytes | Path] = {}
+        for name, content in files.items():
+            if (folder / name).parent != folder:
+                writable_folder((folder / name).parent)
+            if isinstance(content, bytes):
+                ready[folder / name] = content
+            else:
+                ready[folder / name] = stack.enter_context(temporary_file(folder, _parts(content)))
+        stack.enter_context(locked(folder))  # only now: processes that gather tensors make them together
+        check()
+        write_in_order(ready, without_old=len(ready) > 1)
+
+
+def _parts(content: Tensors | Path | Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
+    if isinstance(content, Path):
+        return file_parts(content)
+    if isinstance(content, TensorFile):
+        return file_content(content, content.metadata)
+    return file_content(cast("Tensors", content)) if isinstance(content, Mapping) else content
+
+
+def file_parts(path: Path) -> Iterator[bytes]:
+    """The content of a file in parts."""
+    with open(path, "rb") as file:
+        while part := file.read(_COPIED):
+            yield part
+
+
+class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
+    """The files of a folder by name, read at each access."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> bytes | Mapping[str, Tensor]:
+        path = self._folder / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointError(f"{self._folder} holds no checkpoint of this format: there is no {name!s:.80} in it")
+        try:
+            return StoredTensors(path) if name.endswith(_TENSORS) else path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in sorted(self._folder.glob("*")) if path.is_file())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)
+
+
+def read_folder(folder: Path) -> Mapping[str, bytes | Mapping[str, Tensor]]:
+    """The files of a folder by name, as a codec reads them."""
+    return _Folder(folder)

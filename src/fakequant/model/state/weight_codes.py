@@ -17,9 +17,8 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.fitted import mark
-from fakequant.nn.ranges.fixed_codes import is_same
-from fakequant.numerics.formats.codes import check_codes
+from fakequant.nn.ranges.fixed_codes import is_same, mark
+from fakequant.numerics.formats.floats import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.text import listed

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fakequant.data.batches import Mask, TokenMask
 from fakequant.data.digest import digest
-from fakequant.data.token_mask import Mask, TokenMask
 from fakequant.errors import ConfigError, nearest, warn_user
-from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.run.outputs import float_tensors
+from fakequant.model.weights import disabled, in_eval_mode
 from fakequant.restore import restore_after
 
 _IGNORED = -100

@@ -21,12 +21,11 @@ from fakequant.data.arguments import refuse_prepared
 from fakequant.data.batches import Arguments, Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
-from fakequant.model.modes import evaluating, in_eval_mode
-from fakequant.model.run.neighbors import Neighbors, find_neighbors
-from fakequant.model.run.outputs import Distance, Place, named_tensors
-from fakequant.model.run.recording import record
+from fakequant.model.run.outputs import Distance, Place, named_tensors, record
+from fakequant.model.run.traits import Neighbors, find_neighbors
 from fakequant.model.sites.own_products import ends_in_product
-from fakequant.nn.hooks import is_as_made
+from fakequant.model.weights import evaluating, in_eval_mode
+from fakequant.nn.integer import is_as_made
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.folded import norm_factor, norm_offset
 from fakequant.nn.quantized.forms import computed_class

@@ -2,27 +2,235 @@
 
 Sources: NVIDIA, arXiv 2509.25149 (NVFP4: stochastic rounding of gradients, a random Hadamard matrix along the tokens);
 Quartet, arXiv 2505.14669 (MXFP4: both products).
+
+How the two products of a layer's backward pass are quantized.
+
+Rotation of the operands of a backward product along the axis of its sum.
+
+Modules with products whose backward products may be quantized, and what they know of these.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weight, conv3d_input, conv3d_weight
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import ConfigError
-from fakequant.nn.backward.config import GradientConfig
-from fakequant.nn.backward.rotation import rotated
-from fakequant.nn.backward.trained import Backward
+from fakequant.nn.transforms import hadamard
+from fakequant.numerics.philox import draw_seed
+from fakequant.numerics.spec import QuantSpec, Rounding, as_spec
 from fakequant.ops import library
-from fakequant.ops.tracing import is_compiled_in_transforms, is_recorded
+from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
+
+_AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
+"""Where the axes of a specification are in an operand, by the axis that the product sums over."""
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """How the operands of a layer's backward products are quantized, by default by the range of the tensor itself.
+
+    The gradient dy of the output is an operand of both: dx = dy W, a sum over outputs, and dW = dy^T x, a sum over
+    tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
+
+    Args:
+        gradient: dy in both products; `stochastic` in its text leaves the expected gradient as it is. Infinity becomes
+            NaN, so that a GradScaler sees it.
+        input: x in dW, from the input before it was quantized; None: x as the forward product has it.
+        weight: W in dx, from the weight before it was quantized; None: W as the forward product has it, as where it
+            has square blocks.
+        hadamard: the block of a Hadamard matrix with random signs, by which both operands of a product are multiplied
+            along the axis of its sum before they are quantized, so that a large value is spread. It is done where
+            both are quantized here: in dW with `input`, in dx with `weight`. Convolutions, which sum over positions,
+            too, do without it. 0: not at all.
+
+    Raises:
+        SpecError: no specification of the gradient, or one that cannot be read.
+        ConfigError: a Hadamard matrix without `input` and `weight`, or of another size than a power of two.
+
+    >>> print(GradientConfig("float8_e5m2"))
+    float8_e5m2 per_tensor
+    >>> GradientConfig.parse("int8 stochastic; input=int8 per_token; hadamard=16").hadamard
+    16
+    """
+
+    gradient: QuantSpec
+    input: QuantSpec | None = None
+    weight: QuantSpec | None = None
+    hadamard: int = 0
+    operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
+    """The specifications by what they quantize, and by the axis, first or second, that the product sums over."""
+
+    def __init__(
+        self,
+        gradient: QuantSpec | str,
+        input: QuantSpec | str | None = None,
+        weight: QuantSpec | str | None = None,
+        hadamard: int = 0,
+    ) -> None:
+        object.__setattr__(self, "gradient", as_spec(gradient))
+        for name, spec in {"input": input, "weight": weight}.items():
+            object.__setattr__(self, name, None if spec is None else as_spec(spec))
+        object.__setattr__(self, "hadamard", hadamard)
+        if not isinstance(hadamard, int) or hadamard < 0 or hadamard == 1 or hadamard & (hadamard - 1):
+            raise ConfigError(f"hadamard must be a power of two such as 16, or 0 for none, got {hadamard!r}")
+        # `replace` of a specification while a compiler reads the code takes its numbers for ones that vary.
+        operands = {
+            (name, axis): None if spec is None else spec.regrouped(lambda one, axis=axis: one.remap_axes(_AXES[axis]))
+            for name, spec in (("gradient", self.gradient), ("input", self.input), ("weight", self.weight))
+            for axis in _AXES
+        }
+        object.__setattr__(self, "operands", operands)
+        if hadamard and input is None and weight is None:
+            raise ConfigError(
+                "hadamard multiplies both operands of a product before they are quantized; give input= for the product "
+                "that gives the weight's gradient, or weight= for that of the input's"
+            )
+
+    def __str__(self) -> str:
+        named = (f"{name}={value}" for name, value in self._others())
+        return "; ".join([str(self.gradient), *named])
+
+    def __repr__(self) -> str:
+        return f"GradientConfig.parse({str(self)!r})"
+
+    def _others(self) -> Iterator[tuple[str, object]]:
+        for one in [own for own in fields(self) if own.init][1:]:
+            if value := getattr(self, one.name):
+                yield one.name, value
+
+    def to_text(self) -> str:
+        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        for spec in (self.gradient, self.input, self.weight):
+            if spec is not None:
+                spec.to_text()
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> GradientConfig:
+        """The configuration of a text form: the specification of the gradient, then what else there is by name.
+
+        Raises:
+            ConfigError: an unknown name, a name twice, or a block that is no number.
+            SpecError: a specification that cannot be read.
+        """
+        gradient, *others = (part.strip() for part in text.split(";"))
+        known = [one.name for one in fields(cls) if one.init][1:]
+        found: dict[str, str] = {}
+        for part in others:
+            name, equals, value = part.partition("=")
+            if not equals or name not in known or name in found:
+                raise ConfigError(
+                    f"cannot read {part!r} in the gradient {text!r}: after the specification of the gradient come "
+                    f"{', '.join(f'{one}=' for one in known)}, each once, with ';' between them"
+                )
+            found[name] = value
+        block = found.pop("hadamard", "0")
+        if not block.isdecimal():
+            raise ConfigError(f"hadamard must be a power of two such as 16, got {block!r}")
+        return cls(gradient, **found, hadamard=int(block))
+
+
+_SIGNS = 0x9E3779B97F4A7C15
+"""Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
+as NVIDIA's recipe has it."""
+
+
+def rotated(x: Tensor, block: int, axis: int = 0) -> Tensor:
+    """x with blocks of an axis, the first or second, times a Hadamard matrix with random signs; zeros fill the last.
+
+    The matrix is orthogonal: rounding aside, a sum of products along the axis stays what it is.
+
+    >>> x = torch.tensor([[8.0], [0.0], [0.0]])
+    >>> rotated(x, 4).flatten()
+    tensor([-4., -4., -4., -4.])
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.fakequant.rotate(x, block, axis)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    missing = -x.shape[axis] % block
+    made = _signed_hadamard if needs_tracing(x) else _made_once
+    matrix, device = made(block, wide.dtype, x.device), x.device.type
+    # A backward pass that begins within autocast would multiply in half precision.
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        if axis:
+            wide = wide.movedim(1, -1)
+            wide = F.pad(wide, (0, missing)) if missing else wide  # a copy
+            return (wide.unflatten(-1, (-1, block)) @ matrix.T).flatten(-2).movedim(-1, 1).to(x.dtype)
+        wide = wide.reshape(x.shape[0], math.prod(x.shape[1:]))
+        wide = F.pad(wide, (0, 0, 0, missing)) if missing else wide
+        y = (matrix @ wide.unflatten(0, (-1, block))).flatten(0, 1).to(x.dtype)
+    return y.unflatten(1, x.shape[1:])
+
+
+def _signed_hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)])
+    return (hadamard(block) * signs).to(device, dtype)
+
+
+_made_once = lru_cache(maxsize=64)(_signed_hadamard)  # 60 us of the 90 us that a matrix of 128 x 128 took on a CPU
+
+
+# One node of a compiled graph: as operations of torch the matrix is made anew at each step.
+@torch.library.custom_op("fakequant::rotate", mutates_args=(), schema="(Tensor x, int block, int axis) -> Tensor")
+def _rotate(x: Tensor, block: int, axis: int) -> Tensor:
+    y = rotated(x, block, axis)
+    declared = _declared(x, block, axis)
+    return y if y.stride() == declared.stride() else declared.copy_(y)
+
+
+@_rotate.register_fake
+def _declared(x: Tensor, block: int, axis: int) -> Tensor:
+    """A tensor as the rotated one lies: row by row, with the axis that is rotated last if it is the second."""
+    n = x.shape[axis]
+    if not axis:
+        return x.new_empty((n + -n % block, *x.shape[1:]))
+    return x.new_empty((x.shape[0], *x.shape[2:], n + -n % block)).movedim(-1, 1)
+
+
+class Backward(NamedTuple):
+    """How the backward products of a product are quantized."""
+
+    config: GradientConfig
+
+    def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
+        """The operand "gradient", "input" or "weight" of a sum over its first or second axis; as it is without spec."""
+        spec = self.config.operands[operand, axis]
+        if spec is None:
+            return x
+        if not is_compiling():
+            return library.fake_quantize_dynamic(x, spec)
+        # One node of the graph: as operations of torch 1M elements take twice as long, and the compiler many times.
+        return quantize_as_node(x, spec, seed=draw_seed() if spec.rounding is Rounding.STOCHASTIC else None)
+
+    @property
+    def rounds_once(self) -> bool:
+        """Whether the quantized gradient of the output is the same in both products."""
+        first, second = (self.config.operands["gradient", axis] for axis in (0, 1))
+        return first == second and self.config.gradient.rounding is not Rounding.STOCHASTIC and not self.config.hadamard
+
+
+class Trained(nn.Module):
+    """A module with products whose backward products may be quantized."""
+
+    gradient: GradientConfig | None = None
+    """How the products of the backward pass are quantized; None leaves them in float."""
+
+    def backward_of(self) -> Backward | None:
+        """How the backward products are quantized; None leaves them in float."""
+        return None if self.gradient is None else Backward(self.gradient)
 
 
 class Factor(NamedTuple):

@@ -3,11 +3,19 @@
 `layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
 need no layer classes. Layers with a matrix as weight give a `MatrixProduct`; algorithms round other weights to the
 nearest values, and list them.
+
+The products of an attention that multiply rows with weights: its first projections, and the last one.
+
+Weights of experts that are stacked in one parameter, as a matrix for each expert.
+
+Convolutions as products of a matrix with rows: every window of the input is a row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +28,8 @@ from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import InputTransform
+from fakequant.nn.wrappers import Role
+from fakequant.numerics.granularity import Granularity, PerBlock
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.offload import fetched
@@ -339,3 +349,260 @@ def _turned(params: QParams) -> QParams:
 def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
     """A specification of a weight whose axes have other places."""
     return spec.regrouped(lambda one: one.remap_axes(axes))
+
+
+_INPUTS = ("query", "key", "value")
+_READS = {"in_proj_weight": (0, 1, 2), "q_proj_weight": (0,), "k_proj_weight": (1,), "v_proj_weight": (2,)}
+
+
+class _Projection(MatrixProduct):
+    readers = 0
+
+    @property
+    def input_transform(self) -> None:
+        return None
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        return self is other
+
+
+class InProjection(_Projection):
+    """The weight that makes query, key and value of an attention, or one of the three."""
+
+    is_result = False
+
+    @property
+    def reads(self) -> tuple[int, ...]:  # type: ignore[override]
+        return _READS[self.name]
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        layer = self.layer
+        others = layer._key_input_quantizer, layer._value_input_quantizer
+        return layer._input_quantizer if len(self.reads) == len(_INPUTS) and others == (None, None) else None
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        first, last, width = self.reads[0], self.reads[-1] + 1, self.layer.embed_dim
+        return self.layer._parameters.get("in_proj_bias"), slice(first * width, last * width)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+            inputs = {name: given[name] for name in _INPUTS}
+            hook(self, (inputs[_INPUTS[self.reads[0]]],), inputs)
+
+        return self.layer.register_forward_pre_hook(see, with_kwargs=with_kwargs)
+
+    def inputs(self, call: Any) -> tuple[Tensor, ...]:
+        return tuple(call.kwargs[name] for name in _INPUTS)
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        query, key, value = inputs
+        return [one.value for one in self.layer._quantized_inputs(query, key, value)]
+
+
+class OutProjection(_Projection):
+    """The weight of an attention's last projection, whose input is made inside of the attention's call."""
+
+    @property
+    def is_result(self) -> bool:  # type: ignore[override]
+        return self.layer.batch_first  # else its rows have another order
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        return self.layer._out_proj_input_quantizer
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        return self.layer.out_proj._parameters.get("bias"), slice(None)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        return self.layer.watch(lambda x: hook(self, (x.transpose(0, 1),), {}))
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        x = inputs[0].transpose(0, 1)  # the attention quantizes one matrix, whose rows have this order
+        y = self.layer.quantized("_out_proj_input_quantizer", x.reshape(-1, x.shape[-1]))
+        return (y.view(x.shape).transpose(0, 1),)
+
+
+class ExpertProduct(MatrixProduct):
+    """The tokens of each expert multiplied with its weight, of a stack [experts, out, in] or [experts, in, out].
+
+    The layer says by `tokens(attribute, *args, **kwargs)` what tokens each expert multiplies in a call with these
+    arguments, before the quantizer.
+    """
+
+    readers = 0
+    is_stack = True
+    is_result = False
+
+    @property
+    def input_quantizer(self) -> None:
+        """Experts share the quantizers of their inputs, so that none of them chooses a range."""
+        return None
+
+    @property
+    def input_transform(self) -> None:
+        return None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Every expert has scales of its own."""
+        quantizer, shape = self.quantizer, self.tensor.shape
+        return quantizer is None or quantizer.spec.granularity.group_shape(shape)[0] == shape[0]
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        return None, slice(None)
+
+    @property
+    def columns(self) -> int:
+        return self.tensor.shape[1 if self._is_transposed else 2]
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether a matrix is [in, out]."""
+        return self.layer.factors(self.layer)[self.attribute].reduction == -2
+
+    @property
+    def reads(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(range(len(self.tensor)))
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        return self is other
+
+    def inputs(self, call: Any) -> tuple[Tensor, ...]:
+        return tuple(self.layer.tokens(self.attribute, *call.args, **call.kwargs))
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Quantized as one tensor, whose scales all experts share."""
+        operands = self.layer.factors(self.layer)
+        inputs_of_layer = [name for name, own in operands.items() if own.role is Role.INPUT]
+        weights = [name for name, own in operands.items() if own.role is Role.WEIGHT]
+        name = inputs_of_layer[weights.index(self.attribute)]
+        return self.layer.quantized(name, torch.cat([*inputs])).split([len(x) for x in inputs])
+
+    def matrices(self) -> list[Matrix]:
+        weight, quantizer = self.tensor.detach(), self.quantizer
+        spec, params, nearest = quantizer.spec, quantizer.qparams(weight), quantizer(weight)
+        scale = spec.scale
+        if scale.granularity is not None:
+            scale = replace(scale, granularity=self._of_one(scale.granularity, params.scale.shape))
+        one = spec.replace(granularity=self._of_one(spec.granularity, weight.shape), scale=scale)
+        return [
+            Matrix(self.matrix(weight[expert]), one, self._each(params, expert), self.matrix(nearest[expert]))
+            for expert in range(len(weight))
+        ]
+
+    def _of_one(self, granularity: Granularity, shape: torch.Size) -> Granularity:
+        """The granularity of one matrix [out, in]."""
+        _, *blocks = granularity.block_shape(shape)
+        return PerBlock(dict(enumerate(reversed(blocks) if self._is_transposed else blocks)), pad=True)
+
+    def _each(self, params: QParams, expert: int) -> QParams:
+        scale, zero_point = params.scale, params.zero_point
+        return QParams(self.matrix(scale[expert]), None if zero_point is None else self.matrix(zero_point[expert]))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.mT.contiguous() if self._is_transposed else weight
+
+    def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
+        points = [own.zero_point for own in params if own.zero_point is not None]
+        scale = torch.stack([self.matrix(own.scale) for own in params])
+        zero_point = torch.stack([self.matrix(point) for point in points]) if points else None
+        return torch.stack([self.matrix(own) for own in values]), QParams(scale, zero_point)
+
+
+_MOST = 2**22
+"""Values of the windows that are there at a time. Another number gives other roundings of float32 products."""
+_WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
+"""The attributes by which a convolution makes rows of its input."""
+
+
+class WindowProduct(MatrixProduct):
+    """The windows of an input [n, in, ...] multiplied with a weight [out, in / groups, ...]."""
+
+    takes_parts = True
+
+    @property
+    def geometry(self) -> Any:
+        """The layer that says how windows lie in the input."""
+        return self.layer
+
+    @property
+    def groups(self) -> int:
+        return self.geometry.groups
+
+    def with_axis(self, x: Tensor) -> Tensor:
+        return x[None] if x.dim() == len(self.geometry.kernel_size) + 1 else x
+
+    def pieces(self, x: Tensor) -> Sequence[Tensor]:
+        if not x.numel():
+            return [x]
+        x = self.with_axis(x)
+        values = x[0].numel() * math.prod(self.geometry.kernel_size)
+        return x.split(max(1, _MOST * self._step() // values))  # at least one example each
+
+    def _step(self) -> int:
+        """How many positions of the input there are for a window."""
+        return math.prod(self.geometry.stride)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Rows, by a convolution of each channel with kernels that pick one value of the window each."""
+        own = self.has_own_forward
+        return self._windows(x, own_forward if own else lambda one, picks, x: one._conv_forward(x, picks, None))
+
+    def _windows(self, x: Tensor, convolve: Callable[[Any, Tensor, Tensor], Tensor]) -> Tensor:
+        """The rows [groups, rows, columns]: each channel is an example, so that the work is that of a copy."""
+        x, kernel, groups = self.with_axis(x), self.geometry.kernel_size, self.groups
+        positions = math.prod(kernel)
+        picks = torch.eye(positions, dtype=x.dtype, device=x.device).view(positions, 1, *kernel)
+        one = with_attributes(self.geometry, groups=1)
+        windows = convolve(one, picks, x.flatten(0, 1)[:, None]).flatten(2)  # with the layer's padding
+        columns, places = x.shape[1] // groups * positions, windows.shape[2]
+        windows = windows.reshape(len(x), groups, columns, places)
+        return windows.permute(1, 0, 3, 2).reshape(groups, len(x) * places, columns)
+
+    def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
+        return self.geometry._conv_forward(x, weight, None)
+
+    def channels_last(self, y: Tensor) -> Tensor:
+        return y.movedim(1, -1)
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        return (
+            isinstance(other, WindowProduct)
+            and type(self) is type(other)
+            and all(getattr(self.geometry, name, None) == getattr(other.geometry, name, None) for name in _WINDOW)
+        )
+
+
+class TransposedWindowProduct(TurnedProduct, WindowProduct):
+    """The values that each output of a transposed convolution sums, multiplied with a weight [in, out, ...]."""
+
+    takes_parts = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is a matrix with its first two axes exchanged; with groups it is not."""
+        return self.groups == 1
+
+    @property
+    def kind(self) -> str:
+        return super().kind if self.is_matrix else f"{super().kind} with groups"
+
+    def _step(self) -> int:
+        return 1
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Rows, by a transposed convolution with kernels that put one value of the window each."""
+        return self._windows(x, lambda one, picks, x: _transposed(one, picks.transpose(0, 1), x))
+
+    def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
+        return _transposed(self.geometry, weight, x)
+
+
+def _transposed(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
+    return convolve(x, weight, None, layer.stride, layer.padding, layer.output_padding, 1, layer.dilation)

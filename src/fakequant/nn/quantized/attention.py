@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ShapeError
 from fakequant.nn.backward.products import Factor, LinearSum, WeightedSum, is_trained, matmul, multiplied
-from fakequant.nn.hooks import Watched
+from fakequant.nn.integer import Watched
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.operands import Operand, Role
-from fakequant.nn.products.of_attention import InProjection, OutProjection
-from fakequant.nn.products.product import Product
+from fakequant.nn.products.product import InProjection, OutProjection, Product
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
 from fakequant.nn.quantizer import Mode
+from fakequant.nn.wrappers import Operand, Role
 
 _torch: Any = F
 """Its private functions, which its type stub lacks."""

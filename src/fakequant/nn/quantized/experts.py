@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fakequant.errors import CallError, ConfigError
 from fakequant.nn.backward.products import Factor, LinearSum, TurnedSum, WeightedSum, is_trained, multiplied
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.operands import Operand, Role
-from fakequant.nn.products.stacks import ExpertProduct
+from fakequant.nn.products.product import ExpertProduct
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes_made_by
+from fakequant.nn.wrappers import Operand, Role
 
 _ONE_BY_ONE = (None, "eager")
 _VISIBLE = ("batched_mm", "grouped_mm")

@@ -13,11 +13,10 @@ from torch.nn.parameter import UninitializedParameter
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import IntegerProduct
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.operands import Operand, Role
-from fakequant.nn.products.product import TurnedProduct
-from fakequant.nn.products.stacks import ExpertProduct
+from fakequant.nn.products.product import ExpertProduct, TurnedProduct
 from fakequant.nn.quantized.embedding import QuantEmbedding
 from fakequant.nn.quantized.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
+from fakequant.nn.wrappers import Operand, Role
 
 quantizes("timm.layers.linear.Linear")(QuantLinear)
 

@@ -3,6 +3,16 @@
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
 pooling, embeddings and others are in files of their own, which `nn/__init__.py` imports.
+
+Operations of two activations as float modules, so that they can be quantized.
+
+Quantized layers of two inputs; registered as the layers in `layers.py`.
+
+Paths of torch that compute a module from the weights of its layers, without calling the layers.
+
+Quantized transposed convolutions.
+
+Quantized pooling layers, which have an input quantizer and no weight; registered as those in `layers.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +26,48 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
-from fakequant.nn.backward.products import LinearSum, WeightedSum, WindowSum, trained_product
-from fakequant.nn.backward.trained import Trained
-from fakequant.nn.integer import Execution, IntegerProduct
-from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct
+from fakequant.nn.backward.products import (
+    BatchedSum,
+    Factor,
+    LinearSum,
+    Trained,
+    WeightedSum,
+    WindowSum,
+    is_trained,
+    matmul,
+    trained_product,
+)
+from fakequant.nn.integer import ConvolutionProduct, Execution, IntegerProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.low_rank import LowRank
-from fakequant.nn.operands import Kernel, Operand, Role
-from fakequant.nn.products.product import MatrixProduct, Product
-from fakequant.nn.products.windows import WindowProduct
+from fakequant.nn.products.product import MatrixProduct, Product, TransposedWindowProduct, WindowProduct
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
-from fakequant.nn.stored.layer import StoringLayer
+from fakequant.nn.stored.weight import StoringLayer
 from fakequant.nn.transforms import InputTransform
+from fakequant.nn.wrappers import Kernel, Operand, Role
+
+
+class MatMul(nn.Module):
+    """The product of two activations as a module, so that `prepare` can quantize it (attention).
+
+    >>> MatMul()(torch.eye(2), torch.ones(2, 2))
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """input [..., n, k] times other [..., k, m]."""
+        return torch.matmul(input, other)
+
+
+class Add(nn.Module):
+    """The sum of two activations as a module, so that `prepare` can quantize it (residual connections)."""
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """Input plus other, broadcast."""
+        return input + other
+
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
@@ -394,5 +433,214 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
 @quantizes(nn.Conv3d)
 class QuantConv3d(_QuantConv, nn.Conv3d):
     """Conv3d with quantized input [n, in, d, h, w] and weight [out, in / groups, kd, kh, kw]."""
+
+    input_reductions = (-4,)
+
+
+class _QuantPair(QuantizedLayer):
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    _other_quantizer: Quantizer | None
+
+
+@quantizes(MatMul)
+class QuantMatMul(_QuantPair, MatMul):
+    """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
+
+    output_channels: ClassVar[int | None] = None
+    input_reductions = (-1, -2)
+    product = MatMulProduct()
+
+    @classmethod
+    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+        return BatchedSum()
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        if is_trained(self.gradient):
+            factors = Factor.of(self, "_input_quantizer", input), Factor.of(self, "_other_quantizer", other)
+            return matmul(self.backward_of(), *factors)
+        if (y := self.integer_product(input, other)) is not None:
+            return y
+        return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))
+
+
+@quantizes(Add)
+class QuantAdd(_QuantPair, Add):
+    """Add of two quantized activations."""
+
+    output_channels: ClassVar[int | None] = None
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))
+
+
+@quantizes(nn.Bilinear)
+class QuantBilinear(_QuantPair, nn.Bilinear):
+    """Bilinear with quantized inputs [..., in1] and [..., in2] and weight [out, in1, in2].
+
+    The product sums over both of the weight's last axes. Blocks of the weight lie along its last one, as those of the
+    second input.
+
+    >>> model = prepare(nn.Bilinear(4, 6, 2), presets.INT8)
+    >>> used = calibrate(model, [(torch.ones(3, 4), torch.ones(3, 6))])
+    >>> model._other_quantizer.calibrated
+    True
+    """
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """The output [..., out] of two inputs, as `nn.Bilinear` computes it."""
+        if isinstance(input1, Proxy):
+            return as_leaf(self, input1, input2)
+        first, second = self.quantized_input(input1), self.quantized("_other_quantizer", input2)
+        return F.bilinear(first, second, self.quantized_weight(), self.bias)
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Have every transformer encoder with quantized layers call them, in place.
+
+    In eval mode without gradients torch computes an encoder layer in one operator from the weights themselves, so that
+    it would stay in float. `nn.MultiheadAttention` has such a path too, which its quantized form does not have.
+    """
+    for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        if not any(isinstance(child, (QuantizedLayer, Quantizer)) for child in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # What it computes is `activation`; this number is only asked for by the fast path, and 0 keeps it off.
+            module.activation_relu_or_gelu = 0
+        else:
+            # It makes padded inputs nested tensors for the fast path of its layers, and quantizers take none.
+            module.use_nested_tensor = False
+
+
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size: list[int] | None) -> Tensor:
+    """What a transposed convolution of torch computes, with another weight [in, out / groups, ...]."""
+    # All of them have the same attributes.
+    layer = cast("nn.ConvTranspose2d", layer)
+    axes = len(layer.kernel_size)
+    output_padding = layer._output_padding(
+        input,
+        output_size,
+        list(layer.stride),
+        list(cast("tuple[int, ...]", layer.padding)),
+        list(layer.kernel_size),
+        axes,
+        list(layer.dilation),
+    )
+    options: Any = layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
+    return _TRANSPOSED[axes](input, weight, layer.bias, *options)
+
+
+class _QuantConvTranspose(SpatialLayer):
+    output_channels: ClassVar[int | None] = 1
+    weight_reduction: ClassVar[int] = 0
+    product_class = TransposedWindowProduct
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, output_size)
+        return conv_transpose(self, self.quantized_input(input), self.quantized_weight(), output_size)
+
+
+@quantizes(nn.ConvTranspose1d)
+class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
+    """ConvTranspose1d with quantized input [n, in, length] and weight [in, out / groups, k]."""
+
+    input_reductions = (-2,)
+
+
+@quantizes(nn.ConvTranspose2d)
+class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
+    """ConvTranspose2d with quantized input [n, in, h, w] and weight [in, out / groups, kh, kw]."""
+
+    input_reductions = (-3,)
+
+
+@quantizes(nn.ConvTranspose3d)
+class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
+    """ConvTranspose3d with quantized input [n, in, d, h, w] and weight [in, out / groups, kd, kh, kw]."""
+
+    input_reductions = (-4,)
+
+
+class _QuantPool(SpatialLayer):
+    output_channels: ClassVar[int | None] = None
+
+    @classmethod
+    def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
+        size: Any = getattr(layer, "kernel_size", 0)  # an adaptive layer has none: it is as long as the input needs
+        return size if isinstance(size, tuple) else [size] * (-cls.input_reductions[0] - 1)
+
+    def forward(self, input: Tensor) -> Any:
+        return as_leaf(self, input) if isinstance(input, Proxy) else super().forward(self.quantized_input(input))
+
+
+@quantizes(nn.MaxPool1d)
+class QuantMaxPool1d(_QuantPool, nn.MaxPool1d):
+    """MaxPool1d of a quantized input."""
+
+    input_reductions = (-2,)
+
+
+@quantizes(nn.MaxPool2d)
+class QuantMaxPool2d(_QuantPool, nn.MaxPool2d):
+    """MaxPool2d of a quantized input."""
+
+    input_reductions = (-3,)
+
+
+@quantizes(nn.MaxPool3d)
+class QuantMaxPool3d(_QuantPool, nn.MaxPool3d):
+    """MaxPool3d of a quantized input."""
+
+    input_reductions = (-4,)
+
+
+@quantizes(nn.AvgPool1d)
+class QuantAvgPool1d(_QuantPool, nn.AvgPool1d):
+    """AvgPool1d of a quantized input."""
+
+    input_reductions = (-2,)
+
+
+@quantizes(nn.AvgPool2d)
+class QuantAvgPool2d(_QuantPool, nn.AvgPool2d):
+    """AvgPool2d of a quantized input."""
+
+    input_reductions = (-3,)
+
+
+@quantizes(nn.AvgPool3d)
+class QuantAvgPool3d(_QuantPool, nn.AvgPool3d):
+    """AvgPool3d of a quantized input."""
+
+    input_reductions = (-4,)
+
+
+@quantizes(nn.AdaptiveAvgPool1d)
+class QuantAdaptiveAvgPool1d(_QuantPool, nn.AdaptiveAvgPool1d):
+    """AdaptiveAvgPool1d of a quantized input."""
+
+    input_reductions = (-2,)
+
+
+@quantizes(nn.AdaptiveAvgPool2d)
+class QuantAdaptiveAvgPool2d(_QuantPool, nn.AdaptiveAvgPool2d):
+    """AdaptiveAvgPool2d of a quantized input."""
+
+    input_reductions = (-3,)
+
+
+@quantizes(nn.AdaptiveAvgPool3d)
+class QuantAdaptiveAvgPool3d(_QuantPool, nn.AdaptiveAvgPool3d):
+    """AdaptiveAvgPool3d of a quantized input."""
 
     input_reductions = (-4,)

@@ -2,6 +2,8 @@
 
 A hook of the model reads the value before its `forward`; the quantizers inside take the range of its bin. Outside of
 such a call they have none to take, and say so.
+
+What a quantizer does, and what it sits on.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +21,33 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _frames
 
 from fakequant.errors import CalibrationError, ConfigError, ShapeError, shown
-from fakequant.nn.ranges.kinds import Kind
-from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.nn.ranges.learned import QuantizerPart
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, lend, shape_of
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.restore import restore_after
+
+
+class Mode(Enum):
+    """What a quantizer does with a tensor."""
+
+    OFF = "off"
+    """Returns it as it is."""
+    OBSERVE = "observe"
+    """Shows it to the calibrator and returns it as it is."""
+    QUANTIZE = "quantize"
+    """Fake-quantizes it."""
+
+
+class Kind(Enum):
+    """What a quantizer sits on, which decides where its range comes from before calibration."""
+
+    INPUT = "input"
+    """Activations: a static range must come from calibration."""
+    WEIGHT = "weight"
+    """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
+
 
 By = str | Callable[..., Any]
 """The name of an argument of `forward`, or a function that is called as `forward` is and gives the value."""

@@ -3,12 +3,19 @@
 `Quantizer.fix_codes` sets a weight to the values of the codes. The codes are valid while the weight has these values,
 bit for bit. If quantizing the values gives the same codes, calls quantize as usual, at no cost. Otherwise each call
 compares the weight with the values.
+
+Whether the parameters of a quantizer still fit the weight for which they were set.
+
+Codes of a weight that stay while training moves the scale under them.
+
+Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +23,88 @@ from torch import Tensor, nn
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning, warn_user
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.ranges.fitted import magnitudes, mark
-from fakequant.nn.ranges.kinds import Kind
-from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.nn.ranges.by_value import Kind
+from fakequant.nn.ranges.learned import QuantizerPart
 from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics import reference
-from fakequant.numerics.arguments import check_scale
-from fakequant.numerics.formats.codes import as_integers, check_codes, integers_of, of_integers
-from fakequant.numerics.qparams import QParams
+from fakequant.numerics.formats.floats import as_integers, check_codes, integers_of, of_integers
+from fakequant.numerics.qparams import QParams, check_scale
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import library
+
+_TOLERATED = 0.1
+"""Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
+
+
+class _Fitted(Protocol):
+    """The part of a `Quantizer` that is read here."""
+
+    spec: QuantSpec
+    fitted_to: Tensor | None
+    seen: Any
+    training: bool
+
+    @property
+    def learned(self) -> object | None: ...
+
+
+def look(quantizer: _Fitted, weight: Tensor) -> None:
+    """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
+
+    An unchanged parameter costs 1 us. A computed weight is another tensor in every call: it is looked at in the first
+    call after those in training mode. Sharded weights are not looked at: that takes all processes.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if quantizer.training and quantizer.fitted_to is not None:
+        quantizer.seen = None
+        return
+    if (seen := mark(weight)) == quantizer.seen:
+        return
+    if is_sharded(weight) or library.needs_tracing(weight):
+        return
+    quantizer.seen = seen
+    if quantizer.fitted_to is None:
+        quantizer.fitted_to = magnitudes(quantizer.spec, weight)
+    elif is_stale(quantizer, weight):
+        warn_user(  # without the name of the layer: it is one line for all layers of a model
+            "weights changed by more than 10 % since the scales of their quantizers were set, and are clipped or "
+            "quantized too coarsely now; fakequant.summary(model) names them and what sets the scales anew",
+            StaleScaleWarning,
+        )
+
+
+def is_stale(quantizer: _Fitted, weight: Tensor) -> bool:
+    """Whether a group's largest magnitude is not nearly the one for which the parameters were set.
+
+    A learned scale and the weight that trains with it always fit. A frozen weight changes by other means alone.
+    """
+    before = quantizer.fitted_to
+    if before is None or (quantizer.learned is not None and weight.requires_grad):
+        return False
+    if quantizer.spec.granularity.group_shape(weight.shape) != before.shape:
+        return True
+    now, before = magnitudes(quantizer.spec, weight).double(), before.to(weight.device).double()
+    return bool(((now - before).abs() > _TOLERATED * before).any())
+
+
+def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
+    """The largest magnitude of every group, in the dtype of the weight, whose values they are: no more memory."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return library.measure(weight.detach(), spec.granularity).amax.to(weight.dtype)
+
+
+def mark(weight: Tensor) -> Any:
+    """A value that differs after nearly every change of a parameter: torch counts those that do not go through `data`.
+
+    peft merges adapters through `data`, so that the first element is looked at, too, where that waits for no device.
+    """
+    if type(weight) is not nn.Parameter or weight.is_inference():
+        return type(weight)
+    place = weight.data_ptr()  # 0 of an empty or a meta tensor
+    first = ctypes.string_at(place, weight.element_size()) if place and weight.is_cpu else b""
+    return weight._version, place, first
+
 
 KEY = "fixed_codes"
 """The name of the buffer, and the last part of its key in a state dict."""
@@ -394,3 +473,67 @@ def is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _version(tensor: Tensor) -> tuple[int, int | None]:
     return id(tensor), None if tensor.is_inference() else tensor._version
+
+
+class KeptCodes(FixedCodes):
+    """The part of a quantizer whose weight is its fixed codes times a scale that is learned.
+
+    The weight itself is not read and gets no gradient. It has the values of its codes again after `give_values`.
+    """
+
+    keeps_codes = False
+    """Whether the codes stay while the scale is learned; `stop_learning` ends it."""
+
+    def keep_codes(self) -> None:
+        """Let the fixed codes stay whatever training does to the learned scale.
+
+        Raises:
+            ConfigError: no fixed codes, or no range that is learned by gradient.
+        """
+        learned = self.learned
+        if self.fixed_codes is None or not (isinstance(learned, nn.Module) and [*learned.parameters()]):
+            raise ConfigError(
+                f"the quantizer {self.name or self} has no codes that could stay, or no scale that is learned by "
+                'gradient; call fix_codes and then learn("lsq"), or fakequant.qat.set_scales(model, '
+                "fakequant.qat.Scales.ONLY)"
+            )
+        self.keeps_codes, self._others = True, None
+
+    def release_codes(self) -> None:
+        """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
+        super().release_codes()
+        self.keeps_codes = False
+
+    def holds(self, weight: Tensor) -> bool:
+        """As of fixed codes; those that stay are always valid."""
+        return self.keeps_codes or super().holds(weight)
+
+    def values_of_codes(self, x: Tensor) -> Tensor | None:
+        """As of fixed codes; those that stay give the scale its gradient: the code less the zero point."""
+        if not self.keeps_codes:
+            return super().values_of_codes(x)
+        return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
+
+    def give_values(self, weight: nn.Parameter) -> None:
+        """Set a weight whose codes stay to their values with the scale as it is now."""
+        if self.keeps_codes:
+            with torch.no_grad():
+                weight.copy_(self._values(weight.dtype))
+
+    def _needed_values(self, x: Tensor) -> Tensor | None:
+        return self._values(x.dtype) if self.keeps_codes else super()._needed_values(x)
+
+    def _stop_keeping(self) -> None:
+        """Go on with fixed codes and a fixed scale: the next call sets the weight to the values."""
+        if self.keeps_codes:
+            self.keeps_codes, self._awaits_weight = False, True
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["keeps_codes"] = self.keeps_codes
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Go on keeping the codes of a state where its metadata, or without metadata this quantizer, says so."""
+        keeps = args[0].get("keeps_codes", self.keeps_codes)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.keeps_codes = keeps and self.learned is not None and self.fixed_codes is not None

@@ -2,12 +2,17 @@
 
 Every method computes scale and zero point from its parameters by differentiable torch operations; the gradients of
 scale and zero point are those of the operator. A new method is one class here.
+
+Modules of small tensors that keep their precision, and what they accept as a state.
+
+Scales of blocks that follow the input under a shared scale that is fixed: NVFP4 inputs of servers.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,16 +23,167 @@ from torch import Tensor, nn
 
 from fakequant.calibration.calibrator import registered_in
 from fakequant.distributed import whole
-from fakequant.errors import ConfigError, nearest, warn_user
-from fakequant.nn.ranges.precise import QuantizerPart
+from fakequant.errors import ConfigError, NoWeightError, QParamsError, nearest, warn_user
+from fakequant.functional import choose_qparams
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.formats.floats import power_of_two
-from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, is_readable_without_sync
+from fakequant.numerics.granularity import Granularity, rounded
+from fakequant.numerics.qparams import QParams, compute_dtype, is_readable_without_sync
+from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
 from fakequant.ops.dispatch import find_plan
-from fakequant.ops.gradients import apply_plan
+from fakequant.ops.graph_operators import apply_plan
+
+
+class PreciseModule(nn.Module):
+    """A module whose own tensors keep their precision in a half-precision model and take their shape from a state."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch finds; of a weight, for which `RowwiseParallel` asks every module inside a layer, the way out."""
+        if name == "weight":
+            raise NoWeightError
+        return nn.Module.__getattr__(self, name)  # of quantizers in peft's adapters, `super()` is another class
+
+    def _own(self) -> dict[str, Tensor | None]:
+        return {**self._parameters, **self._buffers}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseModule:
+        """Move with the model, but in float32 at least: a float16 scale would change every code."""
+        # Detached, because a parameter is converted in place.
+        before = {name: value.detach() for name, value in self._own().items() if value is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            dtype = compute_dtype(new.dtype) if old.is_floating_point() else old.dtype
+            if new.dtype != dtype and old.device.type != "meta":
+                restored = old.to(new.device, dtype)
+                if isinstance(new, nn.Parameter):
+                    new.data = restored
+                else:
+                    setattr(self, name, restored)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Accept tensors that this module does not have yet, or has in another shape."""
+        for name, own in self._own().items():
+            given = state_dict.get(prefix + name)
+            if given is not None and (own is None or own.shape != given.shape):
+                fresh = torch.empty_like(given, device=given.device if own is None else own.device)
+                setattr(self, name, nn.Parameter(fresh) if name in self._parameters else fresh)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class QuantizerPart(PreciseModule):
+    """A quantizer or a part of one: it stays as it is where a state holds nothing of any quantizer."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load, and count what is missing only if the state holds something of a quantizer of the same model.
+
+        So a state dict of the float model loads with `strict=True`, and one that lacks some quantizers does not.
+        """
+        absent: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        given = not prefix or any(key.startswith(prefix) for key in state_dict)  # no prefix: it is loaded alone
+        _absent.add(missing_keys, absent, given)
+
+
+class _Absent(threading.local):
+    """The keys of quantizers that one call of `load_state_dict` did not find, while it found none.
+
+    A quantizer sees its own part of the state only. torch's list of missing keys is one object in the whole call.
+    """
+
+    call: list[str] | None = None
+    keys: list[str] | None = None
+
+    def add(self, missing_keys: list[str], absent: list[str], given: bool) -> None:
+        if self.call is not missing_keys:
+            self.call, self.keys = missing_keys, []
+        if given and self.keys is not None:
+            missing_keys += self.keys
+            self.keys = None
+        if self.keys is None:
+            missing_keys += absent
+        else:
+            self.keys += absent
+
+
+_absent = _Absent()
+
+
+GLOBAL_SCALE = "global_scale"
+"""The name of the buffer, and the last part of its key in a state dict."""
+_NO_CODE = 0.125
+"""Takes the place of a code of 0, as compressed-tensors has it: all values of such a block become 0."""
+
+
+def may_be_fixed(spec: QuantSpec) -> bool:
+    """Whether a specification has one float32 scale of the tensor above the scales of its blocks."""
+    return spec.symmetric and spec.scale.is_under_a_tensor and spec.scale.rounding is ScaleRounding.NEAREST
+
+
+def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
+    """Raise a QParamsError where a specification cannot have such a number."""
+    if not may_be_fixed(spec):
+        raise QParamsError(f"{GLOBAL_SCALE} fixes the scale of a tensor above those of blocks, which {spec} has not")
+    if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
+        raise QParamsError(f"{GLOBAL_SCALE} must be float32 [1], got {global_scale.dtype} {list(global_scale.shape)}")
+    if not bool(global_scale.isfinite().all() and (global_scale > 0).all()):
+        raise QParamsError(f"{GLOBAL_SCALE} must be finite and above 0, got {global_scale.item()}")
+
+
+def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
+    """The scales of x's blocks: codes of amax / bound * global_scale, divided by global_scale.
+
+    The operations and their order are those of compressed-tensors, `calculate_qparams`.
+    """
+    fmt = spec.scale.format
+    assert fmt is not None, "see `may_be_fixed`"
+    amax = library.measure(x, spec.granularity).amax
+    code = rounded(divide(amax, torch.full_like(amax, spec.scale.bound(spec.format))) * global_scale, fmt)
+    return QParams(divide(torch.where(code > 0, code, _NO_CODE), global_scale.expand_as(code)), None)
+
+
+class GlobalScale(QuantizerPart):
+    """The part of a dynamic quantizer that may hold 1 / the scale of the tensor; blocks have their own below it."""
+
+    name: str
+    spec: QuantSpec
+    dynamic: bool
+    global_scale: Tensor | None
+
+    def qparams_by_input(self, x: Tensor) -> QParams:
+        """The parameters that x itself gives."""
+        given = self._buffers[GLOBAL_SCALE]
+        return choose_qparams(x, self.spec) if given is None else params_under(x, self.spec, given)
+
+    def fake_quantize_by_input(self, x: Tensor) -> Tensor:
+        """x with these parameters."""
+        if self._buffers[GLOBAL_SCALE] is None:
+            return library.fake_quantize_dynamic(x, self.spec)
+        return library.quantize_by(x, self.spec, self.qparams_by_input(x).scale)
+
+    def fix_global_scale(self, global_scale: Tensor) -> None:
+        """Fix 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
+
+        Raises:
+            ConfigError: the quantizer is not dynamic.
+            QParamsError: the specification has no such scale, or no call would take the number.
+        """
+        if not self.dynamic:
+            raise ConfigError(f"the quantizer {self.name or self} is not dynamic: its scales are fixed by calibrate")
+        check_global_scale(global_scale, self.spec)
+        self.global_scale = global_scale.detach().clone()
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:

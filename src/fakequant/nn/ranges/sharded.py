@@ -17,11 +17,11 @@ from torch._subclasses import FakeTensor
 
 from fakequant.distributed import gather, is_sharded, parallel_group
 from fakequant.errors import ConfigError
-from fakequant.nn.ranges.kinds import Kind, Mode
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.nn.ranges.by_value import Kind, Mode
+from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.granularity import PerBlock, PerTensor
+from fakequant.numerics.reference import whole_sums
 from fakequant.numerics.spec import QuantSpec, Rounding
-from fakequant.numerics.sums import whole_sums
 
 
 class Mesh:

@@ -4,6 +4,10 @@ torch offers one function under many objects (`torch.add`, `Tensor.add_`, `opera
 table gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A
 new function is one entry here, from which targets, counts, transforms and coverage know it; `register_function` adds
 one from outside.
+
+Products as equations of `einsum`, which tell the axes of their operands.
+
+What a function does with the values of its tensors, and the text in which tables say it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Flag, auto
+from string import ascii_letters
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +26,158 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.nn.sites.equations import axes_of, of_chain, of_einsum, of_tensordot, of_vecdot
-from fakequant.nn.sites.traits import NO_TRAITS, Trait, read_traits
+
+Args: TypeAlias = Sequence[Any]
+Kwargs: TypeAlias = Mapping[str, Any]
+
+
+def of_einsum(args: Args, _: Kwargs) -> str:
+    """The equation that a call of `einsum` gives; empty where it gives lists of axes."""
+    return args[0] if args and isinstance(args[0], str) else ""
+
+
+def of_tensordot(args: Args, kwargs: Kwargs) -> str:
+    """The equation of a call of `tensordot`.
+
+    >>> import torch
+    >>> of_tensordot((torch.ones(2, 3, 4), torch.ones(4, 3, 5)), {"dims": ([1, 2], [1, 0])})
+    'abc,cbf->af'
+    """
+    a, b = _first_two(args, kwargs, ("a", "self"), ("b", "other"))
+    dims: Any = args[2] if len(args) > 2 else kwargs.get("dims", kwargs.get("dims_self", 2))
+    if len(args) > 3 or "dims_other" in kwargs:  # of the operator, with one list for each tensor
+        dims = (dims, args[3] if len(args) > 3 else kwargs["dims_other"])
+    dims = dims.tolist() if hasattr(dims, "tolist") else dims
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    of_a, of_b = ([axis] if isinstance(axis, int) else axis for axis in dims)
+    first, second = ascii_letters[: a.dim()], [*ascii_letters[a.dim() : a.dim() + b.dim()]]
+    for one, other in zip(of_a, of_b, strict=True):
+        second[other] = first[one]
+    return _equation(first, "".join(second))
+
+
+def of_vecdot(args: Args, kwargs: Kwargs) -> str:
+    """The equation of a call of `vecdot`, whose tensors are broadcast.
+
+    >>> import torch
+    >>> of_vecdot((torch.ones(2, 3, 4), torch.ones(3, 1)), {"dim": 0})
+    'abc,bc->bc'
+    """
+    x, y = _first_two(args, kwargs, ("x",), ("y",))
+    axes = max(x.dim(), y.dim())
+    letters, axis = ascii_letters[:axes], kwargs.get("dim", args[2] if len(args) > 2 else -1)
+    summed = letters[axis if axis < 0 else axis - axes]
+    return f"{letters[axes - x.dim() :]},{letters[axes - y.dim() :]}->{letters.replace(summed, '')}"
+
+
+def of_chain(args: Args, kwargs: Kwargs) -> str:
+    """The equation of a product of a list of matrices, of which the first and the last may be vectors.
+
+    >>> import torch
+    >>> of_chain(([torch.ones(2), torch.ones(2, 3), torch.ones(3, 4)],), {})
+    'a,ab,bc->c'
+    """
+    given = kwargs.get("tensors", args)
+    tensors = given[0] if given and isinstance(given[0], (list, tuple)) else given
+    terms, place = [], 0
+    for tensor in tensors:
+        terms.append(ascii_letters[place : place + tensor.dim()])
+        place += tensor.dim() - 1
+    ends = (terms[0][:-1], terms[-1][1:])
+    return f"{','.join(terms)}->{''.join(ends)}"
+
+
+def axes_of(equation: str, place: int) -> tuple[int, int]:
+    """The axis of a term's outputs, or 0, and of its sum, or -1, where terms are multiplied from left to right.
+
+    >>> axes_of("bsd,dhk->bshk", 1), axes_of("ab,bc,cd->ad", 1)
+    ((1, 0), (1, 0))
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    own, later = terms[place], "".join(terms[place + 1 :])
+    others = "".join(terms[:place]) or later
+    summed = {index for index in left if left.count(index) > 1} if not arrow else {*left} - {*right}
+    if place:
+        summed -= {*later}
+    outputs = [index for index in own if index.isalpha() and index not in summed and index not in others]
+    sums = [index for index in own if index.isalpha() and index in summed]
+
+    def axis(indices: list[str], otherwise: int) -> int:
+        if not indices:
+            return otherwise
+        before, dots, after = own.partition("...")
+        first = indices[0]
+        return before.index(first) if first in before else after.index(first) - len(after) if dots else otherwise
+
+    return axis(outputs, 0), axis(sums, -1)
+
+
+def _first_two(args: Args, kwargs: Kwargs, first: Sequence[str], second: Sequence[str]) -> list[Any]:
+    """Two tensors by their places, or by their keywords."""
+    named = [next((kwargs[name] for name in names if name in kwargs), None) for names in (first, second)]
+    return [args[place] if place < len(args) else named[place] for place in (0, 1)]
+
+
+def _equation(first: str, second: str) -> str:
+    shared = {*first} & {*second}
+    return f"{first},{second}->{''.join(index for index in first + second if index not in shared)}"
+
+
+class Trait(Flag):
+    """What a function does with the values of its tensors."""
+
+    MOVES = auto()
+    """It moves or picks values, which all engines compute on codes."""
+    CODES = auto()
+    """It moves, copies or cuts values: its result is quantized if its inputs are."""
+    SCALES = auto()
+    """f(s x) = s f(x) for s > 0, in eval mode. It may mix channels, as `mean`: callers check the model's output."""
+    CHANNELS = auto()
+    """With one tensor and numbers, it commutes with a rotation of channels; for some arguments alone, as `reshape`:
+    callers check the model's output."""
+    SUMS = auto()
+    """It adds or joins tensors with the same channels."""
+    FILLS = auto()
+    """It writes values from elsewhere into a tensor."""
+    EMPTY = auto()
+    """It reads no values, and gives zeros, which every quantized format has, or nothing."""
+    PRODUCT = auto()
+    """An integer or low-precision unit would compute it. All others are elementwise, normalisations or reductions,
+    which run in float on most engines."""
+    LOOKUP = auto()
+    """It reads rows of a table, and multiplies nothing."""
+    ATTENTION = auto()
+    """It computes two products with a softmax between, and may take a mask."""
+    HEADS = auto()
+    """The last axis of its result is that of the operand that it sums over along axis -2: the values of attention."""
+    SOFTMAX = auto()
+    """It makes weights of scores, among which may be those of a mask."""
+    IDENTITY = auto()
+    """In eval mode it gives the values that it takes; no exported file has it."""
+    SHAPE = auto()
+    """It may be asked without a read of values. A call whose result holds a tensor counts as a read."""
+
+
+NO_TRAITS = Trait(0)
+
+
+def read_traits(table: str) -> dict[str, Trait]:
+    """The traits of functions by name, from lines of names, a bar and traits.
+
+    >>> read_traits("relu | codes scales")
+    {'relu': <Trait.CODES|SCALES: 6>}
+    """
+    found = dict[str, Trait]()
+    for line in table.strip().splitlines():
+        names, _, traits = line.partition("|")
+        held = NO_TRAITS
+        for trait in traits.split():
+            held |= Trait[trait.upper()]
+        assert found.keys().isdisjoint(names.split()), line
+        found |= dict.fromkeys(names.split(), held | Trait.CODES if Trait.MOVES in held else held)
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,32 +4,123 @@ A module whose `forward` calls such functions is an owner. Its class is swapped 
 `TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
 quantizes their operands. Modules that an owner calls get a subclass that takes the mode away while they run, so that a
 mode sees the calls of its owner alone. No function of torch is replaced.
+
+Scaled dot-product attention in visible parts, so that its probabilities can be quantized.
+
+Functions as products of factors, whose backward products can be quantized.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import SiteError
-from fakequant.nn.backward.products import Factor, is_trained
-from fakequant.nn.backward.trained import Trained
-from fakequant.nn.hooks import Watched
+from fakequant.nn.backward.products import Backward, Factor, LinearSum, Trained, is_trained, matmul, multiplied
+from fakequant.nn.integer import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
-from fakequant.nn.sites.trained import TRAINED, attend
 from fakequant.restore import stack_without
 from fakequant.text import module_name
+
+
+def attend_in_parts(  # noqa: PLR0913  as torch's
+    multiply: Callable[[Factor, Factor], Tensor],
+    probabilities: Callable[[Tensor], Tensor],
+    query: Factor,
+    key: Factor,
+    value: Factor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` computes, in three operations, within rounding.
+
+    Args:
+        multiply: `matmul` of two factors.
+        probabilities: quantizes the result of the softmax [..., queries, keys], before dropout.
+        query: [..., heads, queries, features].
+        key: [..., heads, keys, features].
+        value: [..., heads, keys, width].
+        attn_mask: True where a query sees a key, or what is added to the scores.
+        dropout_p: the share of probabilities that are dropped.
+        is_causal: whether queries see no later keys.
+        scale: of the scores; by default 1 / sqrt(features).
+        enable_gqa: whether several heads of the query share one of key and value.
+
+    >>> from fakequant.nn.backward.products import matmul
+    >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
+    >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> factors = [Factor(x, x) for x in (q, k, v)]
+    >>> found = attend_in_parts(lambda *pair: matmul(None, *pair), lambda p: p, *factors, is_causal=True)
+    >>> torch.allclose(found, exact, atol=1e-6)
+    True
+    """
+    *_, heads, _, features = query.value.shape
+    if enable_gqa:
+        key, value = (one.map(lambda own: own.repeat_interleave(heads // own.shape[-3], -3)) for one in (key, value))
+    scores = multiply(query, key.map(lambda own: own.mT)) * (1 / math.sqrt(features) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        masked = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+        # A query that sees no key gets zeros, as from torch.
+        sees_none = (masked == -math.inf).all(dim=-1, keepdim=True)
+        weights = torch.softmax(masked, dim=-1).masked_fill(sees_none, 0.0)
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    factor = Factor(probabilities(weights), weights)
+    if dropout_p:
+        kept = F.dropout(torch.ones_like(weights), dropout_p)
+        factor = factor.map(lambda own: own * kept)
+    return multiply(factor, value)
+
+
+Factors = Mapping[str, Factor]
+_FACTORS = "query", "key", "value"
+
+
+def attend(
+    probabilities: Callable[[Tensor], Tensor],
+    how: Backward | None,
+    factors: Factors,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """`scaled_dot_product_attention` in two products and a softmax between them, for the arguments of a call."""
+    others = {name: value for name, value in kwargs.items() if name not in _FACTORS}
+    query, key, value = (factors[name] for name in _FACTORS)
+    given: Any = args[len(_FACTORS) :]
+    return attend_in_parts(partial(matmul, how), probabilities, query, key, value, *given, **others)
+
+
+def _linear(how: Backward | None, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    return multiplied(LinearSum(), how, factors["input"], factors["weight"], bias)
+
+
+TRAINED: dict[str, Callable[..., Tensor]] = {
+    "linear": _linear,
+    "matmul": lambda how, factors, *_: matmul(how, factors["input"], factors["other"]),
+    "scaled_dot_product_attention": partial(attend, lambda x: x),
+}
+"""What computes a function of how its backward products are quantized, of the factors by name, and of all arguments;
+attention in visible parts."""
+
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 

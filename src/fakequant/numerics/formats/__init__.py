@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from fakequant.errors import SpecError, nearest
-from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, Specials
-from fakequant.numerics.formats.format import Format
-from fakequant.numerics.formats.integers import MAX_NAMED_BITS, IntegerFormat
-from fakequant.numerics.formats.tables import TableFormat
+from fakequant.numerics.formats.floats import (
+    MAX_NAMED_BITS,
+    ExponentFormat,
+    FloatFormat,
+    Format,
+    IntegerFormat,
+    Specials,
+    TableFormat,
+)
 
 INT8 = IntegerFormat.of(8)
 UINT8 = IntegerFormat.of(8, signed=False)

@@ -1,18 +1,446 @@
 """Small binary floats.
 
 Sources: arXiv 2209.05433 and OCP OFP8 1.0 (8 bits), OCP Microscaling 1.0 (4 and 6 bits), arXiv 2206.02915 (fnuz).
+
+What a number format is: a set of codes and the rounding to it.
+
+Integer formats.
+
+Source: ONNX QuantizeLinear.
+
+Formats whose values are a table.
+
+Codes as tensors: the patterns of their bits, and whether they are codes of a format.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
+import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fakequant.errors import SpecError
-from fakequant.numerics.formats.format import Format, Grid, Neighbours
+from fakequant.errors import QParamsError, ShapeError, SpecError
+
+
+class Table(NamedTuple):
+    """The values of a table format in rising order, and the middles between them, exact in float64."""
+
+    values: tuple[float, ...]
+    middles: tuple[float, ...]
+
+
+class Neighbours(NamedTuple):
+    """The two values of a format on both sides of each number, as if the format had no bounds.
+
+    `share` is the distance of a number from `near` divided by that of `far` from `near`, 0 to 1. It is exact if the
+    dtype has that number; it is 0 or NaN if the number is a value itself or has no neighbours.
+    """
+
+    near: Tensor
+    far: Tensor
+    share: Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a kernel needs to know about a format: its bounds and the spacing of its values.
+
+    `mantissa_bits` is None for the integers (spacing 1 everywhere); otherwise the spacing at 2**e is
+    2**(max(e, min_exponent) - mantissa_bits). `table` is given if no such rule holds.
+    """
+
+    quant_min: float
+    quant_max: float
+    mantissa_bits: int | None = None
+    min_exponent: int = 0
+    negative_zero: bool = False
+    table: Table | None = None
+
+
+class Format(ABC):
+    """A set of codes and the rounding to it."""
+
+    has_zero_point: ClassVar[bool] = False
+    """Whether codes can be shifted, so that 0.0 has a code other than 0."""
+
+    grid: Grid
+    """Bounds and spacing, for the kernels; made once, with the format."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Format:
+        """Itself: it does not change, and compilers know a registered format by its identity."""
+        return self
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that `parse_format` reads back."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of one code."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> torch.dtype:
+        """The torch dtype that holds codes."""
+
+    @abstractmethod
+    def round(self, v: Tensor) -> Tensor:
+        """The nearest code, ties to even, as if the format had no bounds."""
+
+    @abstractmethod
+    def neighbours(self, v: Tensor) -> Neighbours:
+        """The codes on both sides of v, as if the format had no bounds."""
+
+    def round_stochastically(self, v: Tensor, words: Tensor) -> Tensor:
+        """One of the two neighbours of v, each with the probability of its nearness, as if the format had no bounds.
+
+        The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is as close to v.
+
+        Args:
+            words: a uniform 32-bit word for every element.
+
+        Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551, section 3.1.
+        """
+        near, far, share = self.neighbours(v)
+        reached_by = (share.nan_to_num(0.0) * 2.0**31).round().to(torch.int64)
+        return torch.where(torch.bitwise_right_shift(words, 1) < reached_by, far, near)
+
+    @abstractmethod
+    def to_storage(self, code: Tensor) -> Tensor:
+        """Clamped codes in the storage dtype. NaN becomes the format's NaN, or its lowest code if it has none."""
+
+    @abstractmethod
+    def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The codes that `to_storage` stored, in a floating dtype."""
+
+    @property
+    @abstractmethod
+    def fraction_bits(self) -> int:
+        """The binary digits after the leading one of every normal code; for integers, of the largest code."""
+
+    @property
+    def quant_min(self) -> float:
+        """The lowest code."""
+        return self.grid.quant_min
+
+    @property
+    def quant_max(self) -> float:
+        """The highest code."""
+        return self.grid.quant_max
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive code; a scale that would round to 0 becomes this code."""
+        grid = self.grid
+        if grid.table is not None:
+            return min(value for value in grid.table.values if value > 0)
+        return 1.0 if grid.mantissa_bits is None else 2.0 ** (grid.min_exponent - grid.mantissa_bits)
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether 0.0 has a code."""
+        return self.quant_min <= 0 if self.grid.table is None else 0.0 in self.grid.table.values
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are negative codes."""
+        return self.quant_min < 0
+
+    @property
+    def bound(self) -> float:
+        """The code that `amax` is mapped to: quant_max, or -quant_min if there is no positive code (int1)."""
+        return self.quant_max or -self.quant_min
+
+    @property
+    def second(self) -> float:
+        """The code below the highest."""
+        grid = self.grid
+        if grid.table is not None:
+            return grid.table.values[-2]
+        if grid.mantissa_bits is None:
+            return grid.quant_max - 1
+        mantissa, exponent = math.frexp(grid.quant_max)
+        below = exponent - 1 - int(mantissa == 0.5)
+        return grid.quant_max - 2.0 ** (max(below, grid.min_exponent) - grid.mantissa_bits)
+
+    @property
+    def farthest(self) -> float:
+        """The code that is farthest from 0; of two the positive one."""
+        return self.quant_min if -self.quant_min > self.quant_max else self.quant_max
+
+    def clamp(self, code: Tensor) -> Tensor:
+        """Saturate codes to the format's bounds; NaN and -0.0 stay (torch.clamp may turn -0.0 into a bound of +0.0)."""
+        code = torch.where(code < self.quant_min, self.quant_min, code)
+        return torch.where(code > self.quant_max, self.quant_max, code)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_INTEGER_STORAGE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32)
+_INTEGER_NAME = re.compile(r"(u?)int(\d+)(_narrow)?")
+_INTEGER_RANGE = re.compile(r"int\[(-?\d+),(-?\d+)\]")
+MAX_NAMED_BITS = 16
+# float32 is exact up to 2**24.
+_MAX_BITS = 24
+
+
+@dataclass(frozen=True)
+class IntegerFormat(Format):
+    """The integers from quant_min to quant_max.
+
+    Common ranges have names: `int8`, `uint4`, `int8_narrow` (-127 to 127). Any other range that contains 0 prints and
+    parses as `int[-100,37]`.
+
+    Raises:
+        SpecError: the range does not contain 0, contains only 0, or exceeds 24 bits (float32 is exact to 2**24).
+
+    >>> INT8.quant_min, INT8.quant_max, INT8.bits
+    (-128, 127, 8)
+    >>> print(IntegerFormat(-127, 127), IntegerFormat(0, 100))
+    int8_narrow int[0,100]
+    """
+
+    low: int
+    high: int
+    has_zero_point: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", Grid(self.low, self.high))
+        if not (self.low <= 0 <= self.high and self.low < self.high):
+            raise SpecError(
+                f"IntegerFormat({self.low}, {self.high}): the range must contain 0 and one other code, "
+                "because 0.0 has to keep an exact code"
+            )
+        if self.bits > _MAX_BITS:
+            raise SpecError(
+                f"IntegerFormat({self.low}, {self.high}) needs {self.bits} bits; codes are computed in float32, "
+                f"which is exact up to {_MAX_BITS} bits"
+            )
+
+    @classmethod
+    def of(cls, bits: int, *, signed: bool = True, narrow: bool = False) -> IntegerFormat:
+        """The full range of two's complement or unsigned integers; `narrow` drops the lowest code.
+
+        >>> IntegerFormat.of(4), IntegerFormat.of(4, signed=False)
+        (IntegerFormat(low=-8, high=7), IntegerFormat(low=0, high=15))
+        """
+        if bits < 1:
+            raise SpecError(f"IntegerFormat.of({bits}): an integer format has at least 1 bit")
+        low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+        return cls(low + int(narrow), high)
+
+    @property
+    def bits(self) -> int:
+        if self.low == 0:
+            return self.high.bit_length()
+        return max((-self.low - 1).bit_length(), self.high.bit_length()) + 1
+
+    @property
+    def name(self) -> str:
+        prefix = "int" if self.low < 0 else "uint"
+        full = IntegerFormat.of(self.bits, signed=self.low < 0)
+        if self == full:
+            return f"{prefix}{self.bits}"
+        if (self.low, self.high) == (full.low + 1, full.high):
+            return f"{prefix}{self.bits}_narrow"
+        return f"int[{self.low},{self.high}]"
+
+    @property
+    def storage(self) -> torch.dtype:
+        for dtype in _INTEGER_STORAGE:
+            limits = torch.iinfo(dtype)
+            if limits.min <= self.low and self.high <= limits.max:
+                return dtype
+        raise AssertionError(f"{self} passed the check for 24 bits, so int32 holds it")
+
+    @property
+    def fraction_bits(self) -> int:
+        return self.high.bit_length() - 1
+
+    def round(self, v: Tensor) -> Tensor:
+        return v.round()
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        magnitude = v.abs()
+        near = magnitude.floor()
+        return Neighbours(near.copysign(v), (near + 1).copysign(v), magnitude - near)
+
+    def to_storage(self, code: Tensor) -> Tensor:
+        return torch.where(code.isnan(), self.low, code).to(self.storage)
+
+    def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        return stored.to(dtype)
+
+    @classmethod
+    def parse(cls, name: str) -> IntegerFormat | None:
+        """The format of an integer name, or None if the name is of another family."""
+        if match := _INTEGER_NAME.fullmatch(name):
+            unsigned, bits, narrow = match.groups()
+            if 1 <= int(bits) <= _MAX_BITS:
+                return cls.of(int(bits), signed=not unsigned, narrow=bool(narrow))
+        if match := _INTEGER_RANGE.fullmatch(name):
+            return cls(int(match[1]), int(match[2]))
+        return None
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class TableFormat(Format):
+    """Codes for the values of a table; a number goes to the nearest value, from a middle to the even code.
+
+    Args:
+        label: the name.
+        values: the values by code, rising; 2 to 256, each exact in float32. Without 0.0 among them zeros become the
+            nearest value, except in groups of zeros whose scale may be 0, see `ScaleSpec`.
+
+    Raises:
+        SpecError: values that do not rise, have all one sign, are inexact, too few or too many.
+
+    >>> TableFormat("ternary", (-1.0, 0.0, 1.0)).round(torch.tensor([0.4, 0.5, 0.6, -0.5]))
+    tensor([ 0.,  1.,  1., -1.])
+    """
+
+    label: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(abs(v) <= _LARGEST for v in self.values):
+            raise SpecError(f"TableFormat {self.label!r}: values must be finite in float32, got {self.values}")
+        rises = all(low < high for low, high in itertools.pairwise(self.values))
+        if not (2 <= len(self.values) <= 256 and rises and self.values[0] <= 0.0 <= self.values[-1]):
+            raise SpecError(
+                f"TableFormat {self.label!r}: needs 2 to 256 rising values from one that is not positive to one that "
+                f"is not negative; got {self.values}"
+            )
+        if inexact := [v for v in self.values if struct.unpack("f", struct.pack("f", v))[0] != v]:
+            raise SpecError(f"TableFormat {self.label!r}: {inexact} are not exact in float32; round them first")
+        middles = tuple(float((Fraction(low) + Fraction(high)) / 2) for low, high in itertools.pairwise(self.values))
+        object.__setattr__(self, "grid", Grid(self.values[0], self.values[-1], table=Table(self.values, middles)))
+
+    def __repr__(self) -> str:
+        return f"TableFormat({self.label!r}, {len(self.values)} values)"
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def bits(self) -> int:
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def bound(self) -> float:
+        return max(-self.values[0], self.values[-1])
+
+    @property
+    def fraction_bits(self) -> int:
+        return self.bits - 2
+
+    @property
+    def storage(self) -> torch.dtype:
+        return torch.uint8
+
+    def round(self, v: Tensor) -> Tensor:
+        """The nearest value; beyond the ends there is none, and v itself is returned, out of range."""
+        values = torch.tensor(self.values, dtype=v.dtype, device=v.device)
+        return torch.where(self._beyond(v), v, values[self._codes(v)])
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        """The values below and above; beyond the ends there are none, and v itself is both."""
+        values = torch.tensor(self.values, dtype=torch.float64, device=v.device)
+        exact = v.double()
+        code = (torch.bucketize(exact, values, right=True) - 1).clamp(0, len(self.values) - 2)
+        below, above = values[code], values[code + 1]
+        beyond = self._beyond(v)
+        share = torch.where(beyond, 0.0, (exact - below) / (above - below))
+        return Neighbours(torch.where(beyond, v, below.to(v.dtype)), torch.where(beyond, v, above.to(v.dtype)), share)
+
+    def _beyond(self, v: Tensor) -> Tensor:
+        return (v > self.quant_max) | (v < self.quant_min) | v.isnan()
+
+    def to_storage(self, code: Tensor) -> Tensor:
+        return self._codes(code.nan_to_num(self.quant_min)).to(torch.uint8)
+
+    def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(self.values, dtype=dtype, device=stored.device)[stored.to(torch.int64)]
+
+    def _codes(self, v: Tensor) -> Tensor:
+        # float64 holds every float32 and every middle exactly, so that ties are seen as such.
+        table = self.grid.table
+        assert table is not None
+        middles = torch.tensor(table.middles, dtype=torch.float64, device=v.device)
+        exact = v.double()
+        below, above = torch.bucketize(exact, middles), torch.bucketize(exact, middles, right=True)
+        return torch.where(above % 2 == 0, above, below)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+"""Integer types for the codes of floats, by bytes."""
+
+
+def lowest_of(format: Format) -> int:
+    """The lowest code of an integer format, which is subtracted so that patterns are not negative; else 0."""
+    is_integer = format.grid.table is None and format.grid.mantissa_bits is None
+    return int(format.quant_min) if is_integer else 0
+
+
+def count_of(format: Format) -> int:
+    """The number of patterns of a format."""
+    if format.grid.table is not None:
+        return len(format.grid.table.values)
+    return int(format.quant_max - format.quant_min) + 1 if format.grid.mantissa_bits is None else 1 << format.bits
+
+
+def patterns_of(codes: Tensor, format: Format) -> Tensor:
+    """Codes as numbers from 0, int32: the patterns of their bits, of integers counted from the lowest code."""
+    # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
+    whole = as_integers(codes.contiguous()).to(torch.int32) - lowest_of(format)
+    return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole
+
+
+def as_integers(codes: Tensor) -> Tensor:
+    """The same memory in a dtype that `model.to(dtype)` leaves as it is."""
+    return codes.view(_INTEGERS[codes.element_size()]) if codes.dtype.is_floating_point else codes
+
+
+def of_integers(codes: Tensor, format: Format) -> Tensor:
+    """The codes of `as_integers` in the storage of their format."""
+    return codes.view(format.storage) if format.storage.is_floating_point else codes
+
+
+def integers_of(format: Format) -> torch.dtype:
+    """The dtype of `as_integers` of a format's codes."""
+    return _INTEGERS[format.storage.itemsize] if format.storage.is_floating_point else format.storage
+
+
+def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
+    """Raise where codes are none of a format, or of another shape.
+
+    Raises:
+        ShapeError: codes of another shape.
+        QParamsError: codes of another dtype, or that the format does not have.
+    """
+    if tuple(codes.shape) != tuple(shape):
+        raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(shape)}")
+    if codes.dtype is not format.storage:
+        raise QParamsError(f"are {codes.dtype}, but {format} has {format.storage}")
+    lowest, highest = map(int, patterns_of(codes, format).aminmax()) if codes.numel() else (0, 0)
+    if lowest < 0 or highest >= count_of(format):
+        raise QParamsError(f"hold {min(lowest, 0) or highest}, but {format} has {count_of(format)} codes")
 
 
 class Specials(Enum):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.philox import random_words

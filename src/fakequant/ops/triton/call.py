@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fakequant.numerics.formats.floats import FloatFormat, Specials
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import FloatFormat, Format, Specials
 from fakequant.numerics.granularity import Tiles
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant.ops.triton.kernels.elements import (
+    dequantize_kernel,
+    measure_kernel,
+    quantize_kernel,
+    quantize_runs_kernel,
+)
+from fakequant.ops.triton.kernels.rounding import mask_kernel
+
 from .call import KernelCall, Reduction, TilePlace, ceiling, is_wide, next_power_of_two
-from .kernels.backward import mask_kernel
-from .kernels.codes import dequantize_kernel
-from .kernels.dynamic import quantize_runs_kernel
-from .kernels.forward import quantize_kernel
 from .kernels.gradients import digits_kernel, largest_kernel, total_kernel
 from .kernels.histogram import ends_kernel, observe_kernel
-from .kernels.ranges import measure_kernel
 
 Given = tuple[Tensor | int | None, ...]
 _WARPS = 4

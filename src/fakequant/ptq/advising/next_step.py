@@ -1,38 +1,316 @@
-"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want."""
+"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want.
+
+The engines that `advise` knows: the presets that each takes, and whether it places quantizers.
+
+The methods by which `calibrate` found a model's ranges, read off its scales, to do the same on other batches.
+
+Find the preset of a quantized model by its quantizers, and exchange it for another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fakequant.calibration import DEFAULT_METHOD, Calibrator
+from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward
-from fakequant.errors import ConfigError
-from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
-from fakequant.model.calibration.choice import CLEARLY, METHODS
-from fakequant.model.config import Config, Rule
-from fakequant.model.modes import evaluating
-from fakequant.model.prepare import quantize_layer
+from fakequant.errors import CalibrationError, ConfigError, nearest, shown
+from fakequant.model.calibration.calibrate import CLEARLY, METHODS, calibrate, ranges_of, recalibrate
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
+from fakequant.model.presets import presets
 from fakequant.model.presets import presets as named_presets
+from fakequant.model.sites.targets import targets
 from fakequant.model.sizes import weight_bits
-from fakequant.model.tensor_config import TensorConfig
 from fakequant.model.training.fuse import fuse_found, fusions_of
-from fakequant.model.weights import quantized_weights
+from fakequant.model.weights import evaluating, fresh_weight, is_searched, nearest_params, quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.ptq.advising.engines import unknown_gain
-from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
-from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_methods_of
+from fakequant.nn.sites.sites import SITES
+from fakequant.numerics.qparams import choose_qparams as qparams_of_range
+from fakequant.numerics.qparams import lend
+from fakequant.numerics.spec import QuantSpec
 from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial, Tried
 from fakequant.ptq.improving.improve import improve
 from fakequant.restore import restore_after
+from fakequant.text import listed
+
+_GROUPS = "INT4_GROUP128", "INT4_GROUP64", "INT4_GROUP32"
+
+
+class EngineFormats(NamedTuple):
+    """What an engine takes.
+
+    Attributes:
+        kinds: the names of presets by how the engine multiplies, those first that it runs faster: of models of one size
+            only presets of one kind are compared with each other.
+        page: of the documentation, "" for none.
+        known: what was seen of the speed, as a sentence; "" for nothing.
+        others: what the names of other presets begin with that it also runs.
+        files: what it reads: the name of a format of `fakequant.deliver`, or of a style of ONNX files.
+    """
+
+    kinds: tuple[tuple[str, ...], ...]
+    page: str = ""
+    known: str = ""
+    others: str | None = None
+    files: str = ""
+
+
+_WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
+ANY = EngineFormats(((*_WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY"),))
+"""Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
+
+_BLOCKS = "MXFP4", "NVFP4"
+"""GPUs that multiply one of them multiply the other, too."""
+
+_STATIC = EngineFormats((("INT8", "INT8_AFFINE"),))
+_SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm", files="compressed-tensors")
+_GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"
+
+# As the pages in docs/engines say. ONNX Runtime multiplies codes with zero points in every layer; those of tokens were
+# not counted, and convolutions with them compute in float.
+ENGINES = {
+    "onnxruntime": EngineFormats(
+        (("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS),
+        "onnxruntime",
+        "Convolutions run on integers under INT8_AFFINE, and in float under the other presets (1.31.1).",
+        files="portable",
+    ),
+    "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino", files="portable"),
+    "tensorrt": EngineFormats(
+        (("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt", files="trt"
+    ),
+    "qnn": _STATIC._replace(files="portable"),
+    "xnnpack": _STATIC,
+    "vllm": _SERVERS,
+    "sglang": _SERVERS,
+    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_", files="gguf"),
+    "transformers": EngineFormats(
+        (("W8A8_TRANSFORMERS", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers", files="compressed-tensors"
+    ),
+    "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao", files="torchao"),
+}
+
+
+holders: list[Callable[[str, nn.Module], None]] = []
+"""Each raises if files of a name, see `EngineFormats`, cannot hold a prepared model; added where files are written."""
+
+
+def find_engine(name: str | None) -> EngineFormats:
+    """The engine of a name; None for no engine in particular.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_engine("vllm").kinds
+    (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
+    """
+    if name is None:
+        return ANY
+    if not isinstance(name, str):
+        raise ConfigError(f"target takes the name of an engine, such as 'onnxruntime', got {shown(name)}")
+    if name not in ENGINES:
+        raise ConfigError(f"unknown target {name!r}{nearest(name, sorted(ENGINES))}")
+    return ENGINES[name]
+
+
+def rivals(names: Iterable[str]) -> set[str]:
+    """The presets that are compared with any of some presets, for any engine.
+
+    >>> sorted(rivals(["W8A8_DYNAMIC"]))
+    ['FP8', 'W8A8_DYNAMIC']
+    """
+    kinds = [_BLOCKS, *(kind for engine in (ANY, *ENGINES.values()) for kind in engine.kinds)]
+    wanted = {*names}
+    return {name for kind in kinds if wanted & {*kind} for name in kind}
+
+
+def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
+    """A sentence where some presets are none that an engine is known to run; "" for all others, and for no engine.
+
+    >>> unknown_gain("sglang", ["FP8"])
+    ''
+    >>> unknown_gain("vllm", ["INT4_GROUP32"])
+    'It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128: docs/engines/vllm.md.'
+    """
+    if name is None:
+        return ""
+    engine = find_engine(name)
+    known = [preset for kind in engine.kinds for preset in kind]
+    unknown = [one for one in presets if one not in known and not (engine.others and one.startswith(engine.others))]
+    page = f": docs/engines/{engine.page}.md" if engine.page else ""
+    return f"It is not known that {name} gains by {listed(unknown)}. It takes {listed(known)}{page}." if unknown else ""
+
+
+def places(name: str | None) -> bool:
+    """Whether an engine says where quantizers are, and folds batch normalisations."""
+    return name in targets()
+
+
+_MOST = 0.5
+"""The share of the scales of weights that a method must give: some are raised afterwards, so that biases fit."""
+
+
+def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers of inputs whose ranges come from calibration, by path; those that are off are in float."""
+    return {
+        name: one
+        for name, one in quantizers(model).items()
+        if one.kind is Kind.INPUT and not (one.dynamic or one.pinned) and one.mode is not Mode.OFF
+    }
+
+
+def methods_of(held: Iterable[Quantizer]) -> list[str]:
+    """The methods with default options that give all ranges, from what the quantizers keep, the likely one first.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
+    >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
+    >>> methods_of(static_inputs(model).values())
+    ['entropy']
+    """
+    held = list(held)
+    last = [one.collected.method for one in held[:1] if one.collected is not None]
+    names = sorted(METHODS, key=lambda method: method not in last)
+    return [method for method in names if all(_gives(one, method) for one in held)]
+
+
+def weight_methods_of(model: nn.Module) -> list[str | None]:
+    """The first method that gives the weights the scales that they have, None for the default; empty after training."""
+    held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
+    try:
+        tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
+    except CalibrationError:  # the weight of a function that no call has shown
+        return []
+    for method in dict.fromkeys([None, "max", *METHODS]):
+        same = total = 0
+        for path, one in held.items():
+            found = _scale_of(tensors[path], one.quantizer.spec, method)
+            same, total = same + int((found == one.quantizer.scale).sum()), total + found.numel()
+        if same >= _MOST * total:
+            return [method]
+    return []
+
+
+def _scale_of(weight: Tensor, spec: QuantSpec, method: str | None) -> Tensor:
+    if is_searched(spec, method):
+        return nearest_params(weight, spec).scale
+    calibrator = make_calibrator(method or "max", spec)
+    calibrator.observe(weight)
+    return _scale(calibrator)
+
+
+def keeps_enough(quantizer: Quantizer, method: str) -> bool:
+    """Whether what a quantizer keeps of its calibration gives the range by a method."""
+    return _calibrator(quantizer, method) is not None
+
+
+def _calibrator(quantizer: Quantizer, method: str) -> Calibrator | None:
+    if quantizer.collected is None:
+        return None
+    calibrator = make_calibrator(method, quantizer.spec)
+    try:
+        calibrator.load_from(quantizer.collected)
+    except ConfigError:  # it collected less
+        return None
+    return calibrator
+
+
+def _gives(quantizer: Quantizer, method: str) -> bool:
+    calibrator, scale = _calibrator(quantizer, method), quantizer.scale
+    return calibrator is not None and scale is not None and torch.equal(_scale(calibrator).to(scale.device), scale)
+
+
+def _scale(calibrator: Calibrator) -> Tensor:
+    return qparams_of_range(lend(calibrator.compute_range(), calibrator.spec), calibrator.spec).scale
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """The preset of all quantized layers of a model, and the layers in float that it would quantize."""
+
+    preset: Config
+    skip: tuple[str, ...] = ()
+
+    @property
+    def relatives(self) -> list[Config]:
+        """The presets of as many bits: those with the same weights and other inputs, and then their rivals."""
+        own = self.preset.layer_rules[0]
+        rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
+        same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
+        names = rivals(one.name for one in (self.preset, *same))
+        return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
+
+    def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
+        """The call of `prepare` for a model, by this preset or another, with more layers in float."""
+        name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
+        return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
+
+
+def made_by(model: nn.Module) -> MadeBy | None:
+    """The preset that quantized every layer of a model; None if there is no such preset, or functions are quantized.
+
+    >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
+    >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'W8A8_TRANSFORMERS', 'FP8'])
+    """
+    if has_sites(model):
+        return None
+    held = {layer: _held(layer) for layer in quantized_layers(model).values()}
+    floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
+    for preset in presets().values():
+        if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
+            return MadeBy(preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float))
+    return None
+
+
+def has_sites(model: nn.Module) -> bool:
+    """Whether the model has quantized functions; `prepare` finds these with an example."""
+    return any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules())
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The quantized layers of a model by path."""
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+def rule_of(preset: Config, layer: nn.Module) -> Rule:
+    """The rule of a preset for a float or quantized layer."""
+    classes = {base.__name__ for base in getattr(type(layer), "float_class", type(layer)).__mro__}
+    rules = [rule for rule in preset.layer_rules if not rule.layers or not classes.isdisjoint(rule.layers)]
+    return rules[-1]
+
+
+def _bits(rule: Rule) -> list[int]:
+    """The bits of a weight and of an input, 0 for one in float."""
+    return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
+
+
+def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:
+    held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+    return {name: TensorConfig(q.spec, q.dynamic) for name, q in held.items() if q is not None}
+
+
+def requantize(model: nn.Module, preset: Config) -> None:
+    """Give all quantized layers of a model the quantizers of a preset, without ranges, in place."""
+    for path, layer in quantized_layers(model).items():
+        requantize_layer(layer, rule_of(preset, layer), path)
+
+
+def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
+    """Give a quantized layer the quantizers of a rule, without ranges, in place."""
+    configs = configs_of(type(layer), layer, rule)
+    for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
+        setattr(layer, attribute, quantizer)
+
 
 NO_SIGNAL = 0.5
 """The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
@@ -109,7 +387,7 @@ def next_step(model: nn.Module, parts: Halves, run: Forward, known: Known = USUA
     Returns:
         What was tried; None where the model gives no floats that could have an error.
 
-    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.ones(1, 4)])
     >>> next_step(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
     'on the one batch there is, which also made it'

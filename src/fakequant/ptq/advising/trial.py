@@ -16,12 +16,11 @@ from fakequant.data.arguments import Metric
 from fakequant.data.batches import Batches, Forward
 from fakequant.errors import FakeQuantError
 from fakequant.model.analysis.summary import parameter_bytes
-from fakequant.model.calibration.calibrate import ranges_of
-from fakequant.model.calibration.choice import CLEARLY
-from fakequant.model.modes import disabled, evaluating, score_of
+from fakequant.model.calibration.calibrate import CLEARLY, ranges_of
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.model.weights import disabled, evaluating, score_of
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.rows import SURE_OF_PART, helps
+from fakequant.ptq.weights import SURE_OF_PART, helps
 from fakequant.restore import Restore, in_order, restore_after, state_of
 
 KEPT = 4

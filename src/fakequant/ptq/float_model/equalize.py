@@ -1,4 +1,7 @@
-"""Cross-layer equalization: channels between two layers get like ranges on both sides (arXiv 1906.04721)."""
+"""Cross-layer equalization: channels between two layers get like ranges on both sides (arXiv 1906.04721).
+
+Scales of the channels that a module gives and a layer reads, in their weights.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,48 @@ from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
-from fakequant.model.run.neighbors import Neighbors, find_neighbors
-from fakequant.model.run.recording import record
-from fakequant.model.run.unreached import Unreached
-from fakequant.nn.hooks import is_as_made
+from fakequant.model.run.outputs import record
+from fakequant.model.run.recorded import Unreached
+from fakequant.model.run.traits import Neighbors, find_neighbors
+from fakequant.nn.integer import is_as_made
+from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.float_model.channels import along_inputs, has_matrix, input_channels, of_inputs
-from fakequant.ptq.float_model.output_check import OutputCheck
+from fakequant.ptq.float_model.fold_scales import OutputCheck
 from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_on_error, state_of
 from fakequant.text import table
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies channels with a weight [out, in / groups, ...] that is a parameter of its own."""
+    if computed_class(module) not in (nn.Linear, *CONVOLUTIONS):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() > 1
+
+
+def input_channels(layer: nn.Module) -> int:
+    """The channels that a layer with a matrix reads."""
+    weight = cast("Tensor", layer._parameters["weight"])
+    return weight.shape[1] * _groups(layer)
+
+
+def along_inputs(weight: Tensor, layer: nn.Module) -> Tensor:
+    """A view [groups, out / groups, in / groups, ...] of a weight; the input channels are axes 0 and 2."""
+    return weight.unflatten(0, (_groups(layer), -1))
+
+
+def of_inputs(factor: Tensor, layer: nn.Module) -> Tensor:
+    """A factor for each input channel, in the shape that multiplies `along_inputs`."""
+    weight = cast("Tensor", layer._parameters["weight"])
+    return factor.view(_groups(layer), 1, -1, *(1 for _ in weight.shape[2:]))
+
+
+def _groups(layer: nn.Module) -> int:
+    return cast("int", getattr(layer, "groups", 1))
+
 
 _ROUNDS, _SETTLED = 20, 0.05
 """A scale changes the ranges of the next pair, so pairs take turns until no factor is further than 5 % from 1."""

@@ -1,21 +1,49 @@
-"""The result of `compare`: a table and a curve of error and cost."""
+"""The result of `compare`: a table and a curve of error and cost.
+
+A float model that is quantized in several ways, on some batches, and measured on the same or on others.
+
+Presets, calibration methods and steps of `improve` side by side on one model: error and cost.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
-from collections.abc import Iterable
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fakequant.calibration import DEFAULT_METHOD
-from fakequant.errors import ConfigError
-from fakequant.files import output_errors, read_whole, writable_file, write_whole
-from fakequant.model.analysis.html import html_result
-from fakequant.model.state.json_values import value_of
+import torch
+from torch import nn
+
+from fakequant.calibration import DEFAULT_METHOD, find_method
+from fakequant.data.arguments import Metric, check_float_model, check_metric, named
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
+from fakequant.data.digest import digest, function_digest
+from fakequant.data.progress import track
+from fakequant.errors import ConfigError, FakeQuantError, FusionWarning, shown, warn_renamed
+from fakequant.files import check_path, output_errors, read_whole, writable_file, write_whole
+from fakequant.model.analysis.summary import html_result
+from fakequant.model.calibration.calibrate import AUTO, calibrate
+from fakequant.model.execution import set_execution
+from fakequant.model.prepare import prepare
+from fakequant.model.presets import find_preset
+from fakequant.model.run.outputs import OutputDistance
+from fakequant.model.sizes import bits_of_all, weight_bits
+from fakequant.model.state.plan import value_of
+from fakequant.model.training.fuse import fuse_batch_norm
+from fakequant.model.weights import evaluating, quantized_weights, score_of
+from fakequant.nn import cached_weights
+from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.improving.collector import run_of
+from fakequant.ptq.improving.improve import checked_steps, improve
 from fakequant.text import table
 
 if TYPE_CHECKING:
@@ -285,3 +313,214 @@ def _cost(row: Compared) -> float:
 def best_first(row: Compared) -> tuple[bool, float]:
     """A key for sorting; rows that failed come last."""
     return bool(row.failed), _cost(row)
+
+
+class Preparation(NamedTuple):
+    """What `prepare` gets besides the preset.
+
+    Attributes:
+        example: one input of the model; None for none.
+        inputs: which part of the example the model gets.
+        target: the engine that places quantizers where inputs get ranges by calibration.
+        folds: whether batch normalisations go into the layers before them first.
+    """
+
+    example: Any = None
+    inputs: Inputs | None = None
+    target: str | None = None
+    folds: bool = False
+
+
+def has_static_inputs(preset: str) -> bool:
+    """Whether a preset gives inputs ranges that calibration finds."""
+    return any(rule.input is not None and not rule.input.dynamic for rule in find_preset(preset).rules)
+
+
+def quantizes_inputs(preset: str) -> bool:
+    """Whether a preset quantizes inputs."""
+    return any(rule.input is not None for rule in find_preset(preset).rules)
+
+
+LAYERS_ALONE = Preparation()
+"""Without an example: layers get quantizers, and functions have none."""
+
+
+class Task:
+    """A float model, the batches that make its quantized copies, and those that measure them.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate and improve on.
+        judged: to measure on.
+        metric: called as metric(model); None for none.
+        preparation: of each copy.
+        mask: which tokens count.
+        times: whether a forward pass is timed, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: KeptBatches,
+        judged: KeptBatches,
+        metric: Metric | None = None,
+        preparation: Preparation = LAYERS_ALONE,
+        mask: Mask | None = None,
+        *,
+        times: bool = True,
+    ) -> None:
+        self.model, self.batches, self.judged, self.metric = model, batches, judged, metric
+        self.preparation, self._mask, self._times = preparation, mask, times
+        self.outputs = OutputDistance(model, judged)
+        self.outputs.check(has_metric=metric is not None)
+
+    def prepared(self, preset: str) -> nn.Module:
+        """A copy of the model with the quantizers of a preset, without ranges."""
+        own = self.preparation
+        twin = copy.deepcopy(self.model).eval()
+        if own.folds:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FusionWarning)  # the engine keeps the others, too
+                twin = fuse_batch_norm(twin, own.example, inputs=own.inputs)
+        target = own.target if has_static_inputs(preset) else None
+        return prepare(twin, find_preset(preset), own.example, inputs=own.inputs, target=target)
+
+    def quantized(self, way: Way, **how: Any) -> nn.Module:
+        """A copy of the model, quantized; `how` goes to `improve`."""
+        twin = self.prepared(way.preset)
+        given: dict[str, Any] = {"forward": self.batches.run, "mask": self._mask, "progress": False}
+        calibrate(twin, self.batches, way.method, unseen="float", **given)
+        if way.steps:
+            improve(twin, self.batches, way.steps, **given, **how)
+        return twin
+
+    def measured(self, way: Way, **how: Any) -> Compared:
+        """Measure one way; an error of this package becomes the reason in its row."""
+        started = time.perf_counter()
+        try:
+            twin = self.quantized(way, **how)
+            seconds = time.perf_counter() - started
+            distance = self.outputs.of(twin)
+            error = distance.mean if self.outputs.has_outputs else math.nan
+            found = self.score(twin)
+        except FakeQuantError as reason:
+            return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
+        if found is not None and math.isnan(found):
+            return Compared(*way, failed="the metric is NaN")
+        total = bits_of_all(filter(None, map(weight_bits, quantized_weights(twin).values())))
+        size = (total.codes + total.scales) / 8
+        speed = self.milliseconds(set_execution(twin, "auto")) if self._times else 0.0
+        figures = (error, found, total.per_weight, size, speed, round(seconds, 2))
+        return Compared(*way, *figures, worst=distance.shown_worst)
+
+    def score(self, model: nn.Module) -> float | None:
+        """The metric of a model; None without one."""
+        return None if self.metric is None else score_of(self.metric, model)
+
+    def milliseconds(self, model: nn.Module) -> float:
+        """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""
+        times: list[float] = []
+        with evaluating(model), cached_weights(model), torch.no_grad():
+            self.judged.run_first(model)
+            while len(times) < 5 and sum(times) < 0.2:
+                started = time.perf_counter()
+                self.judged.run_first(model)
+                times.append(time.perf_counter() - started)
+        return round(1e3 * min(times), 4)
+
+
+class Ways(NamedTuple):
+    """The combinations for `compare`: every preset with every calibration method and every choice of steps."""
+
+    presets: Sequence[str] = ("INT8", "FP8", "INT4_GROUP32", "NVFP4", "MXFP4")
+    methods: Sequence[str] = (DEFAULT_METHOD,)
+    steps: Sequence[str | None] = (None, "fast")
+
+
+USUAL_WAYS = Ways()
+"""What `compare` tries if nothing is said."""
+
+
+@unwraps
+def compare(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    ways: Ways | Sequence[str] = USUAL_WAYS,
+    *,
+    metric: Metric | None = None,
+    path: str | os.PathLike[str] | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    on_row: Callable[[Compared], object] | None = None,
+    told: Callable[[Compared], object] | None = None,
+) -> Comparison:
+    """Quantize copies of a model in many ways, and measure the error and the cost of each.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate, improve and measure the error of the output on.
+        ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
+            method alone; steps are those of `improve`, "best" or "fast", None for none.
+        metric: called as metric(model), larger is better; also for the float model.
+        path: a file of JSON lines; each row is appended when it is measured. Rows in the file for the same model,
+            batches, `metric`, `inputs` and `forward` are not measured again. Functions, and attributes of the model,
+            count as the same if the float model gives the same output for the first batch and the same metric.
+        inputs, forward: as for `calibrate`.
+        on_row: called with each new row when it is measured.
+        told: the old name of `on_row`, which goes with the next release.
+
+    Raises:
+        ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
+        CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
+        OutputError: the file cannot be written; raised before the work.
+
+    If one way fails, its row has the reason, and the others run.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> found = compare(model, [torch.randn(16, 32) for _ in range(4)], Ways(["INT8", "INT4_GROUP32"], steps=[None]))
+    >>> [row.preset for row in found.rows]
+    ['INT8', 'INT4_GROUP32']
+    """
+    check_float_model(model, "compare", "compare(model, batches)", "compare presets on")
+    check_metric(metric, "compare")
+    if told is not None:
+        warn_renamed("told= of compare", "on_row=")
+        on_row = told
+    tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
+    if path is not None:
+        check_path(path, "compare(model, batches, path='rows.jsonl')")
+        path = writable_file(path)
+    given = Batches(batches, "compare", inputs=inputs, forward=forward).kept()
+    task = Task(model, given, given, metric)
+    result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
+    if metric is not None:
+        result.metric, result.negated = named(metric).name, named(metric).negated
+    known = {}
+    if path is not None:
+        measure = function_digest(metric), result.float_metric
+        known = kept_rows(path, digest([run_of(model, given), measure]), negated=result.negated)
+    for way in track(tried, "comparing", len(tried)):
+        row = known.get(way)
+        if row is None:
+            row = task.measured(way)
+            if path is not None:
+                keep_row(path, row)
+            if on_row is not None:
+                on_row(row)
+        result.rows.append(row)
+    result.rows.sort(key=best_first)
+    return result
+
+
+def _combined(ways: Ways) -> list[Way]:
+    names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
+    methods = [method if method == AUTO else find_method(method) for method in ways.methods]
+    for step in ways.steps:
+        if not isinstance(step, str | None):
+            raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')
+        checked_steps(step or "fast")
+    ways = Ways(names, methods, ways.steps)
+    found = [Way(name, method, step or "") for name, method, step in product(*ways)]
+    return [way for way in found if way.method == ways.methods[0] or has_static_inputs(way.preset)]

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Batches, Forward, Inputs
-from fakequant.data.failures import input_named
+from fakequant.data.batches import Batches, Forward, Inputs, input_named
 from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
-from fakequant.model.modes import evaluating
+from fakequant.model.weights import evaluating
 from fakequant.nn.quantized.folded import FoldedNorm
-from fakequant.ptq.inputs.order import call_order
-from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
+from fakequant.ptq.inputs.stream import Stage, Stream, call_order, check_side_by_side
 from fakequant.restore import restore_on_error, state_of
 
 

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
-from fakequant.data.failures import input_named
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask, input_named
 from fakequant.data.progress import track
-from fakequant.data.token_mask import Mask
 from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
-from fakequant.model.modes import disabled, evaluating
-from fakequant.model.weights import note_weight
+from fakequant.model.weights import disabled, evaluating, note_weight
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
@@ -23,11 +20,9 @@ from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.ptq.inputs.order import call_order
-from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
+from fakequant.ptq.inputs.stream import Stage, Stream, call_order, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult
-from fakequant.ptq.solvers.grid import structured_zeros
-from fakequant.ptq.solvers.problem import Problem, damped_factor
+from fakequant.ptq.solvers.problem import Problem, damped_factor, structured_zeros
 from fakequant.ptq.solvers.sums import InputSums
 from fakequant.ptq.weights import fixed_parameters, prepared_weights
 from fakequant.restore import restore_on_error, state_of

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fakequant.data.batches import KeptBatches
-from fakequant.model.modes import off
+from fakequant.model.weights import off
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.inputs.order import CallOrder, Watchable
-from fakequant.ptq.inputs.stream import Stage, Stream
+from fakequant.ptq.inputs.stream import CallOrder, Stage, Stream, Watchable
 
 T = TypeVar("T")
 

@@ -4,6 +4,12 @@ Every batch runs in a thread of its own, and one thread runs at a time. A thread
 until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
 layer, and the threads go on from where they are. Without threads each layer would take a run of its own from the start,
 or its inputs would be kept from a run of a block, which must be found first.
+
+The arguments of one call of a layer, as they were.
+
+The other operand of the addition that takes what a layer gives: the residual stream beside it.
+
+How a model calls its layers, in one run over all batches.
 """
 
 from __future__ import annotations
@@ -12,22 +18,324 @@ import _thread
 import contextvars
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fakequant.data.again import Changes, random_state
 from fakequant.data.batches import Batches, KeptBatches
+from fakequant.distributed import Together
 from fakequant.errors import ConfigError
-from fakequant.ptq.inputs.added import operands_seen
-from fakequant.ptq.inputs.call import LayerCall
-from fakequant.ptq.inputs.order import CHECKED, CallOrder, Watchable, watched
-from fakequant.restore import Restore, restore_after, surely
+from fakequant.model.run.outputs import watching
+from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recorder import tensors_in
+from fakequant.model.run.traits import has
+from fakequant.nn.paths import layer_of
+from fakequant.nn.ranges.by_value import ByValue, call_again, calls_now
+from fakequant.nn.sites.functions import Trait
+from fakequant.restore import Restore, in_order, restore_after, surely
+
+
+class LayerCall(NamedTuple):
+    """The arguments of one call of a layer.
+
+    Attributes:
+        args: positional ones.
+        kwargs: those by name.
+        writes: how often the first one had been written in place before the call; None where torch does not count.
+        autocast: the device type and the dtype of autocast around the call; None where it is off.
+        bins: those of values by which ranges are chosen.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: int | None = None
+    autocast: tuple[str, torch.dtype] | None = None
+    bins: Mapping[ByValue, Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """The arguments as they are now."""
+        first = cls(args, kwargs).first
+        if not isinstance(first, Tensor):
+            return cls(args, kwargs, bins=calls_now())
+        device = first.device.type
+        autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        return cls(args, kwargs, None if first.is_inference() else first._version, autocast, calls_now())
+
+    @property
+    def first(self) -> Any:
+        """The first argument, which is the input of a layer with a weight."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+    def kept(self) -> LayerCall:
+        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
+        tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
+        copies = {place: tensor.clone() for place, tensor in tensors.items()}
+        args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
+        return LayerCall(args, kwargs, autocast=self.autocast, bins=self.bins)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """A context in which autocast and the choice of ranges are as they were around the call."""
+        autocast = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+        with call_again(self.bins), autocast:
+            yield
+
+    def has_input_of(self, other: LayerCall) -> bool:
+        """Whether both got the same tensor with the same values."""
+        return self.first is other.first and self.writes is not None and self.writes == other.writes
+
+
+class AddedOperand(NamedTuple):
+    """Where a run shows a value before a layer is called.
+
+    Attributes:
+        module: the path of a module that takes it or gives it, and is called once.
+        place: of the value among the tensors that the module takes or gives.
+        is_result: whether the module gives it.
+    """
+
+    module: str
+    place: int
+    is_result: bool = False
+
+
+def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, AddedOperand]:
+    """For each layer whose result is added to a value of its shape, where that value is seen before the layer runs.
+
+    Args:
+        recording: of one run.
+        layers: the paths of modules, by the names of layers.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> class Residual(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 2)
+    ...     def forward(self, x):
+    ...         return x + self.down(self.up(x).relu())
+    >>> model = Residual()
+    >>> recording = record(model, lambda: model(torch.ones(1, 2)))
+    >>> added_operands(recording, {"up": "up", "down": "down"})
+    {'down': AddedOperand(module='', place=0, is_result=False)}
+    """
+    once = {path: number for number, path in enumerate(one.path for one in recording.modules)}
+    once = {path: number for path, number in once.items() if recording.visits[path] == 1}
+    found = dict[str, AddedOperand]()
+    for name, path in layers.items():
+        if path not in once:
+            continue
+        layer = recording.modules[once[path]]
+        other = _added_to(recording, layer.results[0]) if layer.results else None
+        if other is None:
+            continue
+        for one in recording.modules[: once[path]]:
+            if one.path in once and other in one.inputs:
+                found[name] = AddedOperand(one.path, one.inputs.index(other))
+                break
+            if one.path in once and other in one.results and one.end <= once[path]:
+                found[name] = AddedOperand(one.path, one.results.index(other), is_result=True)
+                break
+    return found
+
+
+def _added_to(recording: Recording, value: int) -> int | None:
+    """The value of the same shape that a value is added to, which nothing else reads; None where there is none."""
+    shape = recording.values[value].shape
+    while len(calls := recording.consumers.get(value, ())) == 1:
+        (call,) = calls
+        if has(call.function, Trait.IDENTITY) and len(call.outputs) == 1:
+            value = call.outputs[0]
+            continue
+        if call.function != "add" or len(call.inputs) != 2:
+            return None
+        other = call.inputs[call.inputs[0] == value]
+        return other if other != value and recording.values[other].shape == shape else None
+    return None
+
+
+@contextmanager
+def operands_seen(
+    model: nn.Module, operands: Mapping[str, AddedOperand], see: Callable[[str, Tensor], object]
+) -> Iterator[None]:
+    """A context in which the operands of additions are seen, by the names of their layers."""
+    hooks = []
+
+    def show(names: Iterable[str], values: Any) -> None:
+        tensors = tensors_in(values)
+        for name in names:
+            place = operands[name].place
+            if place < len(tensors):
+                see(name, tensors[place])
+
+    by_module = dict[AddedOperand, list[str]]()
+    for name, operand in operands.items():
+        by_module.setdefault(operand, []).append(name)
+    try:
+        for operand, names in by_module.items():
+            module = model.get_submodule(operand.module)
+            if operand.is_result:
+                hooks.append(module.register_forward_hook(lambda _, __, y, names=names: show(names, y)))
+            else:
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda _, args, kwargs, names=names: show(names, (args, kwargs)), with_kwargs=True
+                    )
+                )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+CHECKED = 2
+"""How many batches run alone, and once more side by side, before anything is changed."""
+
+
+class Watchable(Protocol):
+    """A module, or a product of a weight: hooks see its calls before they run."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        """Have a hook called as hook(self, args, kwargs); returns what removes it."""
+
+
+@dataclass
+class CallOrder:
+    """How a model calls its layers.
+
+    Attributes:
+        order: the layers in the order of their last calls.
+        counts: for each batch, how often it calls each layer.
+        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
+        first: the run of the first batch.
+        starts: by number of a batch, what restores what it found: what earlier ones left, and random numbers.
+        outputs_repeat: whether a second run of the first batch gives the same.
+    """
+
+    order: list[str] = field(default_factory=list)
+    counts: list[Counter[str]] = field(default_factory=list)
+    siblings: dict[str, list[str]] = field(default_factory=dict)
+    first: Recording = field(default_factory=Recording)
+    starts: dict[int, Restore] = field(default_factory=dict)
+    outputs_repeat: bool = True
+    added: dict[str, AddedOperand] = field(default_factory=dict)
+    """Where the values are seen that the results of layers are added to."""
+    checked: dict[int, Any] = field(default_factory=dict)
+    """What the first batches give, for `check_side_by_side`."""
+
+    def of(self, layers: Container[str]) -> CallOrder:
+        """The calls of some of the layers."""
+        return replace(
+            self,
+            order=[name for name in self.order if name in layers],
+            counts=[Counter({name: n for name, n in own.items() if name in layers}) for own in self.counts],
+            siblings={
+                name: [other for other in group if other in layers]
+                for name, group in self.siblings.items()
+                if name in layers
+            },
+        )
+
+    def parts(self, processes: Together) -> tuple[list[str], list[str]]:
+        """The order of the layers up to the first one that a batch calls several times, and from that one on.
+
+        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
+        be with the change.
+
+        Args:
+            processes: they run the same model, each with its own batches.
+        """
+        own = {name for counted in self.counts for name, count in counted.items() if count > 1}
+        repeated = set().union(*processes.all(own))
+        first = next((place for place, name in enumerate(self.order) if name in repeated), len(self.order))
+        return self.order[:first], self.order[first:]
+
+
+def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
+    """Run all batches once and count the calls of the layers.
+
+    Args:
+        model: as it will run.
+        layers: by name.
+        batches: of the run; the first one is recorded.
+    """
+    found = CallOrder()
+    last: dict[str, int] = {}
+    readers: dict[Any, tuple[LayerCall, list[str]]] = {}  # with the tensor, whose id stays its own while it is kept
+    seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
+    step = 0
+
+    def count(name: str, call: LayerCall) -> None:
+        nonlocal step
+        step += 1
+        last[name] = step
+        found.counts[-1][name] += 1
+        readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
+
+    with watched(layers, count), torch.no_grad(), batches.one_pass(model) as values:
+        left = Changes()
+        for number, batch in batches.numbered.items():
+            found.counts.append(Counter())
+            found.starts[number] = in_order(random_state(), left.capture())
+            with nullcontext(found.first) if seen else watching(model) as found.first:
+                result = batches.run(model, batch)
+            seen.append({name: [] for name in found.counts[-1]})
+            for _, names in readers.values():
+                for name in dict.fromkeys(names):
+                    seen[-1][name].append(names)
+            readers.clear()
+            if len(seen) <= CHECKED:
+                found.checked[number] = tree_map_only(Tensor, Tensor.clone, result)
+            if left.things or len(seen) == 1:  # a model that has written nothing by then writes nothing
+                left = values.changes()
+    found.order = sorted(last, key=last.__getitem__)
+    found.siblings = _siblings(seen)
+    return found
+
+
+def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
+    """The layers that read the same tensors as a layer in every batch, itself among them."""
+    groups: dict[Any, list[str]] = {}
+    for name in dict.fromkeys(name for own in seen for name in own):
+        groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+@contextmanager
+def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
+    """Have all calls of layers seen before they run."""
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            hooks.append(
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
+                )
+            )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    if torch._C._are_functorch_transforms_active():
+        name = layer_of(name) if name.endswith("_quantizer") else name
+        raise ConfigError(
+            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
+            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
+            f"skip=({name!r},)"
+        )
+    return LayerCall.of(args, kwargs)
+
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
@@ -110,7 +418,7 @@ class Stream:
         batches: all of them stay in memory, with what their forward pass needs at a stage.
         recorded: of the same model and these batches, or more.
 
-    >>> from fakequant.ptq.inputs.order import call_order
+    >>> from fakequant.ptq.inputs.stream import call_order
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
     >>> layers = {"first": model[0], "second": model[1]}
     >>> batches = Batches(batches, "improve").kept()

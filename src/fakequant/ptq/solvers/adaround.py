@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.ptq.solvers.grid import WeightGrid
+from fakequant.ptq.solvers.problem import WeightGrid
 
 _LOW, _HIGH = -0.1, 1.1  # the sigmoid is stretched to these ends, and reaches 0 and 1 (equation 23)
 _FIRST_POWER, _LAST_POWER = 20.0, 2.0  # of the regularizer, from first to last iteration

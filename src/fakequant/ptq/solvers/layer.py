@@ -17,12 +17,9 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result
 from fakequant.ptq.solvers.adaround import adaround
-from fakequant.ptq.solvers.grid import WeightGrid, structured_zeros
-from fakequant.ptq.solvers.parts import Parts
-from fakequant.ptq.solvers.problem import Problem
-from fakequant.ptq.solvers.ranges import searched_params
-from fakequant.ptq.solvers.rounding import descend, gptq_and_loss
+from fakequant.ptq.solvers.problem import Problem, WeightGrid, descend, gptq_and_loss, structured_zeros
 from fakequant.ptq.solvers.sums import InputSums
+from fakequant.ptq.solvers.transforms import Parts, searched_params
 from fakequant.text import module_name
 
 _LESS, _MORE, _MOST = 0.01, 0.2, 0.8

@@ -1,12 +1,165 @@
-"""The error of a layer's output as a function of the values of its weight."""
+"""The error of a layer's output as a function of the values of its weight.
+
+The values that a weight's quantizer gives, seen by an algorithm that chooses among them column by column.
+
+Codes of a weight matrix that lower the error of its product: GPTQ (arXiv 2210.17323) and coordinate descent.
+
+Both minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q of a grid, where H is the sum of x x^T over the
+inputs, and P what their drift adds: see `Problem`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError
+from fakequant.numerics.granularity import PerChannel
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.scales import ScaleSpec
+from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.ops import library
 from fakequant.ptq.solvers.sums import InputSums
+
+STRUCTURED = 0.3
+"""The share of zeros in a weight above which they are a structure that the user made, such as 2:4, and stay."""
+_BITS = 33  # steps of a bisection over all float32 numbers
+
+
+class WeightGrid:
+    """The values of a weight [out, ...] by fixed parameters, as a matrix [out, columns].
+
+    Each column is quantized by the package's own operator with the scales of its elements, so that formats and
+    granularities need no cases.
+
+    Args:
+        spec: of the weight's quantizer.
+        params: its parameters.
+        shape: of the weight.
+        zeros: where values stay 0, bool [out, columns]; None: nowhere.
+
+    >>> from fakequant.functional import choose_qparams
+    >>> weight = torch.tensor([[0.3, -0.7], [1.0, 0.2]])
+    >>> grid = WeightGrid(QuantSpec("int2"), choose_qparams(weight, "int2"), weight.shape)
+    >>> grid.column(0, weight[:, 0])
+    tensor([0., 1.])
+    """
+
+    def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size, zeros: Tensor | None = None) -> None:
+        # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
+        # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
+        blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
+        runs = torch.arange(params.scale[:1].numel()).reshape(params.scale[:1].shape)
+        self._runs = of_elements(runs, torch.Size([1, *shape[1:]]), (1, *blocks[1:])).flatten().tolist()
+        scale = _of_runs(params.scale, shape[0], blocks[0])
+        self._zero = self._sign = self._zero_point = self._offset = None
+        if spec.scale.is_exact:
+            self._zero = _if_any(scale == 0)
+            self._sign = None if _if_any(scale < 0) is None else torch.ones_like(scale).copysign(scale)
+            scale = torch.where(scale == 0, 1.0, scale.abs())
+        points = None if params.zero_point is None else _of_runs(params.zero_point, shape[0], blocks[0])
+        if spec.offset is None:
+            self._zero_point = points
+        else:
+            self._offset, plain = points, plain | {"offset": None, "symmetric": True}
+        self._zeros = None if zeros is None else zeros.T.contiguous()
+        self._scale, self._spec = scale, spec.replace(granularity=PerChannel(0, 1), **plain)
+
+    def column(self, index: int, values: Tensor) -> Tensor:
+        """The nearest values of a column [out], in the dtype of the given ones."""
+        run = self._runs[index]
+        found = self._nearest(values[:, None], slice(run, run + 1))[:, 0]
+        return found if self._zeros is None else found.masked_fill_(self._zeros[index], 0.0)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
+        found = self._nearest(values, self._runs)
+        return found if self._zeros is None else found.masked_fill_(self._zeros.T, 0.0)
+
+    def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The values at or just below and at or just above those of a matrix [out, columns].
+
+        They are found by bisection over float32 numbers with the operator, so that every format has them. Both are the
+        same where a value is one of the grid, or lies outside of its range.
+
+        >>> from fakequant.functional import choose_qparams
+        >>> weight = torch.tensor([[0.3, -0.7], [1.0, 5.0]])
+        >>> grid = WeightGrid(QuantSpec("int3"), choose_qparams(weight[:1], "int2"), weight.shape)
+        >>> [part.mul(10).round().tolist() for part in grid.neighbours(weight)]
+        [[[0.0, -7.0], [7.0, 21.0]], [[7.0, -7.0], [14.0, 21.0]]]
+        """
+        exact = values.float()
+        near = self.nearest(exact)
+        rises = near < exact
+        end = torch.where(rises, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
+        first, last = _order(exact), _order(end)  # numbers of the same value as the given ones, and of another one
+        for _ in range(_BITS):
+            middle = torch.div(first + last, 2, rounding_mode="floor")
+            same = self.nearest(_in_order(middle)) == near
+            first, last = torch.where(same, middle, first), torch.where(same, last, middle)
+        other = torch.where(near == exact, near, self.nearest(_in_order(last)))
+        pair = torch.where(rises, near, other), torch.where(rises, other, near)
+        if self._zeros is not None:
+            pair = pair[0].masked_fill(self._zeros.T, 0.0), pair[1].masked_fill(self._zeros.T, 0.0)
+        return pair[0].to(values.dtype), pair[1].to(values.dtype)
+
+    def _nearest(self, values: Tensor, runs: slice | list[int]) -> Tensor:
+        held = (self._scale, self._zero_point, self._offset, self._sign, self._zero)
+        scale, zero_point, offset, sign, zero = (None if own is None else own[runs].T.contiguous() for own in held)
+        assert scale is not None
+        x = values.float() if offset is None else values.float() + offset
+        x = x if sign is None else x * sign
+        y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), self._spec)
+        y = y if zero is None else torch.where(zero, 0.0, y)
+        y = y if sign is None else y * sign
+        return (y if offset is None else y - offset).to(values.dtype)
+
+    def rows(self, part: slice | Tensor) -> WeightGrid:
+        """The grid of some rows of the matrix."""
+        grid = object.__new__(WeightGrid)
+        vars(grid).update({name: own[:, part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
+        return grid
+
+
+def structured_zeros(weight: Tensor) -> Tensor | None:
+    """Where a weight [out, ...] has zeros that are a structure, as those of pruning, bool [out, columns]; else None.
+
+    >>> structured_zeros(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    tensor([[ True, False],
+            [False,  True]])
+    """
+    zeros = weight.flatten(1) == 0
+    return zeros if int(zeros.sum()) > STRUCTURED * zeros.numel() else None
+
+
+def _if_any(mask: Tensor) -> Tensor | None:
+    return mask if bool(mask.any()) else None
+
+
+def _of_runs(values: Tensor, rows: int, block: int) -> Tensor:
+    """One value per run of columns that share one, and per row [runs, rows], from one per group."""
+    return values.flatten(1).T.repeat_interleave(block, 1)[:, :rows].contiguous()
+
+
+def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:
+    """One value per element of a matrix [out, columns], from one per group."""
+    for axis, (length, block) in enumerate(zip(shape, blocks, strict=True)):
+        values = values.repeat_interleave(block, axis).narrow(axis, 0, length)
+    return values.reshape(shape[0], -1)
+
+
+def _order(values: Tensor) -> Tensor:
+    """The places of float32 numbers in their order, int64; both zeros have place 0."""
+    bits = values.view(torch.int32).to(torch.int64)
+    return torch.where(bits < 0, -(2**31) - bits, bits)
+
+
+def _in_order(places: Tensor) -> Tensor:
+    """The float32 numbers of places."""
+    return torch.where(places < 0, -(2**31) - places, places).to(torch.int32).view(torch.float32)
+
 
 DAMPING = 0.05
 """The damping that serves most models: see docs/notes/improve.md."""
@@ -202,3 +355,122 @@ def _inner(one: Tensor, other: Tensor) -> float:
     rows = max(_VALUES // max(one[0, :1].numel(), 1), 1)
     pairs = zip(one.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
     return float(sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), torch.zeros(())))
+
+
+_BLOCK = 128  # columns whose errors are carried over to the others at once
+_INNER = 16  # likewise within a block, whose sums stay in a cache
+
+
+def gptq(
+    target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.05, pull: Tensor | None = None
+) -> Tensor:
+    """Values of a grid for a matrix [out, columns], column by column: later ones make good the errors of earlier ones.
+
+    Columns with the largest moments come first. A column whose input is always 0 gets the nearest values.
+
+    Args:
+        target: the matrix W.
+        moments: H, float64 [columns, columns].
+        grid: of the matrix.
+        damping: added to the diagonal, as a share of its mean.
+        pull: P [out, columns], float64.
+
+    Raises:
+        CalibrationError: the moments are not finite, or not positive semidefinite.
+    """
+    return gptq_and_loss(target, moments, grid, damping, pull)[0]
+
+
+def gptq_and_loss(
+    weight: Tensor, moments: Tensor, grid: WeightGrid, damping: float, pull: Tensor | None
+) -> tuple[Tensor, float]:
+    """The values of `gptq`, and their error.
+
+    With the damped moments L L^T, columns in reverse order, and the pull B L^T, the error of a row e of W - Q is
+    |e L + b|^2 less |b|^2. Column k of e L + b is e_k L_kk + b_k plus the sum of e_i L_ik over the columns i > k, which
+    are chosen before it: so k comes near to W_k plus this by L_kk. These are the steps of GPTQ without the inverse that
+    it factors (arXiv 2507.18553); by how much columns miss what they want is the error. All is float32, as what the
+    operator rounds: the damping bounds the condition.
+    """
+    order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
+    factor, added = damped_factor(ordered(moments, unit, order), damping)
+    diagonal = factor.diagonal()
+    pulled = None
+    if pull is not None:
+        pulled = by_unit(pull[:, order], unit)
+        torch.linalg.solve_triangular(factor.mT, pulled, upper=True, left=False, out=pulled)
+    chosen, errors = torch.empty_like(weight), weight.new_empty(weight.T.shape, dtype=torch.float32)
+    loss = 0.0 if pulled is None else -sum_of_squares(pulled)
+    for end in range(len(order), 0, -_BLOCK):
+        start = max(end - _BLOCK, 0)
+        columns = order[start:end]
+        left = weight[:, columns].T.float().contiguous()
+        shares = factor[start:, start:end] / diagonal[start:end]  # L_ik / L_kk
+        wanted = torch.addmm(left, shares[end - start :].T, errors[end:])
+        if pulled is not None:
+            wanted += (pulled[:, start:end] / diagonal[start:end]).T
+        missed = _choose(wanted, left, shares[: end - start], errors[start:end], grid, columns.tolist())
+        loss += sum_of_squares(missed.mul_(diagonal[start:end, None]))
+        loss -= sum_of_squares(errors[start:end] * added[start:end, None].sqrt())
+        chosen[:, columns] = wanted.T.to(weight.dtype)
+    return chosen, loss * float(unit)
+
+
+def _choose(
+    wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, grid: WeightGrid, columns: Sequence[int]
+) -> Tensor:
+    """Choose the values of some columns, the last one first, each [out]; returns by how much they miss what they want.
+
+    Args:
+        wanted: what to come near to, without the errors of these columns; becomes the values.
+        left: the matrix.
+        shares: of the error of a column that others make good.
+        errors: of the values; written.
+        grid: of the matrix.
+        columns: their numbers in it.
+    """
+    missed = torch.empty_like(wanted)
+    for end in range(len(columns), 0, -_INNER):
+        part = slice(max(end - _INNER, 0), end)
+        wanted[part].addmm_(shares[end:, part].T, errors[end:])
+        for place in range(end - 1, part.start - 1, -1):
+            wanted[place].addmv_(errors[place + 1 : end].T, shares[place + 1 : end, place])
+            found = grid.column(columns[place], wanted[place])
+            torch.sub(wanted[place], found, out=missed[place])
+            torch.sub(left[place], found, out=errors[place])
+            wanted[place] = found
+    return missed
+
+
+def descend(
+    target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, passes: int = 2, pull: Tensor | None = None
+) -> Tensor:
+    """Values of a grid with a loss that is not larger, by choosing each column anew while the others stay.
+
+    Args:
+        target: the matrix W [out, columns].
+        chosen: values of the grid.
+        moments: H, float64 [columns, columns].
+        grid: of the matrix.
+        passes: how many times each column is chosen.
+        pull: P [out, columns], float64.
+    """
+    best = chosen.to(torch.float64, copy=True)
+    slope = (best - target) @ moments
+    if pull is not None:
+        slope -= pull
+    curvature = moments.diagonal()
+    for _ in range(passes):
+        changed = False
+        for column in torch.nonzero(curvature > 0).flatten().tolist():
+            wanted = grid.column(column, best[:, column] - slope[:, column] / curvature[column])
+            step = wanted - best[:, column]
+            gain = -(2 * step * slope[:, column] + step * step * curvature[column])
+            step = torch.where(gain > 0, step, 0.0)
+            if bool(step.any()):
+                changed = True
+                best[:, column] += step
+                slope += step[:, None] * moments[column]
+        if not changed:
+            break
+    return best.to(target.dtype)

@@ -1,17 +1,237 @@
-"""Render the report as one HTML file without external references."""
+"""Render the report as one HTML file without external references.
+
+The style sheet and the script of a page; the page reads without the script, which sorts and filters layers.
+
+The first screen of a page: what the metric lost, how small the model is, whether it is exact, what to do next.
+
+Two runs side by side on one page.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
-from fakequant.report.data import OPTIONAL, ReportData, Section
-from fakequant.report.html.sections import SECTIONS, paragraphs
-from fakequant.report.html.style import SCRIPT, STYLE
-from fakequant.report.html.verdict import verdict
+from fakequant.model.analysis.summary import breakable, html_table
+from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, decibels, folded, grade, measured, ranked
+from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells
+from fakequant.report.html.sections import SECTIONS, paragraphs, table
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #d0d7de; --zebra: #f6f8fa;
+  --good: #1a7f37; --fair: #9a6700; --bad: #c0341d; --bar: #0072b2; --mark: #d55e00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4af; --paper: #0d1117; --line: #30363d;
+  --zebra: #161b22; --good: #56d364; --fair: #e3b341; --bad: #ff7b72; --bar: #58a6ff; --mark: #f0883e; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 76rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { line-height: 1.2; margin: 0 0 .25rem; font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { margin: 2.5rem 0 .5rem; font-size: 1.25rem; border-bottom: 1px solid var(--line); }
+h3 { margin: 1.5rem 0 .5rem; font-size: 1rem; overflow-wrap: anywhere; }
+p { max-width: 46rem; margin: .4rem 0; } code { font-size: .9em; } ul { max-width: 46rem; }
+.soft { color: var(--soft); } .good { color: var(--good); } .fair { color: var(--fair); } .bad { color: var(--bad); }
+nav { font-size: .9rem; margin-top: 1rem; } nav a { margin-right: 1rem; display: inline-block; } a { color: inherit; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+.tile { border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem; border-left: 4px solid var(--line); }
+.tile.good { border-left-color: var(--good); } .tile.bad { border-left-color: var(--bad); }
+.tile.fair { border-left-color: var(--fair); } .tile > * { color: var(--ink); margin: 0; overflow-wrap: anywhere; }
+.tile .what { font-size: .8rem; color: var(--soft); } .tile b { display: block; font-size: 1.35rem; line-height: 1.3; }
+.tile.good b { color: var(--good); } .tile.bad b { color: var(--bad); } .tile.fair b { color: var(--fair); }
+.tile b code { font-size: 1rem; } .tile p { font-size: .85rem; }
+pre { background: var(--zebra); border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem; overflow-x:
+  auto;
+  font-size: .85rem; margin: .5rem 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
+  font-weight: normal; }
+thead th { font-weight: 600; vertical-align: bottom; } tbody tr:nth-child(even) { background: var(--zebra); }
+td.number { white-space: nowrap; } .number, .layers tr :nth-child(n+4) { text-align: right; }
+.layers { width: 100%; table-layout: fixed; } .layers th:first-child { width: 22%; } .layers th,
+.layers td { padding-right: .5rem; }
+.layers th:nth-child(2) { width: 11%; } .layers th:nth-child(3) { width: 26%; }
+.layers th:first-child, .layers td { overflow-wrap: anywhere; }
+.layers td:nth-child(3) { font-size: .8rem; color: var(--soft); }
+.layers i { display: block; height: 4px; background: currentColor; margin-left: auto; border-radius: 2px; }
+th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; text-align: inherit; cursor:
+  pointer;
+  text-decoration: underline dotted; } th[aria-sort=ascending] button::after { content: " \\2191"; }
+th[aria-sort=descending] button::after { content: " \\2193"; }
+.tools { display: flex; flex-wrap: wrap; gap: .5rem; margin: .5rem 0; } .tools input { flex: 1 1 12rem; max-width:
+  24rem; }
+.tools * { font: inherit; padding: .25rem .5rem; color: inherit; background: var(--paper);
+  border: 1px solid var(--line); border-radius: 6px; } [hidden] { display: none !important; }
+details { border-bottom: 1px solid var(--line); }
+summary { cursor: pointer; padding: .3rem 0; overflow-wrap: anywhere; }
+.heat { display: inline-flex; gap: 2px; vertical-align: middle; margin-left: .5rem; }
+.heat i { width: 12px; height: 12px; border-radius: 2px; background: currentColor; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(19rem, 100%), 1fr)); gap: 1rem 1.5rem;
+  margin: .75rem 0; }
+figure { margin: 0; break-inside: avoid; min-width: 0; } figcaption { font-size: .85rem; overflow-wrap: anywhere; }
+figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100%; height: auto; overflow: visible; }
+.axis { display: flex; justify-content: space-between; font-size: .75rem; color: var(--soft); }
+.curve { max-width: 40rem; } .curve text { font-size: 11px; fill: currentColor; }
+.key { display: inline-block; width: 22px; height: 4px; vertical-align: middle; margin-right: .3em; }
+@media print, (max-width: 900px) { .layers { font-size: .75rem; } .layers th,
+  .layers td { padding-right: .3rem; } .layers th:nth-child(2) { width: 13%; }
+  .layers th:nth-child(3) { width: 22%; } }
+@media (max-width: 640px) { .wide th, .wide td { padding-right: .5rem; font-size: .8rem; }
+  body { padding: 1rem .8rem 3rem; } .layers thead { display: none; }
+  .layers, .layers tbody, .layers tr, .layers th, .layers td { display: block; width: auto !important; border: 0;
+  text-align: left !important; padding: 0; }
+  .layers tr { display: flex; flex-wrap: wrap; gap: 0 .8rem; border-bottom: 1px solid var(--line);
+  padding: .35rem .2rem; }
+  .layers tr th:first-child, .layers td:nth-child(3) { flex: 1 0 100%; } .layers td:empty { display: none; }
+  .layers td { font-size: .8rem; } .layers td:nth-child(4) { font-weight: 600; } .layers i { display: none; }
+  .layers td:nth-child(n+4)::before { color: var(--soft); font-weight: normal; }
+  .single td:nth-child(4)::before { content: "alone "; } .single td:nth-child(5)::before { content: "input "; }
+  .single td:nth-child(6)::before { content: "weight "; } .single td:nth-child(7)::before { content: "bits "; }
+  .single td:nth-child(8)::before { content: "share "; } .pair td:nth-child(4)::before { content: "A "; }
+  .pair td:nth-child(5)::before { content: "B "; } .pair td:nth-child(6)::before { content: "B less A "; } }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --zebra: #fff;
+  --good: #116329; --fair: #7a5200; --bad: #b42318; --bar: #0072b2; --mark: #d55e00; }
+  body { max-width: none; padding: 0; font-size: 10pt; } nav, .tools { display: none; }
+  .tiles { grid-template-columns: 1fr 1fr; } h2, h3, summary { break-after: avoid; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+  tr, .tile, figure { break-inside: avoid; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  .wide { overflow: visible; } }
+"""
+
+SCRIPT = """
+(() => {
+  const home = document.getElementById("rows");
+  if (!home) return;
+  const blocks = [...home.children], flat = document.createElement("div");
+  const rows = [...home.querySelectorAll("tbody tr")], places = rows.map(row => row.parentNode);
+  const value = cell => { const text = cell.textContent.trim();
+    return text === "exact" ? Infinity : text === "" ? NaN : parseFloat(text.replace(/,/g, "")); };
+  const head = home.querySelector("table").cloneNode(true);
+  head.tBodies[0].replaceChildren();
+  flat.append(head); flat.hidden = true; home.after(flat);
+  const tools = document.createElement("div"), search = document.createElement("input");
+  const back = document.createElement("button");
+  tools.className = "tools"; search.type = "search"; search.placeholder = "filter by name, type or format";
+  search.setAttribute("aria-label", "filter layers"); back.textContent = "network order"; back.type = "button";
+  back.hidden = true; tools.append(search, back); home.before(tools);
+  const sort = (column, down) => {
+    const key = row => column < 3 ? row.cells[column].textContent : value(row.cells[column]);
+    const order = (a, b) => { const x = key(a), y = key(b);
+      if (typeof x === "string") return (down ? -1 : 1) * x.localeCompare(y, "en", {numeric: true});
+      return isNaN(x) ? 1 : isNaN(y) ? -1 : x === y ? 0 : (x < y ? -1 : 1) * (down ? -1 : 1); };
+    head.tBodies[0].append(...[...rows].sort(order));
+    flat.hidden = back.hidden = false; home.hidden = true;
+    document.querySelectorAll(".layers.sortable thead th").forEach(th => th.removeAttribute("aria-sort"));
+    head.tHead.rows[0].cells[column].setAttribute("aria-sort", down ? "descending" : "ascending");
+  };
+  const button = (th, column) => { const b = document.createElement("button"); b.type = "button";
+    b.append(...th.childNodes); th.append(b);
+    b.onclick = () => sort(column, th.getAttribute("aria-sort") === "ascending"); };
+  [...home.querySelectorAll("table"), head].forEach(table => { table.classList.add("sortable");
+    [...table.tHead.rows[0].cells].forEach(button); });
+  back.onclick = () => { rows.forEach((row, at) => places[at].append(row)); flat.hidden = back.hidden = true;
+    home.hidden = false; };
+  search.oninput = () => { const words = search.value.toLowerCase();
+    rows.forEach(row => { row.hidden = !row.textContent.toLowerCase().includes(words); });
+    blocks.forEach(block => { const found = block.querySelector("tbody tr:not([hidden])");
+      block.hidden = !found; if (words && found && block.tagName === "DETAILS") block.open = true; }); };
+})();
+"""
+
+
+def verdict(data: ReportData) -> str:
+    """The tiles and the next step."""
+    tiles = [_metric(data), _size(data), _exactness(data), _worst(data)]
+    following = ""
+    if data.next:
+        code = f"<pre><code>{escape(data.code)}</code></pre>" if data.code else ""
+        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}{_tried(data)}</div>'
+    return f'<div class="tiles">{"".join(tiles)}</div>{following}'
+
+
+def _tried(data: ReportData) -> str:
+    """What was tried, in a table that is folded."""
+    advice = data.advice
+    if advice is None or not advice.tried:
+        return ""
+    header = ("what was tried", "error of the output", "bytes of weights", "")
+    rows = [("before each change", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
+    for number, one in enumerate(advice.tried):
+        error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
+        chance = "by chance: not on other batches" if one.by_chance else ""
+        rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else chance)))
+    head = f"Tried: {len(advice.tried)}, {advice.judged}"
+    shown = html_table(header, rows, numbers=(1, 2))
+    return f'<details><summary>{escape(head)}</summary><div class="wide">{shown}</div></details>'
+
+
+def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
+    """A tile; the figure is HTML."""
+    shown = f"<p>{breakable(note)}</p>" if note else ""
+    return f'<div class="tile {kind}"><p class="what">{escape(what)}</p><b>{figure}</b>{shown}</div>'
+
+
+def _metric(data: ReportData) -> str:
+    if not data.accuracy:
+        return _tile("metric", "not measured", data.missing.get(Section.ACCURACY, ""))
+    last = accuracy_cells(data.accuracy)[data.reported]
+    if len(data.accuracy) < 2:
+        return _tile(data.metric, escape(last[2]), f"{last[0]} {last[1]}".strip())
+    kind = "good" if data.lost <= FAIR_LOSS else "fair" if data.lost <= BAD_LOSS else "bad"
+    note = f"{last[3]} against {data.accuracy[0].format}; {last[0]} {last[1]}".strip()
+    return _tile(data.metric, escape(last[2]), note, kind)
+
+
+def _size(data: ReportData) -> str:
+    before, after = sum(layer.float_bytes for layer in data.layers), sum(layer.bytes for layer in data.layers)
+    elements = sum(layer.elements for layer in data.layers)
+    if not elements:
+        return _tile("size of quantized weights", "not measured", "")
+    note = f"{amount(before)} in float: {before / after:.2f} times smaller, {8 * after / elements:.2f} bits per weight"
+    return _tile("quantized weights with scales", amount(after), note)
+
+
+def _exactness(data: ReportData) -> str:
+    if not data.verifications:
+        return _tile("exported file", "not verified", "export the model to compare every quantizer bit for bit")
+    elements = sum(node.elements for check in data.verifications for node in check.nodes)
+    count = sum(len(check.nodes) for check in data.verifications)
+    runtimes = " and ".join(dict.fromkeys(check.runtime for check in data.verifications if check.runtime))
+    if all(check.passed for check in data.verifications):
+        where = f" in {runtimes}" if runtimes else ""
+        return _tile(
+            "exported file", "exact", f"all {count} quantizers, {elements:,} values, bit for bit{where}", "good"
+        )
+    faulty = [check.title for check in data.verifications if not check.passed]
+    fault = "not as deployed" if all(check.exact for check in data.verifications) else "not the model"
+    return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
+
+
+def _worst(data: ReportData) -> str:
+    layers = ranked(data)
+    if not layers:
+        return _tile("worst layer", "not measured", "")
+    first = layers[0]
+    what = "with this layer alone quantized" if first.alone is not None else "of its own tensors"
+    after = f"; the next is {layers[1].name} with {decibels(layers[1].worst)}" if len(layers) > 1 else ""
+    name = f"<code>{breakable(first.name)}</code>"
+    return _tile("worst layer", name, f"{decibels(first.worst)} dB {what}{after}", grade(first.worst))
+
+
+def amount(size: float) -> str:
+    """Bytes in a readable unit.
+
+    >>> amount(512), amount(22_700_000)
+    ('512 bytes', '22.7 MB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} bytes"
 
 
 def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
@@ -75,3 +295,83 @@ def _section(section: Section, body: str, data: ReportData) -> str:
         reason = data.missing.get(section, "This run did not measure it.")
         body = f'<p class="soft">Missing: {escape(reason)}</p>'
     return f'<section id="{section.name.lower()}"><h2>{escape(section.value)}</h2>{body}</section>\n'
+
+
+_HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B less A, dB")
+
+
+def render_pair(first: ReportData, second: ReportData) -> str:
+    """The page of two runs: A, and B against it.
+
+    >>> page = render_pair(ReportData("one"), ReportData("other"))
+    >>> "A: one" in page, "B: other" in page
+    (True, True)
+    """
+    runs = {"A": first, "B": second}
+    heads = "".join(f"<h2>{name}: {escape(run.title)}</h2>{verdict(run)}" for name, run in runs.items())
+    missing = paragraphs(["Missing: neither run measured it."], "soft")
+    sections = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{body or missing}</section>'
+        for name, title, body in (
+            ("accuracy", "Accuracy", _accuracy(runs)),
+            ("layers", "Layers", _layers(first.layers, second.layers)),
+            ("sizes", "Sizes", _sizes(runs)),
+        )
+    )
+    return document(f"{first.title} / {second.title}", f"{heads}<main>{sections}</main>")
+
+
+def _accuracy(runs: dict[str, ReportData]) -> str:
+    metrics = dict.fromkeys(run.metric for run in runs.values() if run.accuracy)
+    rows = [(name, *cells) for name, run in runs.items() for cells in accuracy_cells(run.accuracy)]
+    if not rows:
+        return ""
+    header = ("run", "format", "method", " / ".join(metrics), "change against float", "")
+    return table(header, rows, numbers=(3, 4))
+
+
+def _sizes(runs: dict[str, ReportData]) -> str:
+    rows = [(name, size.name, f"{size.bytes:,}") for name, run in runs.items() for size in run.sizes]
+    return table(("run", "what", "bytes"), rows, numbers=(2,)) if rows else ""
+
+
+def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
+    if not first and not second:
+        return ""
+    own, other = ({layer.name: layer for layer in layers} for layers in (first, second))
+    every = [*first, *(layer for layer in second if layer.name not in own)]
+
+    def rows(some: Sequence[Layer]) -> str:
+        header = "".join(f"<th>{cell}</th>" for cell in _HEADER)
+        body = "".join(_row(layer, own.get(layer.name), other.get(layer.name)) for layer in some)
+        return f'<table class="layers pair"><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>'
+
+    explanation = (
+        "Signal over quantization noise of the model's output with only this layer quantized, where both runs measured "
+        "that; else of the layer's own tensors."
+    )
+    return f'<p>{explanation}</p><div id="rows">{folded(every, rows)}</div>'
+
+
+def _row(layer: Layer, one: Layer | None, two: Layer | None) -> str:
+    ratios = _alike(one, two)
+    specs = "; ".join(
+        "not quantized" if f is None else f"{f.input or 'float'} x {f.weight or 'float'}" for f in (one, two)
+    )
+    change = "<td></td>"
+    if ratios[0] is not None and ratios[1] is not None:
+        gain = 0.0 if ratios[0] == ratios[1] else ratios[1] - ratios[0]
+        kind = "good" if gain > 0.5 else "bad" if gain < -0.5 else "soft"
+        change = f'<td class="{kind}">{"+" if gain > 0 else ""}{decibels(gain) if gain else "0.0"}</td>'
+    return (
+        f"<tr><th scope=row><code>{breakable(layer.name)}</code></th>"
+        f"<td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
+        f"{measured(ratios[0])}{measured(ratios[1])}{change}</tr>"
+    )
+
+
+def _alike(one: Layer | None, two: Layer | None) -> list[float | None]:
+    """The ratios of a layer in both runs by one measure: alone only if both runs measured that."""
+    if one is not None and two is not None and (one.alone is None or two.alone is None):
+        one, two = replace(one, alone=None), replace(two, alone=None)
+    return [None if found is None else found.worst for found in (one, two)]

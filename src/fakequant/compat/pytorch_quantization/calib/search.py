@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fakequant.compat.pytorch_quantization.specification import NumBits, integer_format
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import IntegerFormat
 
 # Thresholds times cells that are evaluated together: 512 KiB of float64, which fit into the cache.
 _CELLS = 1 << 16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fakequant.nn.ranges.learned import straight_through
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec

@@ -6,12 +6,7 @@ They are made when asked for, so that a function that `register_function` adds s
 from __future__ import annotations
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.sites.targets.onnxruntime import onnxruntime
-from fakequant.model.sites.targets.openvino import openvino
-from fakequant.model.sites.targets.qnn import qnn
-from fakequant.model.sites.targets.table import FixedRange, Target
-from fakequant.model.sites.targets.tensorrt import tensorrt
-from fakequant.model.sites.targets.xnnpack import xnnpack
+from fakequant.model.sites.targets.table import FixedRange, Target, onnxruntime, openvino, qnn, tensorrt, xnnpack
 
 __all__ = ["FixedRange", "Target", "find_target", "targets"]
 

@@ -1,4 +1,30 @@
-"""What a table of placement rules says."""
+"""What a table of placement rules says.
+
+XNNPACK, as ExecuTorch's quantizer annotates it: products, sums and concatenations, in and out.
+
+A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
+has the quantizers of what it reads and of what reads it: behind it alone, the sum in front would stay in float.
+
+TensorRT with explicit quantization: the inputs of layers that have kernels for INT8 and FP8, as late as possible.
+
+A convolution, its batch normalisation, the residual sum after it and the ReLU are one kernel. A quantizer between them
+keeps them apart, so that a residual sum has one on the identity branch alone. Softmax, sigmoid and norms stay in float.
+
+OpenVINO, as NNCF places quantizers for its CPU plugin: at the inputs of quantizable operators.
+
+Concatenations have one scale. Operators that NNCF calls agnostic keep the scale of their input.
+
+Qualcomm's QNN (HTP): every operator has quantized inputs and a quantized output.
+
+Softmax and sigmoid give values from 0 to 1, tanh from -1 to 1. Concatenations and stacks have one scale.
+
+ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
+
+A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
+is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then. Quantizers
+move back to a product over functions that give one tensor another shape (`qdq_propagation.cc`), but over no Split,
+Gather, Slice or Resize.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +33,7 @@ from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.traits import having
-from fakequant.nn.sites.functions import SITE_FUNCTIONS
-from fakequant.nn.sites.traits import Trait
+from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 
 
 class FixedRange(NamedTuple):
@@ -103,3 +128,94 @@ def lookups() -> frozenset[str]:
 def after_products(*functions: str) -> frozenset[tuple[str, str]]:
     """Pairs of every product and the functions that engines compute together with it, and of batch normalisation."""
     return frozenset((first, second) for first in (*products(), "batch_norm") for second in ("batch_norm", *functions))
+
+
+_PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv_transpose2d", "addmm"})
+
+
+def xnnpack() -> Target:
+    """The table of XNNPACK."""
+    return Target(
+        name="xnnpack",
+        inputs=_PRODUCTS | {"add", "mul", "cat"},
+        keeps=moves() | {"relu", "hardtanh", "relu6"},
+        shared=frozenset({"cat"}),
+        outputs=_PRODUCTS | {"add", "mul", "cat"},
+        fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu"), ("mul", "relu")},
+    )
+
+
+def tensorrt() -> Target:
+    """The table of TensorRT."""
+    return Target(
+        name="tensorrt",
+        inputs=products() | ATTENTION | POOLS | {"add"},
+        keeps=moves() | {"relu", "cat"},
+        fused=after_products("relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "silu") | {("add", "relu")},
+        identity_only=True,
+        symmetric=True,
+    )
+
+
+def openvino() -> Target:
+    """The table of OpenVINO."""
+    return Target(
+        name="openvino",
+        inputs=products()
+        | lookups()
+        | ATTENTION
+        | {"add", "mul", "cat", "stack", "layer_norm", "group_norm", "instance_norm", "rms_norm", "interpolate", "mean"}
+        | POOLS,
+        keeps=moves() | {"maximum", "minimum"},
+        shared=frozenset({"cat", "stack"}),
+        fused=after_products("relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "silu", "gelu", "hardswish")
+        | {("add", "relu")},
+    )
+
+
+_ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
+
+
+def qnn() -> Target:
+    """The table of QNN."""
+    keeps = moves() | {"maximum", "minimum"}
+    inputs = frozenset(SITE_FUNCTIONS) - keeps - {"batch_norm", "relu", "relu6"}
+    return Target(
+        name="qnn",
+        inputs=inputs,
+        keeps=keeps,
+        shared=frozenset({"cat", "stack"}),
+        fixed={
+            "softmax": _ZERO_TO_ONE,
+            "sigmoid": _ZERO_TO_ONE,
+            "hardsigmoid": _ZERO_TO_ONE,
+            "tanh": FixedRange(-1.0, 1.0, has_high=True),
+        },
+        outputs=(inputs | RECURRENT | {ATTENTION_LAYER}) - lookups(),
+        fused=after_products("relu", "relu6") | {("add", "relu")},
+        attention_in_parts=True,
+    )
+
+
+def onnxruntime() -> Target:
+    """The table of ONNX Runtime."""
+    return Target(
+        name="onnxruntime",
+        inputs=products()
+        | lookups()
+        | POOLS
+        | {"scaled_dot_product_attention", "add", "mul", "cat", "stack", "softmax", "sigmoid", "leaky_relu"},
+        keeps=moves() | {"interpolate", "relu", "relu6"},
+        fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
+        outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
+        fused=after_products("relu", "relu6") | {("add", "relu")},
+        moved_back=frozenset(
+            """
+            view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach dropout data
+            ravel max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
+            """.split()  # noqa: SIM905
+        ),
+        attention_in_parts=True,
+        symmetric=False,
+        folds_norms=False,
+    )

@@ -1,16 +1,16 @@
 """The gradients of scale and zero point: sums of dy times slope that come out the same in any order.
 
-numerics/sums.py explains the digits. Integers are added by atomic operations, which is exact, so that the order of
+numerics/reference.py explains the digits. Integers are added by atomic operations, which is exact, so that the order of
 programs changes nothing. Two passes over memory, because the first digit depends on the largest product of a group.
 """
 
 import triton
 import triton.language as tl
 
+from fakequant.ops.triton.kernels.elements import draw_word, load_seed, places_of_sweep, zeros_of
+
 from .elements import encode, in_code_range, load_params
-from .ranges import places_of_sweep, zeros_of
 from .rounding import clamp, computable, divide
-from .stochastic import draw_word, load_seed
 
 
 @triton.jit

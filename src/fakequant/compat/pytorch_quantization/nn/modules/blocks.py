@@ -10,7 +10,7 @@ from torch import Tensor
 from fakequant.compat.pytorch_quantization import calib
 from fakequant.compat.pytorch_quantization.specification import block_axes, block_specification
 from fakequant.functional import fake_quantize
-from fakequant.numerics.formats.format import Format
+from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import Arithmetic
 from fakequant.ops import library

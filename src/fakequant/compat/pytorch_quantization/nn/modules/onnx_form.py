@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fakequant.compat.pytorch_quantization.specification import granularity_of
-from fakequant.numerics.formats.format import Format
-from fakequant.numerics.formats.integers import IntegerFormat
+from fakequant.numerics.formats.floats import Format, IntegerFormat
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization import tensor_quant
 from fakequant.compat.pytorch_quantization.nn.modules._utils import WeightedModule
-from fakequant.nn.quantized.transposed import conv_transpose
+from fakequant.nn.quantized.layers import conv_transpose
 
 __all__ = [
     "Conv1d",
