@@ -291,7 +291,7 @@ def test_a_name_that_utf_8_cannot_write_is_in_the_report(tmp_path: Path) -> None
 def test_the_improvement_shows_the_error_after_each_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = fq.prepare(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), "INT4_WEIGHT_ONLY")
-    found = fq.ptq.improve(model, [torch.randn(32, 8)], ["ranges", "gptq", "bias"], progress=False)
+    found = fq.ptq.improve(model, [torch.randn(512, 8)], ["ranges", "gptq", "bias"], progress=False)
     given = improved(found)
     assert {row.layer: dict(row.steps) for row in given} == {row.layer: row.steps for row in found.layers}
     header, first, *_ = re.findall(

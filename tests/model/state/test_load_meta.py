@@ -240,6 +240,25 @@ def test_a_file_that_another_save_replaces_meanwhile_is_read_to_its_end(tmp_path
     assert_same(fq.apply(empty(), state), model)
 
 
+def test_a_file_that_another_save_removes_while_it_is_opened_is_read_anew(tmp_path: Path, monkeypatch) -> None:
+    model = fq.prepare(net(), "int8_weight_only")
+    fq.calibrate(model, progress=False)
+    fq.save(model, tmp_path)
+    plain = torch.UntypedStorage.from_file
+
+    def saves_meanwhile(path: str, *options: Any, **more: Any) -> Any:
+        """Of safetensors, which has the file open, and opens it again for torch."""
+        monkeypatch.setattr(torch.UntypedStorage, "from_file", plain)
+        model[0].weight.data.mul_(2)
+        fq.calibrate(model, progress=False)
+        fq.save(model, tmp_path)
+        Path(path).unlink(missing_ok=True)
+        return plain(path, *options, **more)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", saves_meanwhile)
+    assert_same(fq.load(empty(), tmp_path), model)
+
+
 PEAK = """
 import sys, torch, fakequant as fq
 from torch import nn

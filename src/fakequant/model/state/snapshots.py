@@ -419,7 +419,11 @@ class StoredTensors(LazyTensors):
 
 
 def _open(path: Path) -> Any:
-    return require_safetensors().safe_open(path, "pt")
+    try:
+        return require_safetensors().safe_open(path, "pt")
+    except RuntimeError as error:  # not of the content: another process may have removed the file
+        _stamp(path)
+        raise OSError(f"{path} cannot be opened: {error}") from error
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
