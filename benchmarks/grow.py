@@ -175,9 +175,6 @@ CASES = (
     Case("`fuse_batch_norm`", "conv", lambda m, x: fq.fuse_batch_norm(x, m.images[0])),
     Case("`calibrate`", "prepared", lambda m, x: fq.calibrate(x, m.batches, progress=False)),
     Case("`calibrate` of a model for a target", "placed", lambda m, x: fq.calibrate(x, m.batches, progress=False)),
-    Case(
-        '`calibrate(method="auto")`', "prepared", lambda m, x: fq.calibrate(x, m.batches, method="auto", progress=False)
-    ),
     Case("`recalibrate`", "calibrated", lambda m, x: fq.recalibrate(x, method="max")),
     Case("`summary`", "calibrated", lambda m, x: fq.summary(x)),
     Case("`summary` with an example", "calibrated", lambda m, x: fq.summary(x, m.batches[0])),

@@ -13,7 +13,6 @@ from pathlib import Path
 import fakequant as fq
 from benchmarks.accuracy.models import classifiers, output_error, tasks
 from fakequant.calibration import DEFAULT_METHOD, calibrators
-from fakequant.model.calibration.calibrate import AUTO
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
@@ -26,8 +25,7 @@ Written by `python -m benchmarks.accuracy.methods`. Four trained models are thos
 [what accuracy algorithms win back](accuracy-measured.md); a perceptron with normalisations, an LSTM over the rows of
 images, and a CNN with SiLU and gates are trained on the same digits. Inputs have one range per tensor, and every method
 gets the same 8 batches. A figure is the squared error of the model's output on other data, divided by the error of the
-best single method. The last row is the mean over the models. `{default}` is the default. `{auto}` holds 2 of the 8
-batches back and chooses a method for each model by them.
+best single method. The last row is the mean over the models. `{default}` is the default.
 """
 
 
@@ -37,7 +35,7 @@ def measure() -> list[dict[str, str | float]]:
     folder = ROOT / "build" / "accuracy"
     for task in (tasks(folder) | classifiers(folder)).values():
         for preset in PRESETS:
-            for method in [*calibrators(), AUTO]:
+            for method in calibrators():
                 model = fq.prepare(copy.deepcopy(task.model), preset)
                 fq.calibrate(model, task.batches, method, progress=False)
                 error = output_error(model, task.model, task.held_out)
@@ -48,14 +46,14 @@ def measure() -> list[dict[str, str | float]]:
 
 def page(rows: list[dict[str, str | float]]) -> str:
     """The page of the rows of a run."""
-    text = _HEAD.format(default=DEFAULT_METHOD, auto=AUTO)
+    text = _HEAD.format(default=DEFAULT_METHOD)
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     for preset in PRESETS:
         text += f"\n## {preset}\n\n| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}\n"
         shares: dict[str, list[float]] = {method: [] for method in methods}
         for name in dict.fromkeys(row["model"] for row in rows):
             errors = {r["method"]: float(r["error"]) for r in rows if (r["model"], r["preset"]) == (name, preset)}
-            best = min(error for method, error in errors.items() if method != AUTO)
+            best = min(errors.values())
             for method in methods:
                 shares[method].append(errors[method] / best)
             text += f"| {name} | {' | '.join(f'{shares[method][-1]:.2f}' for method in methods)} |\n"

@@ -58,9 +58,7 @@ def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
     preset: Annotated[str, one_of("configuration, such as int8, fp8 or int4_weight_only", *PRESETS)] = "int8",
-    method: Annotated[
-        str, one_of("calibrator of the activations, or auto: the best of four", *METHODS)
-    ] = DEFAULT_METHOD,
+    method: Annotated[str, one_of("calibrator of the activations", *METHODS)] = DEFAULT_METHOD,
     train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,

@@ -25,7 +25,7 @@ from fakequant.errors import ConfigError, ExportError, FakeQuantError, Verificat
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.capability import Style
 from fakequant.model.analysis.summary import summary
-from fakequant.model.calibration.calibrate import AUTO, calibrate
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.calibration.observation import check_unseen
 from fakequant.model.config import Config
 from fakequant.model.execution import set_execution
@@ -144,8 +144,7 @@ def run(job: Job, console: Console) -> ReportData:
         KeyboardInterrupt: with a message that says which files the folder holds.
     """
     config = job.config()
-    if job.method != AUTO:
-        job = replace(job, method=find_method(job.method))
+    job = replace(job, method=find_method(job.method))
     Style.parse(job.style)
     as_execution(job.execution)
     check_unseen(job.unseen)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from fakequant.calibration import calibrators
-from fakequant.model.calibration.calibrate import AUTO
 from fakequant.model.presets import presets as named_presets
 
 RecipeFile = Annotated[
@@ -21,7 +20,7 @@ RecipeFile = Annotated[
 TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run Python files of a folder of Hugging Face")]
 
-PRESETS, METHODS = tuple(name.lower() for name in named_presets()), (*calibrators(), AUTO)
+PRESETS, METHODS = tuple(name.lower() for name in named_presets()), tuple(calibrators())
 
 
 def one_of(help: str, *words: str) -> Any:

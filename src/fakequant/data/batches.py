@@ -34,6 +34,40 @@ OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
 
 
+_AT_MOST = 8
+"""Batches that are held back: they stay in memory."""
+
+
+class HeldBack:
+    """Batches for calibration, of which the second of `every` few is held back to choose by.
+
+    Attributes:
+        held: the batches held back, by their number from 0; of a single batch that batch itself.
+
+    >>> batches = HeldBack(range(7), 4)
+    >>> list(batches), batches.held
+    ([0, 2, 3, 4, 6], {1: 1, 5: 5})
+    """
+
+    def __init__(self, batches: Iterable[Any], every: int) -> None:
+        self._batches, self._every = batches, every
+        self.held: dict[int, Any] = {}
+        self.count = 0
+        """The number of all batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        only: dict[int, Any] = {}
+        for number, batch in enumerate(self._batches):
+            self.count = number + 1
+            if number == 0:
+                only = {number: batch}
+            if number % self._every == 1 and len(self.held) < _AT_MOST:
+                self.held[number] = batch
+            else:
+                yield batch
+        self.held = self.held or only
+
+
 class BatchError(CalibrationError):
     """A model failed on a batch; the cause is the model's own error.
 

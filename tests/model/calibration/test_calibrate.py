@@ -1,5 +1,6 @@
 """Calibration is one step: all ranges are set, or nothing is changed."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,9 +8,19 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.calibration import DEFAULT_METHOD
+from fakequant.cli import commands
 from fakequant.nn import Quantizer, quantizers
+from fakequant.ptq.advising.trial import METHODS
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def test_one_default_everywhere() -> None:
+    for function in (fq.calibrate, fq.recalibrate, commands.quantize):
+        assert inspect.signature(function).parameters["method"].default == DEFAULT_METHOD
+    assert fq.ptq.Ways().methods == (DEFAULT_METHOD,)
+    assert METHODS[0] == DEFAULT_METHOD
 
 
 class Idle(nn.Sequential):

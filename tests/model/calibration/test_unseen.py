@@ -210,7 +210,7 @@ class Branches(nn.Module):
 ZEROS = [(X, torch.zeros_like(X))] * 2
 
 
-@pytest.mark.parametrize("method", ["max", "mse", "percentile", "entropy", "moving_average", "auto"])
+@pytest.mark.parametrize("method", ["max", "mse", "percentile", "entropy", "moving_average"])
 @pytest.mark.parametrize("preset", ["int8", "int8_affine", "fp8"])
 def test_inputs_that_are_always_zero_are_named_and_stay_in_float(method, preset, tmp_path):
     model = fq.prepare(Branches(), preset)

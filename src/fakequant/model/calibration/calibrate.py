@@ -5,17 +5,15 @@ The method of calibration by which a model's output keeps most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
-from fakequant.data.progress import say
+from fakequant.data.batches import Batches, Forward, Inputs, Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.by_value import (
@@ -27,11 +25,9 @@ from fakequant.model.calibration.by_value import (
     set_range_of,
 )
 from fakequant.model.calibration.observation import Observation, check_unseen, is_chosen, leave_in_float, observed
-from fakequant.model.run.outputs import OutputDistance
 from fakequant.model.run.traits import warn_of_masks
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import (
-    disabled,
     give_range,
     is_searched,
     note_weight,
@@ -47,104 +43,6 @@ from fakequant.nn.ranges.by_value import By
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
-
-AUTO = "auto"
-"""The argument `method` that asks for the best of `METHODS`."""
-
-METHODS = (DEFAULT_METHOD, "max", "percentile", "entropy")
-"""What one pass over the batches serves."""
-
-CLEARLY = 0.9
-"""The share of an error below which a change clearly lowers it. On few batches a smaller difference is chance: on the
-four trained models of `benchmarks.accuracy.methods` the mean error is 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best;
-with 0.95 here it was 1.021 and 1.050."""
-
-_EVERY, _AT_MOST = 4, 8
-"""The second of every four batches is held back by default, up to eight: they stay in memory."""
-
-
-class HeldBack:
-    """Batches for calibration, of which the second of `every` few is held back to choose by.
-
-    Attributes:
-        held: the batches held back, by their number from 0; of a single batch that batch itself.
-
-    >>> batches = HeldBack(range(7))
-    >>> list(batches), batches.held
-    ([0, 2, 3, 4, 6], {1: 1, 5: 5})
-    """
-
-    def __init__(self, batches: Iterable[Any], every: int = _EVERY) -> None:
-        self._batches, self._every = batches, every
-        self.held: dict[int, Any] = {}
-        self.count = 0
-        """The number of all batches."""
-
-    def __iter__(self) -> Iterator[Any]:
-        only: dict[int, Any] = {}
-        for number, batch in enumerate(self._batches):
-            self.count = number + 1
-            if number == 0:
-                only = {number: batch}
-            if number % self._every == 1 and len(self.held) < _AT_MOST:
-                self.held[number] = batch
-            else:
-                yield batch
-        self.held = self.held or only
-
-
-class MethodChoice(NamedTuple):
-    """What each method leaves.
-
-    Attributes:
-        errors: by method, the error of the model's output as a share of its energy; the mean of several outputs.
-        batches: how many were held back.
-        worst: by method, the one of several outputs with the largest error, and this error; else "".
-    """
-
-    errors: dict[str, float]
-    batches: int
-    worst: dict[str, str]
-
-    @property
-    def method(self) -> str:
-        """The default, unless another leaves clearly less."""
-        least = min(self.errors, key=self.errors.__getitem__)
-        return least if self.errors[least] < CLEARLY * self.errors[DEFAULT_METHOD] else DEFAULT_METHOD
-
-    def __str__(self) -> str:
-        others = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items() if name != self.method)
-        return (
-            f'method "{AUTO}" chose "{self.method}": error of the output {self.errors[self.method]:.2e} of its energy '
-            f"{self.worst[self.method]}on {self.batches} {'batch' if self.batches == 1 else 'batches'} held back "
-            f"({others})"
-        )
-
-
-def choose(model: nn.Module, held: KeptBatches, use: Callable[[str], object]) -> MethodChoice:
-    """Measure the model's output by every method.
-
-    Args:
-        model: with calibrated quantizers.
-        held: batches to measure on.
-        use: sets the ranges of a method's name.
-
-    Raises:
-        CalibrationError: a batch gives no float output.
-    """
-    with disabled(model):
-        outputs = OutputDistance(model, held)
-    if not outputs.has_outputs:
-        raise CalibrationError(
-            f'method "{AUTO}" compares float outputs, and the model returns none; name a method, such as '
-            f"{DEFAULT_METHOD!r}"
-        )
-    errors, worst = {}, {}
-    for method in METHODS:
-        use(method)
-        found = outputs.of(model)
-        errors[method], worst[method] = found.mean, f"({found.shown_worst}) " if found.shown_worst else ""
-    return MethodChoice(errors, len(held), worst)
 
 
 @unwraps
@@ -181,9 +79,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
             tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
             empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
-        method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
-            every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
-            these (the default, unless another leaves 10 % less), and says which. All batches make the ranges.
+        method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs.
         weight_method: the same, for weights; by default "max". For codes of fewer than 4 bits, and for scales in
             formats of their own, as those of GGUF, the default is "mse", which searches scales and offsets by the
             squared error of the weight.
@@ -243,11 +139,6 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             by_value, data = chosen_values(model, given, by, bins, boundaries, processes)
             if by_value is not None:
                 read(by_value)
-            if method == AUTO:
-                weights = {"weight_method": weight_method, "weight_options": weight_options}
-                how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
-                how |= {} if by_value is None else {"by": by_value.by, "boundaries": by_value.boundaries}
-                return _calibrate_by_choice(model, data, group, options, how)
 
             def make(name: str) -> Calibrator:
                 if found[name].kind is Kind.INPUT:
@@ -438,35 +329,3 @@ def _set_ranges(
                 note_weight(weight)
         tie_scales(model, ranges)
         raise_scales(model)
-
-
-def _calibrate_by_choice(
-    model: nn.Module, data: Batches, group: ProcessGroup | None, options: dict[str, Any], how: dict[str, Any]
-) -> dict[str, Calibrator]:
-    """Calibrate by the best of several methods, which one pass over the batches serves."""
-    if options:
-        raise ConfigError(f'method "{AUTO}" takes no options, got {", ".join(options)}; name a method for them')
-    if group is not None and group.size() > 1:
-        raise ConfigError(
-            f'method "{AUTO}" chooses in one process, and {group.size()} calibrate together; name a method, '
-            f"such as {DEFAULT_METHOD!r}"
-        )
-    given = HeldBack(data)
-    found = quantizers(model)
-    owners = [model.get_submodule(layer_of(name)) for name in found]
-    with restore_on_error(ranges_of(found.values(), owners)):
-        used = calibrate(model, given, group=group or False, forward=data.run, **how)
-        collected = {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
-        if not collected:
-            return used
-        held = KeptBatches(data, given.held)
-        held.progress = False
-        choice = choose(model, held, lambda method: recalibrate(model, collected, method))
-        if len(given.held) < given.count:  # else they were seen
-            with restore_after(attributes_of(found.values(), "calibrator")):
-                remaining = {name: found[name] for name in used}
-                Observation(model, remaining, how["pattern"], held, used.__getitem__).observe(shared=False)
-        chosen = recalibrate(model, collected, choice.method)
-    if how["progress"] is not False:
-        say(str(choice))
-    return used | chosen

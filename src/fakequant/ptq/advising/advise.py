@@ -23,13 +23,12 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask, example_arguments, example_in
+from fakequant.data.batches import Batches, Forward, HeldBack, Inputs, KeptBatches, Mask, example_arguments, example_in
 from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import tell
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder
 from fakequant.model.analysis.summary import html_result, parameter_bytes
-from fakequant.model.calibration.calibrate import CLEARLY, METHODS, HeldBack
 from fakequant.model.config import find_preset
 from fakequant.model.run.outputs import decibels
 from fakequant.model.training.fuse import fusions_of
@@ -37,6 +36,7 @@ from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.advising.next_step import ENGINES, find_engine, holders, places
+from fakequant.ptq.advising.trial import CLEARLY, METHODS
 from fakequant.ptq.formats.comparison import (
     Compared,
     Preparation,

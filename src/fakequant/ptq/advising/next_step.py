@@ -21,7 +21,7 @@ from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward
 from fakequant.errors import CalibrationError, ConfigError, nearest, shown
-from fakequant.model.calibration.calibrate import CLEARLY, METHODS, calibrate, ranges_of, recalibrate
+from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
 from fakequant.model.presets import presets
@@ -38,7 +38,7 @@ from fakequant.nn.sites.sites import SITES
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import lend
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ptq.advising.trial import Aim, Change, Halves, NextStep, Trial, Tried
+from fakequant.ptq.advising.trial import CLEARLY, METHODS, Aim, Change, Halves, NextStep, Trial, Tried
 from fakequant.ptq.improving.improve import improve
 from fakequant.restore import restore_after
 from fakequant.text import listed
@@ -179,7 +179,7 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
     """
     held = list(held)
     last = [one.collected.method for one in held[:1] if one.collected is not None]
-    names = sorted(METHODS, key=lambda method: method not in last)
+    names = sorted((*METHODS, "entropy"), key=lambda method: method not in last)
     return [method for method in names if all(_gives(one, method) for one in held)]
 
 
@@ -190,7 +190,7 @@ def weight_methods_of(model: nn.Module) -> list[str | None]:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
     except CalibrationError:  # the weight of a function that no call has shown
         return []
-    for method in dict.fromkeys([None, "max", *METHODS]):
+    for method in dict.fromkeys([None, "max", *METHODS, "entropy"]):
         same = total = 0
         for path, one in held.items():
             found = _scale_of(tensors[path], one.quantizer.spec, method)

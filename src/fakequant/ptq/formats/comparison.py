@@ -31,7 +31,7 @@ from fakequant.data.progress import track
 from fakequant.errors import ConfigError, FakeQuantError, FusionWarning, shown, warn_renamed
 from fakequant.files import check_path, output_errors, read_whole, writable_file, write_whole
 from fakequant.model.analysis.summary import html_result
-from fakequant.model.calibration.calibrate import AUTO, calibrate
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.execution import set_execution
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
@@ -516,7 +516,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
 
 def _combined(ways: Ways) -> list[Way]:
     names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
-    methods = [method if method == AUTO else find_method(method) for method in ways.methods]
+    methods = [find_method(method) for method in ways.methods]
     for step in ways.steps:
         if not isinstance(step, str | None):
             raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, HeldBack, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationWarning, ConfigError, nearest, shown, warn_user
-from fakequant.model.calibration.calibrate import HeldBack
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
