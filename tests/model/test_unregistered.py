@@ -115,6 +115,8 @@ def test_layers_that_come_after_prepare_are_named(name: str, tmp_path: Path) -> 
         "save": lambda m: fq.save(m, tmp_path / "saved"),
         "export": lambda m: fq.export_onnx(m, torch.randn(4, 8), tmp_path / "model.onnx"),
         "summary": fq.summary,
+        "sensitivity": lambda m: fq.sensitivity(m, [torch.randn(4, 8)], progress=False),
+        "improve": lambda m: fq.ptq.improve(m, [torch.randn(4, 8)], "fast", progress=False),
     }
     for look in looks.values():
         model = prepared()

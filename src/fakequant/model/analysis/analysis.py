@@ -27,6 +27,7 @@ from fakequant.errors import ConfigError, nearest
 from fakequant.model.analysis.summary import html_result
 from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
+from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scales
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
@@ -276,6 +277,7 @@ def sensitivity(
     check_model(model, "sensitivity", "sensitivity(model, batches)")
     check_metric(metric, "sensitivity")
     refuse_unprepared(model)
+    warn_of_new_layers(model)
     data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
     held = _alone(model, each)

@@ -21,6 +21,7 @@ from fakequant.data.progress import track
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationWarning, ConfigError, nearest, shown, warn_user
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
@@ -258,6 +259,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     True
     """
     check_model(model, "improve", "improve(model, batches)")
+    warn_of_new_layers(model)
     processes = Together(processes_of(model, group))
     with processes:  # an error of one process is raised in all
         if processes.group is not None and checkpoint is not None:
