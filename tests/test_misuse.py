@@ -201,11 +201,6 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"calibrate takes a model, got a list; write calibrate\(model, batches\)",
     ),
     "calibrate on another width": (lambda _: fq.calibrate(ready(), [X, X9]), FAILS),
-    "calibrate by choice, on another width held back": (lambda _: fq.calibrate(ready(), [X, X9], "auto"), FAILS),
-    "calibrate by choice, on another width": (
-        lambda _: fq.calibrate(ready(), [X, X, X9], "auto"),
-        FAILS.replace("batch 2", "batch 3"),
-    ),
     "histogram on another width": (lambda _: fq.plot.histogram(ready(), "0._input_quantizer", [X, X9]), FAILS),
     "report on another width": (lambda path: fq.report(ready(), [X, X9], path / "report.html"), FAILS),
     "calibrate on integers": (lambda _: fq.calibrate(fq.prepare(net(), "int8"), [X, X.long()]), INTEGERS),
