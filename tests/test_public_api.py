@@ -65,6 +65,7 @@ NAMES = [
     "register_codec",
     "register_format",
     "register_granularity",
+    "register_preset",
     "report",
     "save",
     "search",

@@ -24,6 +24,7 @@ from fakequant.numerics.granularity import (
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
+from fakequant.registry import import_later
 from fakequant.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from fakequant.model.calibration.calibrate import calibrate, recalibrate
     from fakequant.model.execution import set_execution
     from fakequant.model.prepare import prepare
-    from fakequant.model.presets import Config, Rule, TensorConfig
+    from fakequant.model.presets import Config, Rule, TensorConfig, register_preset
     from fakequant.model.sites.sites import site_plan
     from fakequant.model.sites.targets import Target
     from fakequant.model.state import (
@@ -123,6 +124,7 @@ __all__ = [
     "register_codec",
     "register_format",
     "register_granularity",
+    "register_preset",
     "report",
     "save",
     "search",
@@ -151,7 +153,8 @@ _MEMBERS = {
         *("LazyTensor", "QuantizedState", "WeightCodes", "apply", "float_state_dict", "load", "register_codec"),
         *("save", "snapshot"),
     ),
-    "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
+    # not from config: a rule takes a preset's name
+    "fakequant.model.presets": ("Config", "Rule", "TensorConfig", "register_preset"),
     "fakequant.nn.backward.products": ("GradientConfig",),
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
@@ -163,8 +166,8 @@ _MEMBERS = {
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),
 }
-_ASKED = {"advise": ("fakequant.export", "fakequant.delivery")}
-"""What says of files what they can hold."""
+for _room in ("export", "delivery"):  # they register presets, and what files can hold
+    import_later(lambda room=_room: import_module(f"fakequant.{room}"))
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 
 
@@ -172,8 +175,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"fakequant.{name}")
     elif name in _PLACES:
-        for module in _ASKED.get(name, ()):
-            import_module(module)
         value = getattr(import_module(_PLACES[name]), name)
     else:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import NAMED, Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
 from fakequant.numerics.granularity import Granularity
@@ -312,3 +312,23 @@ def test_torchscript_says_to_prepare_what_was_written(script: Any, inside: bool)
 def test_a_mixture_of_gguf_on_another_model_is_an_error_of_the_preset(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?i){name} is a mixture for models that llama.cpp knows: .* single types"):
         fq.prepare(nn.Sequential(nn.Linear(256, 256)), name)
+
+
+def test_presets_are_registered_by_name() -> None:
+    mine = fq.Config("tiny_head", (fq.Rule(weight="int4 per_channel(0)"), fq.Rule("1", weight="int8 per_tensor")))
+    try:
+        assert fq.register_preset(mine) is mine
+        fq.register_preset(fq.Config("tiny_head", mine.rules))  # an equal one again
+        model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "Tiny-Head")
+        assert str(model[1].weight_quantizer.spec) == "int8 per_tensor"
+        with pytest.raises(ConfigError, match="another preset has the name TINY_HEAD"):
+            fq.register_preset(fq.Config("TINY_HEAD", (fq.Rule(weight="int8 per_tensor"),)))
+        with pytest.raises(ConfigError, match=r"did you mean .*TINY_HEAD"):
+            fq.prepare(nn.Linear(4, 4), "tiny_haed")
+    finally:
+        NAMED.pop("TINY_HEAD", None)
+    for name in ("INT8", "w4a16"):
+        with pytest.raises(ConfigError, match="another preset has the name"):
+            fq.register_preset(fq.Config(name, mine.rules))
+    with pytest.raises(ConfigError, match="letters, digits and _"):
+        fq.register_preset(fq.Config("int8 per_channel(0)", mine.rules))

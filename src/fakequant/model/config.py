@@ -26,10 +26,11 @@ from fakequant.nn.sites.functions import canonical_ops
 from fakequant.nn.wrappers import NO_KERNEL, Kernel, Role
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec, as_spec
+from fakequant.registry import import_waiting
 from fakequant.text import listed, module_name
 
 NAMED: dict[str, Any] = {}
-"""The presets by name; `fakequant.model.presets` fills it, because a rule takes a preset by its name."""
+"""The presets by name, see `register_preset`; `fakequant.model.presets` has those that serve every model."""
 
 ALIASES = {
     "W8A8": "INT8",
@@ -64,9 +65,31 @@ def find_preset(name: str) -> Any:
         )
     upper = name.upper().replace("-", "_")
     upper = ALIASES.get(upper, upper)
+    if upper not in NAMED and upper.isidentifier():
+        import_waiting()
     if upper not in NAMED:
         raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*NAMED, *ALIASES]))}")
     return NAMED[upper]
+
+
+def register_preset(config: Config) -> Config:
+    """Make a configuration known by its name, which `prepare`, rules and the command line take in any case.
+
+    Raises:
+        ConfigError: another preset has the name, or it is none: letters, digits and `_`.
+
+    >>> mine = register_preset(Config("MINE", (Rule(weight="int4 per_channel(0)"), Rule("head"))))
+    >>> find_preset("mine") is mine
+    True
+    >>> del NAMED["MINE"]  # of the example only
+    """
+    name = config.name.upper()
+    if not name.isidentifier():
+        raise ConfigError(f"a preset has a name of letters, digits and _, such as 'MINE', got {config.name!r:.80}")
+    if name in ALIASES or NAMED.get(name, config) != config:
+        raise ConfigError(f"another preset has the name {name}; choose another name")
+    NAMED[name] = config
+    return config
 
 
 _NO_AXIS = 1 << 30  # of no tensor

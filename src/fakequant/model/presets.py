@@ -15,16 +15,11 @@ vLLM 0.32 (W8A8_DYNAMIC); compressed-tensors 0.20 (W8A8_TRANSFORMERS); BitNet b1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 
-from torch import nn
-
-from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.config import ALIASES as ALIASES
-from fakequant.model.config import NAMED, Config, ModelConfig, Rule, TensorConfig
+from fakequant.model.config import Config, Rule, TensorConfig, register_preset
 from fakequant.model.config import find_preset as find_preset
 from fakequant.nn.backward.products import GradientConfig
 from fakequant.numerics.granularity import PerBlock
@@ -270,28 +265,11 @@ def _with_inputs(rule: Rule) -> Rule:
     return replace(rule, input=LLAMA_CPP_INPUTS[prod(sizes)])
 
 
-NAMED.update(presets())
+def _register() -> None:
+    for config in presets().values():
+        register_preset(config)
+        if config.name.startswith("GGUF_"):
+            register_preset(with_llama_cpp_inputs(config))
 
 
-def _mixture(name: str) -> ModelConfig:
-    # By name, because the rules need the names of tensors, which rooms further out know.
-    def make(model: nn.Module) -> Config:
-        try:
-            return import_module("fakequant.delivery").mixture(model, name)  # type: ignore[no-any-return]
-        except CheckpointError as error:
-            raise ConfigError(
-                f"{name} is a mixture for models that llama.cpp knows: {error}; GGUF_Q4_K and the other "
-                "single types serve every model"
-            ) from error
-
-    return ModelConfig(name, make=make)
-
-
-def _of_gguf() -> Iterator[Config]:
-    """The presets of GGUF that `presets` leaves out."""
-    yield from [with_llama_cpp_inputs(one) for one in presets().values() if one.name.startswith("GGUF_")]
-    for name in ("Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"):
-        yield from (_mixture(f"GGUF_{name}"), _mixture(f"GGUF_{name}_A8"))
-
-
-NAMED.update({one.name: one for one in _of_gguf()})
+_register()

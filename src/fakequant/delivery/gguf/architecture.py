@@ -32,7 +32,7 @@ from fakequant.delivery.format import Place, float_names, places_of
 from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, require_gguf
 from fakequant.delivery.gguf.lattices import for_rows, from_blocks, kind_of, spec_of
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig, register_preset
 from fakequant.model.prepare import quantizers_of
 from fakequant.model.presets import LLAMA_CPP_CACHE, LLAMA_CPP_INPUTS, with_llama_cpp_inputs
 from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, sites_entry
@@ -411,6 +411,23 @@ def mixture(model: nn.Module, name: str) -> Config:
         rules.append(Rule(place.path, weight=TensorConfig(spec_of(for_rows(kind, columns)))))
     return Config(f"GGUF_{key}", tuple(rules))
 
+
+def _preset(name: str) -> ModelConfig:
+    def make(model: nn.Module) -> Config:
+        try:
+            return mixture(model, name)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{name} is a mixture for models that llama.cpp knows: {error}; GGUF_Q4_K and the other "
+                "single types serve every model"
+            ) from error
+
+    return ModelConfig(name, make=make)
+
+
+for _name in ("Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"):
+    register_preset(_preset(f"GGUF_{_name}"))
+    register_preset(_preset(f"GGUF_{_name}_A8"))
 
 Model = TypeVar("Model", bound=nn.Module)
 _BLOCK, _BOUND = 32, 127

@@ -49,6 +49,7 @@ from fakequant.ptq.formats.comparison import (
 )
 from fakequant.ptq.formats.mixes import check_budget
 from fakequant.ptq.improving.collector import remove_finished, run_of
+from fakequant.registry import import_waiting
 from fakequant.text import table
 
 EVERY = 2
@@ -589,6 +590,7 @@ class _WaySearch:
         self.refused: dict[str, str] = {}
         """By preset, why the model cannot have it."""
         presets = [name for kind in kinds for name in kind]
+        import_waiting()  # files say what they can hold
         for name in presets:
             try:
                 twin = task.prepared(name)
