@@ -1,4 +1,4 @@
-"""The rules for shapes and types against torch's meta kernels, and with dynamic dimensions against themselves."""
+"""Types and shapes that are inferred against what torch computes, and with dynamic dimensions against static ones."""
 
 import pytest
 import torch
@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import IRType, TensorShape, TensorType
-from fakequant.ir.table import ROWS, _by_fake_tensors, bound, faults, find_row, infer, make_op
-from tests.support.matrix import full, in_turn, sweep
-from tests.support.networks import NETWORKS, PRESETS, quantized
+from fakequant.ir.table import ROWS, bound, find_row, infer, make_op
 
 F32 = IRType.Float32
 
@@ -97,27 +95,36 @@ CASES = {
     "ChooseScale": [([X], {"spec": "int8 per_channel(0)"}), ([X], {"spec": "int8 per_block(-1:2)"})],
     "Size": [([X], {"dim": 1})],
 }  # fmt: skip
-# What no operator of torch computes has no meta kernel to compare with.
-WITHOUT_META = {"FakeQuantize", "FakeQuantization", "Fused"} | {name for name in ROWS if name.startswith("Index")}
+# What no operator of torch computes.
+WITHOUT_OPERATOR = {"FakeQuantize", "FakeQuantization", "Fused"} | {name for name in ROWS if name.startswith("Index")}
 ALL = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
 def test_every_row_has_a_case():
-    assert set(ROWS) - WITHOUT_META == set(CASES)
+    assert set(ROWS) - WITHOUT_OPERATOR == set(CASES)
     assert len(ROWS) >= 40
 
 
+def computed(op, inputs):
+    """The types of what torch computes from zeros."""
+    _, call = bound(op, inputs)
+    args, kwargs = call.filled([torch.zeros(t.shape, dtype=t.type.dtype) for t in inputs])
+    made = call.signature.target(*args, **kwargs)
+    results = made if isinstance(made, (tuple, list)) else [made]
+    return [
+        TensorType.of(r) if isinstance(r, torch.Tensor) else TensorType(IRType.Index, TensorShape()) for r in results
+    ]
+
+
 @pytest.mark.parametrize(("name", "inputs", "attributes"), ALL, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(ALL)])
-def test_the_rule_is_what_torch_does(name, inputs, attributes):
+def test_what_is_inferred_is_what_torch_computes(name, inputs, attributes):
     op = make_op(name, range(len(inputs)), attributes)
-    row, call = bound(op, inputs)
-    assert row.rule is not None
-    assert list(row.rule(call)) == _by_fake_tensors(call)
+    assert infer(op, inputs) == computed(op, inputs)
 
 
 @pytest.mark.parametrize(("name", "inputs", "attributes"), ALL, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(ALL)])
 def test_a_dynamic_dimension_gives_what_the_static_one_does(name, inputs, attributes):
-    """Each dimension of the first input dynamic: the rule refuses it, or its result covers the static one."""
+    """Each dimension of the first input dynamic: it is refused, or its result covers the static one."""
     static = infer(make_op(name, range(len(inputs)), attributes), inputs)
     for axis in range(len(inputs[0].shape)):
         dims = list(inputs[0].shape)
@@ -138,38 +145,93 @@ def test_a_dynamic_dimension_gives_what_the_static_one_does(name, inputs, attrib
         assert all(f.type is s.type and f.shape.matches(s.shape) for f, s in zip(found, static, strict=True))
 
 
-@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
-def test_rules_of_captured_operations(network, preset):
-    model, x = quantized(network, preset)
-    graph = ir.capture(model, x)
-    types = graph.types()
-    compared = 0
-    for op in graph.ops:
-        row, call = bound(op, [types[id] for id in op.input_ids])
-        if row.rule is not None and op.op_type not in WITHOUT_META:
-            assert list(row.rule(call)) == _by_fake_tensors(call) == op.outputs
-            compared += 1
-    assert compared > len(graph.ops) / 2
+TYPES = (F32, F32, IRType.Half, IRType.Int64, IRType.Boolean)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.sampled_from(ALL), st.data())
-def test_other_shapes_are_refused_or_right(case, data):
-    """Whatever shapes come, the rule gives torch's answer or a reason; never a crash."""
+def test_what_is_accepted_torch_computes(case, data):
+    """Whatever shapes, types and numbers come, they are refused with a reason, or torch computes what was inferred."""
     name, inputs, attributes = case
     place = data.draw(st.integers(0, len(inputs) - 1))
-    dims = data.draw(st.lists(st.sampled_from([1, 2, 4, 6, 9]), max_size=5))
-    given = [typed(*dims, type=t.type) if i == place else t for i, t in enumerate(inputs)]
+    dims, type = inputs[place].shape, inputs[place].type
+    if data.draw(st.booleans()):
+        dims = data.draw(st.lists(st.sampled_from([1, 2, 4, 6, 9]), max_size=5))
+    else:
+        type = data.draw(st.sampled_from(TYPES))
+    numbers = [key for key, value in attributes.items() if is_number(value)]
+    if numbers and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(numbers))
+        attributes = attributes | {key: data.draw(st.integers(-4, 4))}
+    given = [typed(*dims, type=type) if i == place else t for i, t in enumerate(inputs)]
     op = make_op(name, range(len(given)), attributes)
     try:
-        row, call = bound(op, given)
-        assert row.rule is not None
-        found = list(row.rule(call))
+        found = infer(op, given)
     except GraphError:
         return
-    op.output_ids, op.outputs = list(range(10, 10 + len(found))), found
-    # Torch may know a restriction that the rule does not; then the operation is refused with torch's reason.
-    assert all("torch refuses it" in fault for fault in faults(op, given))
+    if any(0 in t.shape for t in found):
+        return  # no graph declares it
+    try:
+        made = computed(op, given)
+    except (NotImplementedError, RuntimeError) as error:
+        made = str(error)
+    # Which types have a kernel depends on the device, and the sign of an exponent is a value.
+    assert made == found or any(words in made for words in ("not implemented for", "negative integer powers"))
+
+
+def is_number(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+SIZE = TensorType(IRType.Index, TensorShape())
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "attributes", "found"),
+    [
+        # A slice of a dynamic dimension may be shorter than it is for long ones.
+        ("Slice", [typed(-1, 6)], {"end": 5}, typed(-1, 6)),
+        ("Slice", [typed(-1, 6)], {"start": -3}, typed(-1, 6)),
+        ("Reshape", [typed(-1, 6)], {"shape": [-1, 2, 3]}, typed(-1, 2, 3)),
+        ("Flatten", [typed(-1, 6, 2)], {"start_dim": 1}, typed(-1, 12)),
+        ("Squeeze", [typed(-1, 1, 6)], {}, typed(-1, 6)),
+        ("Conv2d", [typed(-1, 3, -1, -1), typed(4, 3, 7, 7)], {"stride": [2, 2]}, typed(-1, 4, -1, -1)),
+        # Only one length fits, or lengths that differ.
+        ("Linear", [typed(-1, -1), typed(5, 6)], {}, typed(-1, -1)),
+        ("Conv2d", [typed(-1, -1, -1, -1), typed(4, 3, 7, 7)], {}, typed(-1, -1, -1, -1)),
+        ("LayerNorm", [typed(-1, -1)], {"normalized_shape": [4, 6]}, typed(-1, -1)),
+        ("Reshape", [typed(-1, 2, 2)], {"shape": [24]}, typed(-1)),
+        # Sizes: nothing tells that the second is four times the dynamic dimension.
+        ("Reshape", [typed(8, -1, 32), SIZE], {"shape": [8, ir.Ref(1), 8]}, typed(-1, -1, -1)),
+        ("Reshape", [typed(-1, 6), SIZE], {"shape": [ir.Ref(1), -1]}, typed(-1, -1)),
+        ("Reshape", [typed(-1, 6), SIZE, SIZE], {"shape": [ir.Ref(1), ir.Ref(2), 6]}, typed(-1, -1, -1)),
+        ("Expand", [typed(1, 6), SIZE], {"size": [ir.Ref(1), 6]}, typed(-1, -1)),
+        ("Add", [X, SIZE], {}, typed(-1, -1)),
+        ("aten.arange.default", [SIZE], {"end": ir.Ref(0)}, typed(-1, type=IRType.Int64)),
+    ],
+)  # fmt: skip
+def test_what_dynamic_dimensions_and_sizes_give(name, inputs, attributes, found):
+    assert infer(make_op(name, range(len(inputs)), attributes), inputs) == [found]
+
+
+def test_the_default_type_counts():
+    op = make_op("Sqrt", [0])
+    assert infer(op, [INTS]) == [X]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert infer(op, [INTS]) == [typed(4, 6, type=IRType.Float64)]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_only_a_run_tells_is_declared():
+    made = typed(-1, 2, type=IRType.Int64)
+    op = make_op("aten.nonzero.default", [0])
+    with pytest.raises(GraphError, match="makes what only a run can tell"):
+        infer(op, [X])
+    op.output_ids, op.outputs = [1], [made]
+    assert infer(op, [X]) == [made]
 
 
 def test_an_operator_without_a_row_is_torchs_own():

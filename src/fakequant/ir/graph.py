@@ -36,7 +36,7 @@ from fakequant.ir.fx.convert import Converter, needed, type_of
 from fakequant.ir.fx.functional import remove_changes_in_place, unite_types
 from fakequant.ir.op import DYNAMIC, TensorType
 from fakequant.ir.op import to_text as value_to_text
-from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.ops import RECURRENT
 from fakequant.ir.run.execute import CompiledGraph, compile, run, to_torch
 from fakequant.ir.structure import Constant, GraphStructure, GraphType, Input, Validity, check, faults_of, validate
 from fakequant.model.run.regions import inline_regions

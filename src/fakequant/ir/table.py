@@ -1,8 +1,7 @@
-"""The table of operations: what each is captured from, its rule for types and shapes, and what computes it.
+"""The table of operations: what each is captured from, what tells its types and shapes, and what computes it.
 
-A row is one line in one of the modules of `fakequant.ir.ops`. A name with dots that has no row is an operator of torch:
-its arguments come from its schema and its results from its meta kernel, so that whatever torch.export writes can be in
-a graph.
+A row is a name in `fakequant.ir.ops`. A name with dots that has no row is an operator of torch. Of both, arguments come
+from torch's schema and results from torch's meta kernel, so that whatever torch.export writes can be in a graph.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice, product
+from math import prod
 from typing import Any
 
 import torch
@@ -36,10 +38,12 @@ from fakequant.ir.op import (
     TensorShape,
     TensorType,
     bind,
+    items_to_text,
     same,
     signature_of,
 )
 
+Check = Callable[[Call], None]
 Rule = Callable[[Call], Sequence[TensorType]]
 
 
@@ -50,8 +54,9 @@ class OperationRow:
     Attributes:
         name: its name in graphs.
         signatures: its forms; those of torch's operators are what it is captured from and what computes it.
-        rule: the types and shapes of its results, -1 where a dimension is dynamic; raises GraphError with the reason
-            for which the inputs do not fit. Without one, torch's meta kernel decides.
+        check: raises GraphError with the reason for which it does not take the inputs, where torch's meta kernel would.
+        rule: the types and shapes of its results, -1 where a dimension is dynamic; raises GraphError as `check` does.
+            Without one, torch's meta kernel decides.
         module: makes the module that computes it, where no operator of torch does.
         moves: whether every element of the result is one of the first input, each once: a reshape, a transpose.
         draws: whether an operation draws random numbers; by default its operators' tags tell.
@@ -59,14 +64,12 @@ class OperationRow:
 
     name: str
     signatures: tuple[Signature, ...]
+    check: Check | None = None
     rule: Rule | None = None
     module: Callable[[Call], nn.Module] | None = None
     moves: bool = False
     draws: Callable[[IROp], bool] | None = None
 
-
-# Divisible by what sizes are commonly divided by.
-_SOME = 840
 
 # Libraries of kernels that backends call with arguments that they have checked.
 _PRIVATE = "fakequant_"
@@ -79,8 +82,9 @@ _captured_from: dict[object, str] = {}
 def add_row(
     name: str,
     targets: str,
-    rule: Rule | None,
     *,
+    check: Check | None = None,
+    rule: Rule | None = None,
     moves: bool = False,
     draws: Callable[[IROp], bool] | None = None,
 ) -> None:
@@ -89,22 +93,25 @@ def add_row(
     Args:
         name: its name in graphs.
         targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
-        rule: as in `OperationRow`.
-        moves: as in `OperationRow`.
-        draws: as in `OperationRow`.
+        check: as in `OperationRow`; so are the others.
+        rule: in place of torch's meta kernel.
+        moves: false where elements are computed or left out.
+        draws: if not by the tags of the operators.
     """
-    overloads = [find_overload(target) for target in targets.split()]
-    _put(OperationRow(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves, draws=draws))
+    signatures = tuple(signature_of(find_overload(target)) for target in targets.split())
+    _put(OperationRow(name, signatures, check, rule, moves=moves, draws=draws))
 
 
 def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
     """Add a kind of operation that a module computes."""
-    _put(OperationRow(name, (Signature(tuple(parameters)),), rule, module))
+    _put(OperationRow(name, (Signature(tuple(parameters)),), rule=rule, module=module))
 
 
-def add_function_row(name: str, function: Callable[..., object], parameters: Iterable[Parameter], rule: Rule) -> None:
-    """Add a kind of operation that a function of Python computes."""
-    _put(OperationRow(name, (Signature(tuple(parameters), function),), rule))
+def add_function_row(name: str, function: Callable[..., object]) -> None:
+    """Add a kind of operation that a function of Python computes: a size from two sizes."""
+    size = TensorType(IRType.Index, TensorShape())
+    parameters = (Parameter("self", "int"), Parameter("other", "int"))
+    _put(OperationRow(name, (Signature(parameters, function),), rule=lambda call: [size]))
 
 
 def _put(row: OperationRow) -> None:
@@ -177,14 +184,14 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
         GraphError: the inputs or attributes do not fit; says why.
     """
     row, call = bound(op, inputs)
-    found = None if row.rule is None else list(row.rule(call))
-    dynamic = any(t.shape.dynamic for t in inputs)
-    if any(t.type is IRType.Index for t in inputs) or not isinstance(call.signature.target, OpOverload):
-        return list(op.outputs) if found is None else found
-    if found is None and dynamic:
-        return _by_some_sizes(call)
-    # A rule says in the words of graphs what does not fit; of static shapes torch knows every restriction.
-    return found if found is not None and dynamic else _by_fake_tensors(call)
+    if row.check is not None:
+        row.check(call)
+    if row.rule is not None:
+        return list(row.rule(call))
+    found = _by_torch(_Question.of(call))
+    if found is None and not op.outputs:
+        raise GraphError("makes what only a run can tell; append an IROp with its outputs to the graph's ops")
+    return list(op.outputs if found is None else found)
 
 
 # torch raises these for operators without a rule for shapes, and for sizes that depend on values, as with nonzero.
@@ -196,30 +203,135 @@ _UNTOLD = (
 )
 
 
-def _by_some_sizes(call: Call) -> list[TensorType]:
-    """What is known about an operator's results before dynamic dimensions are known: element types and ranks."""
-    types = [TensorType(t.type, TensorShape(_SOME if n == DYNAMIC else n for n in t.shape)) for t in call.inputs]
+@dataclass(frozen=True)
+class _Question:
+    """A call, equal to those for which torch finds the same: layers repeat, and torch takes 0.3 ms and more."""
+
+    call: Call = field(compare=False)
+    op_type: str
+    attributes: str
+    inputs: tuple[TensorType, ...]
+    settings: tuple[object, ...]
+
+    @staticmethod
+    def of(call: Call) -> _Question:
+        """The question to torch what a call makes."""
+        settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return _Question(call, call.op.op_type, items_to_text(call.op.attributes), tuple(call.inputs), settings)
+
+
+@lru_cache(maxsize=4096)
+def _by_torch(question: _Question) -> tuple[TensorType, ...] | None:
+    """What torch's meta kernel finds; None if only a run can tell.
+
+    Raises:
+        GraphError: the inputs do not fit.
+    """
+    call = question.call
+    is_size: list[bool] = []
+    for type, shape in call.inputs:
+        is_size += [True] if type is IRType.Index else [False] * shape.count(DYNAMIC)
     try:
-        made = _by_fake_tensors(Call(call.op, call.signature, call.arguments, types))
-    except GraphError:
-        # Other sizes may fit; a run tells.
-        return list(call.op.outputs)
-    return [TensorType(t.type, TensorShape(DYNAMIC for _ in t.shape)) for t in made]
+        return _by_lengths(call, is_size) if is_size else _by_fake_tensors(call, call.inputs)
+    except _UNTOLD:
+        return None
 
 
-def _by_fake_tensors(call: Call) -> list[TensorType]:
-    """The types that torch finds for fake tensors; it knows each restriction of an operator and computes nothing."""
-    assert call.signature.target is not None
-    args, kwargs = call.filled(call.inputs)
+def _by_lengths(call: Call, is_size: list[bool]) -> tuple[TensorType, ...] | None:
+    """What torch's meta kernel finds, whichever lengths dynamic dimensions and sizes have; None if it is not sure.
+
+    Two lengths of all dynamic dimensions are tried, and a dimension of the result that differs is dynamic. Where only
+    one length fits, or lengths that differ between the dimensions, all dimensions of the result are; so they are where
+    sizes are given, because nothing tells how these follow from the dimensions.
+
+    Raises:
+        GraphError: no lengths fit.
+    """
+    refused: list[GraphError] = []
+
+    def fitting(tries: Iterable[Sequence[int]]) -> Iterator[tuple[TensorType, ...]]:
+        for lengths in tries:
+            try:
+                yield _by_fake_tensors(call, _with_lengths(call.inputs, lengths))
+            except GraphError as error:
+                if not refused:
+                    refused.append(error)
+
+    made = list(islice(fitting(_alike(call, is_size)), 1 if any(is_size) else 2))
+    if len(made) == 2:
+        return _merged(call, *made)
+    others = product((_SOME[0], 1, *_given(call)), repeat=len(is_size))
+    made = made or list(islice(fitting(islice(others, _MOST_TRIES)), 1))
+    if made:
+        return tuple(TensorType(type, TensorShape(DYNAMIC for _ in shape)) for type, shape in made[0])
+    # A size may be any, and less is known of operators without a row: what fits may not have been tried.
+    if any(is_size) or call.op.op_type not in ROWS or next(others, None) is not None:
+        return None
+    raise GraphError(f"{refused[0]} (with {_SOME[0]} for what is dynamic)") from refused[0]
+
+
+# The first is divisible by what sizes are commonly divided by, the second shorter than what slices leave.
+_SOME = (840, 2, 1680)
+_MOST_TRIES = 500  # of 0.3 ms
+
+
+def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
+    """One length for all dynamic dimensions and sizes."""
+    yield [_SOME[0]] * len(is_size)
+    # A reshape takes one size that is left over, -1.
+    for free in (i for i, size in enumerate(is_size) if size):
+        yield [-1 if i == free else 1 if size else _SOME[0] for i, size in enumerate(is_size)]
+    given = _given(call)
+    combined = (n for a in given for b in given for n in (a * b, a // b, a + b))
+    for length in dict.fromkeys((*_SOME[1:], *given, *combined)):
+        if length > 1:
+            yield [length] * len(is_size)
+
+
+def _given(call: Call) -> list[int]:
+    """Lengths in a call, to which dynamic dimensions may be bound, and the sums and products of its lists."""
+    values = [value if isinstance(value, (list, tuple)) else [value] for value in call.arguments.values()]
+    lists = [[n for n in value if type(n) is int] for value in values]
+    lists += [[n for n in t.shape if n != DYNAMIC] for t in call.inputs]
+    lengths = [n for found in lists for n in (*found, sum(found), prod(found))]
+    return sorted({n for n in lengths if 1 < n < 2**20})
+
+
+def _with_lengths(inputs: Sequence[TensorType], lengths: Iterable[int]) -> list[TensorType | int]:
+    """Inputs whose dynamic dimensions and sizes have these lengths, in order."""
+    left = iter(lengths)
+    return [
+        next(left)
+        if type is IRType.Index
+        else TensorType(type, TensorShape(next(left) if n == DYNAMIC else n for n in shape))
+        for type, shape in inputs
+    ]
+
+
+def _merged(call: Call, *made: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """Results for two lengths of the dynamic dimensions as one."""
+    one, other = made
+    if len(one) != len(other):
+        raise GraphError(f"cannot tell into how many parts it splits {call.inputs[0].shape}")
+    return tuple(
+        TensorType(type, TensorShape(n if n == m else DYNAMIC for n, m in zip(shape, also, strict=True)))
+        for (type, shape), (_, also) in zip(one, other, strict=True)
+    )
+
+
+def _by_fake_tensors(call: Call, inputs: Sequence[TensorType | int]) -> tuple[TensorType, ...]:
+    """The types that torch finds for fake tensors; it knows most restrictions of an operator and computes nothing."""
+    assert isinstance(call.signature.target, OpOverload)
+    args, kwargs = call.filled(inputs)
     with _without_memory():
-        args, kwargs = _as_fake(args), {name: _as_fake(value) for name, value in kwargs.items()}
         try:
+            args, kwargs = _as_fake(args), {name: _as_fake(value) for name, value in kwargs.items()}
             made = call.signature.target(*args, **kwargs)
         except _UNTOLD:
-            return list(call.op.outputs)
-        except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
             raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
-    return [_type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made])]
+    return tuple(_type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made]))
 
 
 @contextmanager
@@ -315,8 +427,8 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
 
 def _declares(declared: TensorType, found: TensorType) -> bool:
     # What is declared as missing is read by nothing, so that its type does not matter.
-    same = declared.type is found.type and TensorShape(declared.shape).matches(found.shape)
-    return same or declared.type is IRType.Missing
+    fits = declared.type is found.type and TensorShape(declared.shape).matches(found.shape) and 0 not in found.shape
+    return fits or declared.type is IRType.Missing
 
 
 def make_op(op_type: str, input_ids: Iterable[int] = (), attributes: dict[str, Any] | None = None) -> IROp:

@@ -22,7 +22,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from fakequant.errors import GraphError
 from fakequant.ir.fake_quantization import FakeQuantize
 from fakequant.ir.op import Call, IROp, IRType, Parameter, Ref, Signature, TensorShape, TensorType
-from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.ops import RECURRENT
 from fakequant.ir.structure import Constant, GraphStructure, check, read_frozen
 from fakequant.ir.table import ROWS, OperationRow, bound, faults, in_order, make_op, repeatable
 from fakequant.numerics.spec import Arithmetic, QuantSpec
@@ -156,7 +156,7 @@ def _draws(op: IROp) -> bool:
 
 
 _PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
-ROWS[NAME] = OperationRow(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)
+ROWS[NAME] = OperationRow(NAME, (Signature(_PARAMETERS),), rule=_rule, draws=_draws)
 
 
 def run(graph: GraphStructure, inputs: Sequence[Tensor]) -> Any:
