@@ -31,7 +31,7 @@ from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.fixed_codes import is_stale, magnitudes, mark
+from fakequant.nn.ranges.fixed_codes import magnitudes, mark
 from fakequant.nn.sites.products import site_products
 from fakequant.nn.wrappers import Role, cached_weights
 from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
@@ -304,7 +304,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
         if quantizer.fitted_to is None or (weight.computed_by_hook and not _weight_hooks(weight)):
             continue
         tensor = fresh_weight(weight, name)
-        if not is_sharded(tensor) and not tensor.is_meta and is_stale(quantizer, tensor):
+        if not is_sharded(tensor) and not tensor.is_meta and quantizer.is_stale(tensor):
             quantizer.seen = mark(tensor)  # the next call need not say it again
             found.append(name)
     stale = list(dict.fromkeys(module_name(layer_of(name)) for name in found))

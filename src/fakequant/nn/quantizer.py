@@ -1,4 +1,4 @@
-"""The quantizer: one module that is off, observes, or quantizes.
+"""The quantizer: one module that is off, observes, or quantizes; of a weight it may hold codes that were fixed.
 
 Quantized weights that are given out again while nothing changes them.
 
@@ -14,23 +14,47 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules import module as _all_modules
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.calibration import Calibrator
-from fakequant.distributed import whole
-from fakequant.errors import CalibrationError, CallError, ConfigError, ShapeError, StaleScaleWarning, warn_user
-from fakequant.nn.ranges.by_value import ByValue, Kind, Mode, RangesByValue
-from fakequant.nn.ranges.fixed_codes import KEY, UNUSUAL, KeptCodes, look
-from fakequant.nn.ranges.learned import GlobalScale, LearnedRange, learned_ranges, make_learned_range, shared_by
-from fakequant.nn.ranges.sharded import Mesh, known_part
-from fakequant.numerics.qparams import PLAIN, QParams, Range, is_concrete, lend, shape_of
+from fakequant.distributed import gather, is_sharded, whole
+from fakequant.errors import (
+    CalibrationError,
+    CallError,
+    ConfigError,
+    QParamsError,
+    ShapeError,
+    StaleScaleWarning,
+    warn_user,
+)
+from fakequant.functional import choose_qparams
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.ranges.by_value import ByValue, Kind, Mode, params_of_call
+from fakequant.nn.ranges.fixed_codes import KEY, are_equal, is_same, magnitudes, mark, version_of
+from fakequant.nn.ranges.learned import (
+    GLOBAL_SCALE,
+    LearnedRange,
+    QuantizerPart,
+    check_global_scale,
+    learned_ranges,
+    make_learned_range,
+    params_under,
+    shared_by,
+)
+from fakequant.nn.ranges.sharded import Mesh, fingerprint, known_parts
+from fakequant.nn.stored.weight import StoredWeight
+from fakequant.numerics import reference
+from fakequant.numerics.formats.floats import as_integers, check_codes, integers_of, of_integers
+from fakequant.numerics.granularity import PerBlock, PerTensor
+from fakequant.numerics.qparams import PLAIN, QParams, Range, check_scale, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding, as_spec
 from fakequant.ops import library
@@ -38,23 +62,12 @@ from fakequant.restore import restore_on_error, state_of
 
 _Made = TypeVar("_Made")
 
-
-class _Cached(Protocol):
-    """What a cache needs to know of a `Quantizer`."""
-
-    name: str
-    spec: QuantSpec
-    dynamic: bool
-    scale: Tensor | None
-    zero_point: Tensor | None
-    fixed_codes: Tensor | None
-
-    @property
-    def learned(self) -> object | None: ...
-
-    def quantized(self, x: Tensor) -> Tensor: ...
-
-    def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None: ...
+_UNUSUAL = (Proxy, StoredWeight)
+"""What quantizers are called with beside tensors of numbers."""
+_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes to which a model with fixed codes may have been converted for a while."""
+_TOLERATED = 0.1
+"""Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
 
 
 class WeightCache:
@@ -63,7 +76,7 @@ class WeightCache:
     Copies and pickles of it are None: the copy of a quantizer quantizes its weight at every call.
     """
 
-    def __init__(self, quantizer: _Cached) -> None:
+    def __init__(self, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
         self._state: tuple[Any, ...] | None = None
         self._held: list[Tensor] = []
@@ -237,7 +250,7 @@ def _new(cls: type[Any]) -> Any:
     return made.__new__(made)
 
 
-class Quantizer(GlobalScale, KeptCodes, RangesByValue):
+class Quantizer(QuantizerPart):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -247,7 +260,12 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
 
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 when the model becomes half
     precision. After `learn(method)` they are None, and a submodule named by the method holds parameters that training
-    moves: `learned`.
+    moves: `learned`. Where the range follows a value of the call, their first axis is that of its bins. Of a dynamic
+    quantizer the buffer `global_scale` may fix 1 / the scale of the tensor; blocks have their own below it.
+
+    The buffer `fixed_codes` is None, or holds codes of the weight as integers in its shape, which a solver or a reader
+    fixed. They are valid while the weight has their values, bit for bit. If quantizing the values gives the same codes,
+    calls quantize as usual, at no cost. Otherwise each call compares the weight with the values.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
     >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -259,6 +277,10 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
 
     scale: Tensor | None
     zero_point: Tensor | None
+    global_scale: Tensor | None
+    fixed_codes: Tensor | None
+    by_value: ByValue | None = None
+    """What a call takes one of several ranges by."""
     collected: Calibrator | None = None
     """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
     pinned: bool
@@ -271,6 +293,20 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
     """Whether the example of `prepare` did not come to it."""
     is_same_everywhere = False
     """Whether its processes were seen to have the same values."""
+    fitted_to: Tensor | None = None
+    """The largest magnitude per group of the weight for which the parameters were set."""
+    seen: Any = None
+    """The weight of the last call in eval mode, by `mark`."""
+    keeps_codes = False
+    """Whether the codes stay while the scale is learned; `stop_learning` ends it."""
+    _awaits_weight = False
+    """Whether the next call sets its weight to the values of the codes."""
+    _is_trained = False
+    """Whether the codes stood in a call of training."""
+    _judged: tuple[Any, bool] | None = None
+    """The last weight, by `_key`, and whether quantizing it would not give its fixed codes."""
+    _others: bool | None = None
+    """Whether quantizing the values of the codes, in the dtype of the last weight, gives others; None: not known."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -284,9 +320,8 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         self._method = ""
         self._cache: WeightCache | None = None
         self.fitted_to = self.seen = self.follows = None
-        self.register_buffer("scale", None)
-        self.register_buffer("zero_point", None)
-        self.register_buffer("global_scale", None)
+        for name in (KEY, "scale", "zero_point", GLOBAL_SCALE):
+            self.register_buffer(name, None)
         join_adapters(self)
 
     @property
@@ -312,9 +347,19 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
+    def follows_input(self) -> bool:
+        """Whether the range is that of every tensor."""
+        return self.dynamic or not self.calibrated
+
+    @property
     def quantizes(self) -> bool:
         """Whether calls give quantized tensors; recorded runs ask every module that has this."""
         return self.mode is Mode.QUANTIZE
+
+    def _title(self) -> str:
+        return f"the quantizer {self.name or self}"
+
+    # Calls.
 
     def __call__(self, x: Tensor) -> Tensor:
         # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
@@ -322,7 +367,7 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             x = x.detach()
         mesh = self.mesh
         if (type(x) not in PLAIN or (mesh is not None and mesh.group is not None)) and self.mode is not Mode.OFF:
-            x = known_part(self, x)
+            x = self._known_part(x)
         return nn.Module.__call__(self, x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,38 +376,57 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
                 self.observe(x)
             return x
-        if type(x) not in PLAIN and isinstance(x, UNUSUAL):  # twice as fast as isinstance for plain tensors
-            return self.of_unusual(x)
-        if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
-            look(self, x)
+        if type(x) not in PLAIN and isinstance(x, _UNUSUAL):  # twice as fast as isinstance for plain tensors
+            return self._of_unusual(x)
+        if self.kind is Kind.WEIGHT:
+            self._look(x)
         if self._cache is not None and self._cache.serves(x):
             return self._cache.values(x)
-        if self._buffers["fixed_codes"] is not None and (y := self.values_of_codes(x)) is not None:
+        if self._buffers[KEY] is not None and (y := self.values_of_codes(x)) is not None:
             return y
         if (scale := self._buffers["scale"]) is not None and not self.dynamic and self.by_value is None:
             try:
                 return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
             except ShapeError as error:
                 raise self._misfit(x) from error
-        if self.dynamic or (self.kind is Kind.WEIGHT and not self.calibrated):
-            return self.fake_quantize_by_input(x)
-        return self._by_learned(x)
+        return self._by_moving_range(x)
 
-    def _by_learned(self, x: Tensor) -> Tensor:
-        learned = self.learned
+    def _of_unusual(self, x: Any) -> Any:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
+        return self._of_stored(x) if self.kind is Kind.WEIGHT else self(x.values())
+
+    def _by_moving_range(self, x: Tensor) -> Tensor:
+        """x quantized by its own range, that of the call, or one that training moves."""
+        if self.dynamic or (self.kind is Kind.WEIGHT and not self.calibrated):
+            if self._buffers[GLOBAL_SCALE] is None:
+                return library.fake_quantize_dynamic(x, self.spec)
+            return library.quantize_by(x, self.spec, self.qparams(x).scale)
         if self.by_value is not None:
             return self.fake_quantize_by_value(x)
-        if learned is None:  # never calibrated, as `qparams` will say
+        if (learned := self.learned) is None:  # never calibrated, as `qparams` will say
             return library.fake_quantize(x, self.qparams(x), self.spec)
         if self.training and x.requires_grad and torch.is_grad_enabled():
             learned.warn_if_frozen()
         y = learned.fake_quantize_in_one_call(x, examples=self.kind is Kind.INPUT)
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
+    def fake_quantize_by_value(self, x: Tensor) -> Tensor:
+        """x quantized by the range of the call, or each row by its own."""
+        params, spec = self._params_of_call(x)
+        return library.quantize_by(x, spec, *params[:2])
+
+    def quantized(self, x: Tensor) -> Tensor:
+        """What the next call gives for x, without a look at whether the parameters still fit."""
+        if type(x) is StoredWeight:
+            return self._of_stored(x)
+        values = self.values_of_codes(x)
+        return library.fake_quantize(x, self.qparams(x), self.spec) if values is None else values
+
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
-        if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
-            look(self, x)
+        if self.kind is Kind.WEIGHT:
+            self._look(x)
         return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
@@ -377,33 +441,118 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             raise self._misfit(x) from error
         return None if codes is None else (codes, params)
 
-    @property
-    def follows_input(self) -> bool:
-        """Whether the range is that of every tensor."""
-        return self.dynamic or not self.calibrated
+    def _known_part(self, x: Tensor) -> Tensor:
+        """x, which may be a tensor that processes share; sums that they hold parts of are added up.
+
+        Raises:
+            ConfigError: they cut through its blocks, hold plain parts that do not tell the range of the whole, or it is
+                quantized by what DTensors cannot do.
+        """
+        if is_sharded(x):
+            observed = self.kind is Kind.INPUT and self.mode is Mode.OBSERVE
+            return known_parts(str(self.name or self), self.spec, x, observed=observed)
+        # Proxies of torch.fx and stored codes are no tensors; what a collective of torch left unfinished is a subclass.
+        if self.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+            self._check_same(x)
+        return x
+
+    def _check_same(self, x: Tensor) -> None:
+        """Raise if a plain activation is the part of one process, and its range would be another than the whole has.
+
+        One scale that calibration found for the data of all processes fits every part, and blocks have ranges of their
+        own. For others the processes compare what they have, in the first call whose values tell.
+
+        Raises:
+            ConfigError: the processes have different values.
+        """
+        spec, mesh = self.spec, self.mesh
+        if self.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
+            return
+        granularity, fits = spec.granularity, spec.scale.granularity is None and self.learned is None
+        if fits and isinstance(granularity, PerTensor) and not self.dynamic:
+            return
+        if fits and isinstance(granularity, PerBlock) and not granularity.pad and self.dynamic:
+            return
+        if torch.compiler.is_compiling():
+            raise ConfigError(f"{self.name}: call the model once before it is compiled, so that processes compare it")
+        found = gather(fingerprint(x.detach()), mesh.group)
+        if any(one != found[0] for one in found):
+            raise ConfigError(
+                f"{self.name or self}: each process has another part of this tensor, of shape {list(x.shape)} "
+                f"here, because parallelize_module shared out the layers before it. With {spec}"
+                f"{' dynamic' if self.dynamic else ''} each part would have a range of its own. Quantize it by a "
+                "static per_tensor range that is not learned, by dynamic blocks, or leave it in float by a rule"
+            )
+        self.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
+
+    def _look(self, weight: Tensor) -> None:
+        """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
+
+        An unchanged parameter costs 1 us. A computed weight is another tensor in every call: it is looked at in the
+        first call after those in training mode. Sharded weights are not looked at: that takes all processes.
+        """
+        if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
+            return
+        if self.training and self.fitted_to is not None:
+            self.seen = None
+            return
+        if (seen := mark(weight)) == self.seen or is_sharded(weight) or library.needs_tracing(weight):
+            return
+        self.seen = seen
+        if self.fitted_to is None:
+            self.fitted_to = magnitudes(self.spec, weight)
+        elif self.is_stale(weight):
+            warn_user(  # without the name of the layer: it is one line for all layers of a model
+                "weights changed by more than 10 % since the scales of their quantizers were set, and are clipped or "
+                "quantized too coarsely now; fakequant.summary(model) names them and what sets the scales anew",
+                StaleScaleWarning,
+            )
+
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether a group's largest magnitude is not nearly the one for which the parameters were set.
+
+        A learned scale and the weight that trains with it always fit. A frozen weight changes by other means alone.
+        """
+        before = self.fitted_to
+        if before is None or (self.learned is not None and weight.requires_grad):
+            return False
+        if self.spec.granularity.group_shape(weight.shape) != before.shape:
+            return True
+        now, before = magnitudes(self.spec, weight).double(), before.to(weight.device).double()
+        return bool(((now - before).abs() > _TOLERATED * before).any())
+
+    # What the parameters are, and what sets them.
 
     def qparams(self, x: Tensor) -> QParams:
         """The parameters with which x would be quantized; while they are learned, differentiable.
 
         Raises:
             CalibrationError: a static input quantizer that was not calibrated.
+            ConfigError: rows of x have ranges of their own.
             ShapeError: the parameters were made for tensors of another shape.
         """
         if not self.dynamic and (scale := self._buffers["scale"]) is not None:
             if self.by_value is not None:
-                return self.params_by_value(x)
-            return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
-        if self.needs_calibration:
+                params, spec = self._params_of_call(x)
+                if spec is self.spec:
+                    return params
+                raise ConfigError(
+                    f"{self._title()} has ranges by {self.by_value.name}, and rows of one batch have other ranges, "
+                    f"which only simulation can do; give batches of one {self.by_value.name}, or call "
+                    'fakequant.set_execution(model, "simulate")'
+                )
+            params = QParams(scale, self._buffers["zero_point"])
+        elif self.needs_calibration:
             raise CalibrationError(
-                f"the quantizer {self.name or self} has not been calibrated; "
+                f"{self._title()} has not been calibrated; "
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
-        if self.follows_input:
-            return self.qparams_by_input(x)
-        return self._fitted(self._current(self._elements(x)), x)
-
-    def _fitted(self, params: QParams, x: Tensor) -> QParams:
-        """Parameters in the shape that broadcasts with x."""
+        elif self.follows_input:
+            given = self._buffers[GLOBAL_SCALE]
+            return choose_qparams(x, self.spec) if given is None else params_under(x, self.spec, given)
+        else:
+            examples = self.kind is Kind.INPUT
+            params = self._current(shared_by(self.spec.granularity, x.shape, examples=examples))
         groups = self.spec.granularity.group_shape(shape_of(x))
         if groups == tuple(shape_of(params.scale)):
             return params
@@ -412,14 +561,21 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             return QParams(params.scale.reshape(groups), zero_point)
         raise self._misfit(x)
 
+    def _params_of_call(self, x: Tensor) -> tuple[QParams, QuantSpec]:
+        """The parameters that a range by a value gives the call that runs, and the specification for them."""
+        scale, by_value = self._buffers["scale"], self.by_value
+        assert scale is not None
+        assert by_value is not None
+        return params_of_call(by_value, QParams(scale, self._buffers["zero_point"]), self.spec, x, self._title)
+
     def _misfit(self, x: Tensor) -> ShapeError:
         cure = "calibrate it on tensors of that shape"
         if self.kind is Kind.WEIGHT:
             cure = "the weight changed its shape since then: call fakequant.calibrate(model, pattern="
             cure += f"{self.name or '*_weight_quantizer'!r}), which needs no batches"
         return ShapeError(
-            f"the quantizer {self.name or self} has a scale of shape {list(self._current().scale.shape)}, which does "
-            f"not fit {self.spec.granularity} on a tensor of shape {list(x.shape)}; {cure}"
+            f"{self._title()} has a scale of shape {list(self._current().scale.shape)}, which does not fit "
+            f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; {cure}"
         )
 
     def _current(self, elements: int = 1) -> QParams:
@@ -429,12 +585,28 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         assert self.scale is not None
         return QParams(self.scale, self.zero_point)
 
-    def _elements(self, x: Tensor) -> int:
-        return shared_by(self.spec.granularity, x.shape, examples=self.kind is Kind.INPUT)
-
     def set_range(self, range: Range) -> None:
         """Set scale and zero point by a range [groups, axes kept], of zeros by `lend`; learning starts from there."""
         self.set_qparams(qparams_of_range(lend(range, self.spec), self.spec))
+
+    def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
+        """Set scale and zero point of each bin by its range, as `set_range` does for one.
+
+        Raises:
+            ConfigError: the quantizer has one range by its nature, or learns it.
+
+        >>> quantizer = fq.nn.Quantizer("int8")
+        >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
+        >>> quantizer.set_ranges(ranges, ByValue("timestep", [500]))
+        >>> quantizer
+        Quantizer(int8 per_tensor, input, scale 0.01 to 0.02 [2], by timestep in 2 bins)
+        """
+        if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
+            raise ConfigError(f"{self._title()} has no ranges by a value: only fixed ranges of activations can be that")
+        found = [qparams_of_range(lend(range, self.spec), self.spec) for range in ranges]
+        points = [own.zero_point for own in found if own.zero_point is not None]
+        table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
+        self.set_qparams(table, by_value)
 
     def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None:
         """Set scale and zero point, with `by_value` those of each bin; what is learned starts again from there."""
@@ -453,6 +625,18 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             own = (params.scale, params.zero_point)
             self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
+    def fix_global_scale(self, global_scale: Tensor) -> None:
+        """Fix 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
+
+        Raises:
+            ConfigError: the quantizer is not dynamic.
+            QParamsError: the specification has no such scale, or no call would take the number.
+        """
+        if not self.dynamic:
+            raise ConfigError(f"{self._title()} is not dynamic: its scales are fixed by calibrate")
+        check_global_scale(global_scale, self.spec)
+        self.global_scale = global_scale.detach().clone()
+
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
         range = library.measure(x, self.spec.granularity)
@@ -466,6 +650,8 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         self.release_codes()
         self.scale = self.zero_point = self.global_scale = self.fitted_to = self.seen = self.follows = None
         self.by_value = None
+
+    # Ranges that training moves.
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.
@@ -487,12 +673,15 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         >>> [name for name, _ in quantizer.named_parameters()]
         ['lsq.step']
         """
-        name = self.name or str(self)
         if self.dynamic:
-            raise ConfigError(f"the quantizer {name} is dynamic: its range comes from every tensor anew")
+            raise ConfigError(f"{self._title()} is dynamic: its range comes from every tensor anew")
         if not self.calibrated:
-            raise ConfigError(f"the quantizer {name} has no range to learn; calibrate it first")
-        self.check_learns()
+            raise ConfigError(f"{self._title()} has no range to learn; calibrate it first")
+        if self.by_value is not None:
+            raise ConfigError(
+                f"{self._title()} has ranges by {self.by_value.name}, which cannot be learned; keep them by "
+                "Scales.FIXED, or call fakequant.calibrate without by="
+            )
         with self._named_errors():
             learned = make_learned_range(method, self.spec, **options)
         if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
@@ -518,11 +707,14 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
             scale, zero_point = self._current()[:2]
             self._take_away_learned()
             self._set(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
-            self._stop_keeping()
+            if self.keeps_codes:  # go on with fixed codes: the next call sets the weight to their values
+                self.keeps_codes, self._awaits_weight = False, True
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)
         self._method = ""
+
+    # What a calibrator is shown.
 
     def observe(self, x: Tensor) -> None:
         """Show x to the calibrator.
@@ -560,14 +752,330 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         """An error with the name of the quantizer."""
         return type(error)(f"{self.name or self}: {error}")
 
+    # Codes that a solver or a reader fixed for a weight; quantizing the weight may give others.
+
+    def fix_codes(self, codes: Tensor, weight: Tensor | None = None) -> None:
+        """Fix the codes of a weight, and set the weight to their values with the present scale.
+
+        The codes are state: files, copies, exports and the start of training keep them, even if quantizing the values
+        gives other codes. They are valid while the weight has their values. After a change of the weight, such as an
+        optimizer's step, it is quantized again. They need a byte for each value in formats of up to 8 bits.
+
+        Args:
+            codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
+            weight: the parameter; without it, the one of the next call.
+
+        Raises:
+            ConfigError: a quantizer of an input, a learned range, or a weight that is sharded or holds no values.
+            CalibrationError: no fixed scale.
+            ShapeError: codes of another shape than the weight, or a scale that does not fit them.
+            QParamsError: codes that the format does not have, or values that are not finite.
+
+        >>> weight = nn.Parameter(torch.ones(1, 3))
+        >>> quantizer = fq.nn.Quantizer("int4 per_channel(0)", kind=fq.nn.Kind.WEIGHT)
+        >>> quantizer.set_qparams(QParams(torch.tensor([[0.5]])))
+        >>> quantizer.fix_codes(torch.tensor([[3, -8, 1]], dtype=torch.int8), weight)
+        >>> quantizer(weight)
+        tensor([[ 1.5000, -4.0000,  0.5000]], grad_fn=<...>)
+        """
+        self._check_can_fix(weight)
+        self._check_codes(codes, codes if weight is None else weight)
+        check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=self.spec.scale.is_exact, traced=False)
+        with torch.no_grad():
+            values = self._values(torch.float32 if weight is None else weight.dtype, codes)
+            if not bool(values.isfinite().all()):
+                raise QParamsError(f"the codes of {self.name or self} stand for values that are not finite")
+            self.release_codes()
+            with torch.inference_mode(mode=False):
+                codes = as_integers(codes.detach())
+                self.fixed_codes = codes.clone() if weight is None else codes.to(weight.device, copy=True)
+        self._awaits_weight = weight is None
+        if weight is not None:
+            self._give(weight, values)
+
+    def release_codes(self) -> None:
+        """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
+        self.fixed_codes = self._judged = self._others = None
+        self._awaits_weight = self._is_trained = self.keeps_codes = False
+
+    def keep_codes(self) -> None:
+        """Let the fixed codes stay whatever training does to the learned scale.
+
+        The weight itself is not read and gets no gradient. It has the values of its codes again after `give_values`.
+
+        Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
+
+        Raises:
+            ConfigError: no fixed codes, or no range that is learned by gradient.
+        """
+        if self.fixed_codes is None or self.learned is None or not [*self.learned.parameters()]:
+            raise ConfigError(
+                f"{self._title()} has no codes that could stay, or no scale that is learned by gradient; call "
+                'fix_codes and then learn("lsq"), or fakequant.qat.set_scales(model, fakequant.qat.Scales.ONLY)'
+            )
+        self.keeps_codes, self._others = True, None
+
+    def give_values(self, weight: nn.Parameter) -> None:
+        """Set a weight whose codes stay to their values with the scale as it is now."""
+        if self.keeps_codes:
+            with torch.no_grad():
+                weight.copy_(self._values(weight.dtype))
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether fixed codes are valid for a weight: it has their values, up to the rounding of conversions to other
+        dtypes, or stores them. Those that stay are always valid."""
+        if self.keeps_codes or type(weight) is StoredWeight:
+            return True
+        if self._buffers[KEY] is None:
+            return False
+        self.needs_codes(weight)
+        return self._values_in(weight) is not None
+
+    def needs_codes(self, x: Tensor) -> bool:
+        """Whether fixed codes are valid for x, and quantizing x gives others.
+
+        A weight that training has changed loses its codes here.
+        """
+        return self._needed_values(x) is not None
+
+    def codes_of_weight(self, x: Tensor) -> Tensor | None:
+        """The fixed codes in the storage of the format if x `needs_codes`, or stores them, else None."""
+        if type(x) is StoredWeight:
+            return self._of_stored(x).codes()
+        return self._stored() if self.needs_codes(x) else None
+
+    def values_of_codes(self, x: Tensor) -> Tensor | None:
+        """The values of the fixed codes if x `needs_codes`; None if x is quantized as usual.
+
+        Codes are in the range of their format, so that the gradient passes. Those that stay give the scale its
+        gradient: the code less the zero point.
+        """
+        if self.keeps_codes:
+            return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
+        if self._others is False and not self.training:  # first, because it is asked at every call
+            return None
+        if torch.compiler.is_compiling() or library.needs_tracing(x):
+            return self._traced_values(x)
+        values = self._needed_values(x)
+        if values is None:
+            return None
+        if self.learned is not None:  # with the gradient of the range
+            y = library.fake_quantize(x, self.qparams(x), self.trained_spec)
+        elif self.spec.gradient in (Gradient.CODE_RANGE, Gradient.IDENTITY):
+            y = x.clone()
+        else:
+            y = torch.where(reference.passes(x.detach(), self.qparams(x), self.spec), x, x.detach())
+        with torch.no_grad():
+            y.detach().copy_(values)
+        return y
+
+    def _of_stored(self, x: StoredWeight) -> StoredWeight:
+        """The values of a weight that is stored as codes, whose scale this quantizer has.
+
+        Raises:
+            ConfigError: the scale has changed since the codes were stored.
+        """
+        own = self._buffers["scale"], self._buffers["zero_point"]
+        if own[0] is x.scale or torch.compiler.is_compiling():
+            return x
+        if self.spec != x.spec or not all(map(is_same, own, (x.scale, x.zero_point))):
+            raise ConfigError(
+                f"the scale of {self.name or self} was set anew, but the codes of its weight are stored; call "
+                "fakequant.store_floats(model) before that"
+            )
+        return x
+
+    def _needed_values(self, x: Tensor) -> Tensor | None:
+        """The values of the codes if x `needs_codes`, else None."""
+        if self.keeps_codes:
+            return self._values(x.dtype)
+        if self._buffers[KEY] is None or type(x) is StoredWeight:
+            return None
+        if self._awaits_weight:
+            self._take(x)
+        key = self._key(x)
+        if key is not None and self._judged == (key, False):  # quantizing is right for any other weight, too
+            return None
+        values = self._values_in(x)
+        trains = self.training and torch.is_grad_enabled() and x.requires_grad
+        if values is None:
+            if trains and type(x) is nn.Parameter:
+                self.release_codes()
+                return None
+            if not (trains or self._is_trained) and self._fits(x):
+                self._warn_of_change(x)
+        elif key is None or self._judged != (key, True):
+            self._others = self._gives_others(x)
+        self._is_trained |= trains
+        needed = values is not None and self._others is True
+        self._judged = None if key is None else (key, needed)
+        return values if needed else None
+
+    def _values_in(self, x: Tensor) -> Tensor | None:
+        """The values of the codes in the dtype of x if x has them, before or after a conversion; else None."""
+        if not self._fits(x):
+            return None
+        with torch.no_grad():
+            values = self._values(x.dtype)
+            stands = are_equal(values, x) or any(are_equal(own, x) for own in self._converted(x.dtype))
+            return values if stands else None
+
+    def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The values of the codes after a conversion to other dtypes, and then to this one."""
+        exact = self._values(torch.float32)
+        return (exact.to(own).to(dtype) for own in _CONVERTED)
+
+    @torch.no_grad()
+    def _gives_others(self, x: Tensor) -> bool:
+        """Whether quantizing x gives other codes than those that are fixed."""
+        if self.spec.rounding is Rounding.STOCHASTIC:
+            return True
+        codes = library.encode(x, self._params(x), self.spec)
+        return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
+
+    def _warn_of_change(self, x: Tensor) -> None:
+        """Warn that codes of unchanged values may change, too."""
+        if self._others is None:
+            self._others = self._gives_others(self._values(x.dtype))
+        if self._others:
+            warn_user(  # without the name of the layer: it is one line for all layers of a model
+                "weights changed since their codes were fixed: all codes of such a weight are made from it again, "
+                "which changes codes beside those of the changed values, too; restore the weight, or fix its codes "
+                "anew by Quantizer.fix_codes",
+                StaleScaleWarning,
+            )
+
+    def _traced_values(self, x: Tensor) -> Tensor | None:
+        """`_needed_values` for tracing: torch operations compare at each call; None if quantizing gives the codes."""
+        codes = self.fixed_codes
+        if codes is None:
+            return None
+        if self._others is None and not (torch.compiler.is_compiling() or library.needs_tracing(whole(codes))):
+            self._others = self._gives_others(self._values(x.dtype))
+        if self._others is False:
+            return None
+        if self._awaits_weight:
+            raise ConfigError(
+                f"the codes of {self.name or self} were fixed without their weight; call the model once, or give the "
+                "weight to fix_codes, before it is compiled or transformed"
+            )
+        if is_sharded(x):
+            raise ConfigError(
+                f"the codes of {self.name or self} are fixed, and quantizing its weight, which is sharded over "
+                "processes, may give others; call release_codes() on the quantizer, or shard no weight of this layer. "
+                "In a model that is compiled, call it once before, so that what quantizing gives is known"
+            )
+        if not self._fits(x):
+            return None
+        values = self._values(x.dtype)
+        stands = (values == x).all()
+        for own in self._converted(x.dtype):
+            stands = stands | (own == x).all()
+        fixed = torch.where(values == x, x, values + (x - x.detach()))  # with the gradient of x, to the bit
+        return torch.where(stands, fixed, library.fake_quantize(x, self.qparams(x), self.trained_spec))
+
+    def _check_can_fix(self, weight: Tensor | None) -> None:
+        if self.kind is not Kind.WEIGHT:
+            raise ConfigError(f"{self._title()} is that of an input, and codes are fixed for weights")
+        if self.learned is not None:
+            raise ConfigError(
+                f"{self._title()} learns its range, and codes need a fixed scale; call its stop_learning(), or "
+                "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED), before fix_codes"
+            )
+        if self.follows_input:
+            cure = "prepare it with a static range" if self.dynamic else "call calibrate, or its set_qparams, first"
+            raise CalibrationError(f"{self._title()} has no fixed scale for codes; {cure}")
+        if weight is not None and (is_sharded(weight) or weight.is_meta):
+            place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
+            raise ConfigError(f"the codes of {self.name or self} cannot be fixed, because its weight is {place}")
+
+    def _check_codes(self, codes: Tensor, weight: Tensor) -> None:
+        try:
+            check_codes(codes, tuple(weight.shape), self.spec.format)
+        except (ShapeError, QParamsError) as error:
+            raise type(error)(f"the codes of {self.name or self} {error}") from error
+
+    def _take(self, x: Tensor) -> None:
+        """Set the weight of a call to the values of codes that were fixed without a weight."""
+        if type(x) is not nn.Parameter or x.is_meta:
+            raise ConfigError(
+                f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without values; "
+                "make it a parameter first, as by prune.remove or remove_parametrizations, or call release_codes() on "
+                "the quantizer"
+            )
+        self._check_codes(self._stored(), x)
+        self._give(x, self._values(x.dtype))
+
+    def _give(self, weight: Tensor, values: Tensor) -> None:
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            weight.copy_(values)
+        self._awaits_weight, self.seen, self.fitted_to = False, None, magnitudes(self.spec, weight)
+        self.needs_codes(weight)
+
+    def _stored(self) -> Tensor:
+        assert self.fixed_codes is not None, "called where codes are fixed"
+        return of_integers(whole(self.fixed_codes), self.spec.format)  # tensor parallelism shards buffers, too
+
+    def _values(self, dtype: torch.dtype, codes: Tensor | None = None) -> Tensor:
+        codes = self._stored() if codes is None else codes
+        return library.dequantize(codes, self._params(codes), self.spec, dtype)
+
+    def _params(self, x: Tensor) -> QParams:
+        scale, zero_point = (None if own is None else whole(own.detach()) for own in self.qparams(x)[:2])
+        assert scale is not None, "the range is calibrated"
+        if zero_point is not None and self.learned is not None:  # whose zero points are floats
+            zero_point = zero_point.to(torch.int32)
+        return QParams(scale, zero_point)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether there are codes and a scale that fit x."""
+        codes = self.fixed_codes
+        if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.follows_input:
+            return False
+        return codes.shape == x.shape and codes.dtype is integers_of(self.spec.format)
+
+    def _key(self, x: Tensor) -> Any:
+        """A value that differs after nearly every change of a parameter, its codes or scale; None for other tensors."""
+        codes, scale = self.fixed_codes, self.scale
+        if type(x) is not nn.Parameter or x.is_inference() or codes is None or scale is None:
+            return None
+        return mark(x), x.dtype, self.spec, version_of(codes), version_of(scale)
+
+    # What torch asks of a module.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers.setdefault(KEY, None)  # of a model that an earlier version pickled
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
+        super()._apply(fn, recurse)
+        self._judged = self._others = None
+        return self
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         join_adapters(self)  # here, because peft asks for the state of the model before it looks for what to save
         noted = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
-        noted |= {"fitted_to": self.fitted_to, "spec": self._numbers()}
+        noted |= {"fitted_to": self.fitted_to, "spec": self._numbers(), "keeps_codes": self.keeps_codes}
+        if self._awaits_weight:
+            noted["awaits_weight"] = True
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Become what the state says: fixed, or learned by the method that its keys name."""
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Become what the state says: fixed, or learned by the method that its keys name.
+
+        A state without codes keeps the present ones, which are valid if the weight has their values. Codes stay under a
+        learned scale where the metadata of the state, or without metadata this quantizer, says so. One range, or those
+        of other bins, are refused where there are several.
+        """
         take_flag(self, state_dict, prefix)
         methods = {key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)}
         stated = sorted(methods & set(learned_ranges()))
@@ -576,13 +1084,34 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         elif prefix + "scale" in state_dict:
             self._take_away_learned()
         if methods & {"scale", *stated}:
-            self.fitted_to, self.seen = args[0].get("fitted_to"), None
-            if (other := args[0].get("spec", self._numbers())) != self._numbers():
-                args[4].append(
+            self.fitted_to, self.seen = local_metadata.get("fitted_to"), None
+            if (other := local_metadata.get("spec", self._numbers())) != self._numbers():
+                error_msgs.append(
                     f"{prefix.removesuffix('.')} is {self._numbers()}, and its state is of {other}: prepare the model "
                     "with the configuration that the state is of"
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        keeps = local_metadata.get("keeps_codes", self.keeps_codes)
+        key, wanted = prefix + KEY, integers_of(self.spec.format)
+        codes = state_dict.get(key)
+        if codes is not None and codes.dtype is not wanted:
+            error_msgs.append(f"{key} is {codes.dtype}, but the codes of {self.spec.format} are stored as {wanted}.")
+            state_dict = {other: value for other, value in state_dict.items() if other != key}
+        elif codes is not None:
+            self.release_codes()
+            self._awaits_weight = local_metadata.get("awaits_weight", False)
+        if key not in state_dict and self.fixed_codes is not None:
+            state_dict = {**state_dict, key: self.fixed_codes}
+        scale, by_value = state_dict.get(prefix + "scale"), self.by_value
+        if by_value is not None and scale is not None and not (scale.dim() > 1 and len(scale) == by_value.count):
+            error_msgs.append(
+                f"{self._title()} has ranges by {by_value.name} in {by_value.count} bins, and {prefix}scale is "
+                f"{list(scale.shape)}; load it into a model that was calibrated alike"
+            )
+        else:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        self.keeps_codes = keeps and self.learned is not None and self.fixed_codes is not None
 
     def _numbers(self) -> str:
         """The specification without what changes no scale: the gradient, and rounding to nearest or by chance."""
@@ -612,6 +1141,10 @@ class Quantizer(GlobalScale, KeptCodes, RangesByValue):
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
         return [*words, *self.words_by_value(), *([f"learned by {self._method}"] if self.learned is not None else [])]
+
+    def words_by_value(self) -> list[str]:
+        """What a representation says of ranges by a value."""
+        return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 
 
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _frames
 
 from fakequant.errors import CalibrationError, ConfigError, ShapeError, shown
-from fakequant.nn.ranges.learned import QuantizerPart
 from fakequant.numerics.granularity import PerChannel, PerTensor
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, lend, shape_of
+from fakequant.numerics.qparams import QParams, shape_of
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.restore import restore_after
@@ -266,148 +265,59 @@ def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
         yield
 
 
-class RangesByValue(QuantizerPart):
-    """The part of a quantizer of an input that may have several ranges; its buffers then have a first axis of bins."""
+def params_of_call(
+    by_value: ByValue, params: QParams, spec: QuantSpec, x: Tensor, named: Callable[[], str]
+) -> tuple[QParams, QuantSpec]:
+    """The parameters of the call that runs, and the specification with which they fit x.
 
-    by_value: ByValue | None = None
+    Args:
+        by_value: what the call takes them by.
+        params: those of all bins, which are their first axis.
+        spec: of the quantizer; rows of x that take different bins get one with a scale for each.
+        x: what is quantized.
+        named: gives the start of messages, "the quantizer ...".
 
-    if TYPE_CHECKING:
-        name: str
-        spec: QuantSpec
-        kind: Kind
-        dynamic: bool
-        pinned: bool
-
-        @property
-        def learned(self) -> object | None: ...
-
-        def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None: ...
-
-        scale: Tensor | None
-        zero_point: Tensor | None
-
-    def fake_quantize_by_value(self, x: Tensor) -> Tensor:
-        """x quantized by the range of the call, or each row by its own."""
-        params, spec = self._by_row(x)
-        return library.quantize_by(x, spec, *params[:2])
-
-    def params_by_value(self, x: Tensor) -> QParams:
-        """The parameters of the call for x.
-
-        Raises:
-            ConfigError: rows of x have others.
-        """
-        params, spec = self._by_row(x)
-        if spec is not self.spec:
-            raise ConfigError(
-                f"{self._named()} has ranges by {self._by().name}, and rows of one batch have other ranges, which "
-                f"only simulation can do; give batches of one {self._by().name}, or call "
-                'fakequant.set_execution(model, "simulate")'
-            )
-        return params
-
-    def _by_row(self, x: Tensor) -> tuple[QParams, QuantSpec]:
-        """The parameters of the call, and the specification with which they fit x."""
-        bins, scale, zero_point = self.bins_now(), self._buffers["scale"], self._buffers["zero_point"]
-        assert scale is not None
-        groups, shape = scale.shape[1:], shape_of(x)
-        if bins.numel() == 1:
-            expected = self.spec.granularity.group_shape(shape)
-            groups = expected if groups.numel() == 1 == torch.Size(expected).numel() else groups
-            if tuple(groups) != tuple(expected):
-                raise ShapeError(
-                    f"{self._named()} has scales of shape {list(groups)} in each of {self._by().count} bins, which "
-                    f"do not fit {self.spec.granularity} on a tensor of shape {list(shape)}; calibrate it on tensors "
-                    "of that shape"
-                )
-            return QParams(_taken(scale, bins, groups), _taken(zero_point, bins, groups)), self.spec
-        spec = self._spec_of_rows(x, len(bins))
-        # The axis of bins takes the place of the first axis, of which there is one group.
-        own = (len(bins), *(groups[1:] if len(groups) == len(shape) else [1] * (len(shape) - 1)))
-        return QParams(_taken(scale, bins, own), _taken(zero_point, bins, own)), spec
-
-    def _spec_of_rows(self, x: Tensor, rows: int) -> QuantSpec:
-        granularity, scale = self.spec.granularity, self._buffers["scale"]
-        assert scale is not None
-        axes = (0,)
-        if isinstance(granularity, PerChannel):
-            axes = (0, *(axis % x.dim() for axis in granularity.axes))
-        known = isinstance(granularity, PerTensor) or (isinstance(granularity, PerChannel) and axes.count(0) == 1)
-        if not known or not self.spec.is_plain or scale.shape[1:].numel() not in (1, *x.shape[1:]):
-            raise ConfigError(
-                f"{self._named()} is {self.spec}, which has no ranges for single rows; give batches of one "
-                f"{self._by().name}"
-            )
-        self._by().check_rows(x, rows, f"{self._named()} ")
-        return self.spec.replace(granularity=PerChannel(*sorted(axes)))
-
-    def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
-        """Set scale and zero point of each bin by its range, as `set_range` does for one.
-
-        Raises:
-            ConfigError: the quantizer has one range by its nature, or learns it.
-
-        >>> quantizer = fq.nn.Quantizer("int8")
-        >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
-        >>> quantizer.set_ranges(ranges, ByValue("timestep", [500]))
-        >>> quantizer
-        Quantizer(int8 per_tensor, input, scale 0.01 to 0.02 [2], by timestep in 2 bins)
-        """
-        if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
-            raise ConfigError(f"{self._named()} has no ranges by a value: only fixed ranges of activations can be that")
-        found = [choose_qparams(lend(range, self.spec), self.spec) for range in ranges]
-        points = [own.zero_point for own in found if own.zero_point is not None]
-        table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
-        self.set_qparams(table, by_value)
-
-    def check_learns(self) -> None:
-        """Raise a ConfigError where the ranges are those of bins."""
-        if self.by_value is not None:
-            raise ConfigError(
-                f"{self._named()} has ranges by {self._by().name}, which cannot be learned; keep them by "
-                "Scales.FIXED, or call fakequant.calibrate without by="
-            )
-
-    def words_by_value(self) -> list[str]:
-        """What a representation says of it."""
-        return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
-
-    def bins_now(self) -> Tensor:
-        """The bins of the call that runs.
-
-        Raises:
-            CalibrationError: none runs.
-        """
-        bins = self._by().now()
-        if bins is None:
-            raise CalibrationError(
-                f"{self._named()} has ranges by {self._by().name}, which only a call of the model that was calibrated "
-                "has: call that model, not a part of it, and neither its forward nor a checkpointed part again in "
-                "backward"
-            )
-        return bins
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load, and refuse one range, or those of other bins, where there are several."""
-        given, own = state_dict.get(prefix + "scale"), self.by_value
-        if own is None or given is None or (given.dim() > 1 and len(given) == own.count):
-            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-            return
-        args[-1].append(
-            f"{self._named()} has ranges by {own.name} in {own.count} bins, and {prefix}scale is {list(given.shape)}; "
-            "load it into a model that was calibrated alike"
+    Raises:
+        CalibrationError: no call runs.
+        ShapeError: the parameters do not fit x.
+        ConfigError: rows of x take different bins, and the specification has no ranges for rows.
+    """
+    bins, shape, groups = by_value.now(), shape_of(x), params.scale.shape[1:]
+    if bins is None:
+        raise CalibrationError(
+            f"{named()} has ranges by {by_value.name}, which only a call of the model that was calibrated has: call "
+            "that model, not a part of it, and neither its forward nor a checkpointed part again in backward"
         )
+    if bins.numel() == 1:
+        expected = spec.granularity.group_shape(shape)
+        groups = expected if groups.numel() == 1 == torch.Size(expected).numel() else groups
+        if tuple(groups) != tuple(expected):
+            raise ShapeError(
+                f"{named()} has scales of shape {list(groups)} in each of {by_value.count} bins, which do not fit "
+                f"{spec.granularity} on a tensor of shape {list(shape)}; calibrate it on tensors of that shape"
+            )
+        return _taken(params, bins, groups), spec
+    granularity, axes = spec.granularity, (0,)
+    if isinstance(granularity, PerChannel):
+        axes = (0, *(axis % x.dim() for axis in granularity.axes))
+    known = isinstance(granularity, (PerTensor, PerChannel)) and axes.count(0) == 1
+    if not known or not spec.is_plain or groups.numel() not in (1, *x.shape[1:]):
+        raise ConfigError(
+            f"{named()} is {spec}, which has no ranges for single rows; give batches of one {by_value.name}"
+        )
+    by_value.check_rows(x, len(bins), f"{named()} ")
+    # The axis of bins takes the place of the first axis, of which there is one group.
+    own = (len(bins), *(groups[1:] if len(groups) == len(shape) else [1] * (len(shape) - 1)))
+    return _taken(params, bins, own), spec.replace(granularity=PerChannel(*sorted(axes)))
 
-    def _by(self) -> ByValue:
-        assert self.by_value is not None
-        return self.by_value
 
-    def _named(self) -> str:
-        return f"the quantizer {self.name or self}"
+def _taken(params: QParams, bins: Tensor, shape: Iterable[int]) -> QParams:
+    """The parameters of some bins."""
 
+    def taken(table: Tensor) -> Tensor:
+        return table.index_select(0, bins.to(table.device)).reshape([*shape])
 
-def _taken(table: Tensor | None, bins: Tensor, shape: Iterable[int]) -> Any:
-    return None if table is None else table.index_select(0, bins.to(table.device)).reshape([*shape])
+    return QParams(taken(params.scale), None if params.zero_point is None else taken(params.zero_point))
 
 
 def _is_eager(x: Tensor) -> bool:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from fakequant.calibration.calibrator import registered_in
 from fakequant.distributed import whole
 from fakequant.errors import ConfigError, NoWeightError, QParamsError, nearest, warn_user
-from fakequant.functional import choose_qparams
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.formats.floats import power_of_two
 from fakequant.numerics.granularity import Granularity, rounded
@@ -75,7 +74,7 @@ class PreciseModule(nn.Module):
 
 
 class QuantizerPart(PreciseModule):
-    """A quantizer or a part of one: it stays as it is where a state holds nothing of any quantizer."""
+    """A quantizer or its learned range: it stays as it is where a state holds nothing of any quantizer."""
 
     def _load_from_state_dict(
         self,
@@ -152,38 +151,6 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
     amax = library.measure(x, spec.granularity).amax
     code = rounded(divide(amax, torch.full_like(amax, spec.scale.bound(spec.format))) * global_scale, fmt)
     return QParams(divide(torch.where(code > 0, code, _NO_CODE), global_scale.expand_as(code)), None)
-
-
-class GlobalScale(QuantizerPart):
-    """The part of a dynamic quantizer that may hold 1 / the scale of the tensor; blocks have their own below it."""
-
-    name: str
-    spec: QuantSpec
-    dynamic: bool
-    global_scale: Tensor | None
-
-    def qparams_by_input(self, x: Tensor) -> QParams:
-        """The parameters that x itself gives."""
-        given = self._buffers[GLOBAL_SCALE]
-        return choose_qparams(x, self.spec) if given is None else params_under(x, self.spec, given)
-
-    def fake_quantize_by_input(self, x: Tensor) -> Tensor:
-        """x with these parameters."""
-        if self._buffers[GLOBAL_SCALE] is None:
-            return library.fake_quantize_dynamic(x, self.spec)
-        return library.quantize_by(x, self.spec, self.qparams_by_input(x).scale)
-
-    def fix_global_scale(self, global_scale: Tensor) -> None:
-        """Fix 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
-
-        Raises:
-            ConfigError: the quantizer is not dynamic.
-            QParamsError: the specification has no such scale, or no call would take the number.
-        """
-        if not self.dynamic:
-            raise ConfigError(f"the quantizer {self.name or self} is not dynamic: its scales are fixed by calibrate")
-        check_global_scale(global_scale, self.spec)
-        self.global_scale = global_scale.detach().clone()
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:

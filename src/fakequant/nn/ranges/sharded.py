@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from fakequant.distributed import gather, is_sharded, parallel_group
 from fakequant.errors import ConfigError
-from fakequant.nn.ranges.by_value import Kind, Mode
 from fakequant.numerics.formats.floats import TableFormat
-from fakequant.numerics.granularity import PerBlock, PerTensor
 from fakequant.numerics.reference import whole_sums
 from fakequant.numerics.spec import QuantSpec, Rounding
 
@@ -47,7 +44,7 @@ def share_mesh(model: nn.Module) -> None:
     mesh.group = parallel_group(model)
     for module in model.modules():
         if hasattr(module, "is_same_everywhere"):
-            cast("_Parallel", module).mesh = mesh
+            cast(Any, module).mesh = mesh
 
 
 def note_mesh(layer: nn.Module) -> None:
@@ -66,43 +63,23 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
     return any(parameter is not None and is_sharded(parameter) for parameter in layer._parameters.values())
 
 
-class _Parallel(Protocol):
-    """The part of a `Quantizer` that is read here."""
+def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
+    """A DTensor whose sums that processes hold parts of are added up.
 
-    spec: QuantSpec
-    name: str
-    kind: Any
-    mode: Any
-    dynamic: bool
-    mesh: Mesh | None
-    is_same_everywhere: bool
-
-    @property
-    def learned(self) -> object | None: ...
-
-
-def known_part(quantizer: _Parallel, x: Tensor) -> Tensor:
-    """What a quantizer gets, where it may be a tensor that processes share; sums that they hold parts of are added up.
+    Args:
+        name: the path of its quantizer.
+        spec: how it is quantized.
+        x: the DTensor.
+        observed: whether a calibrator sees it next, which gathers its parts.
 
     Raises:
-        ConfigError: they cut through its blocks, hold plain parts that do not tell the range of the whole, or it is
-            quantized by what DTensors cannot do.
+        ConfigError: as `check_parts`, or processes take it for larger or smaller than others.
     """
-    if is_sharded(x):
-        return _of_dtensor(quantizer, x)
-    # Proxies of torch.fx and stored codes are no tensors; what a collective of torch left unfinished is a subclass.
-    if quantizer.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
-        _check_same(quantizer, x)
-    return x
-
-
-def _of_dtensor(quantizer: _Parallel, x: Any) -> Tensor:
-    name = str(quantizer.name or quantizer)
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):
-        if placement.is_shard() and quantizer.kind is Kind.INPUT and quantizer.mode is Mode.OBSERVE:
+        if observed and placement.is_shard():
             _check_shape(name, tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place)))
-    check_parts(name, quantizer.spec, x, range(x.device_mesh.ndim))
+    check_parts(name, spec, x, range(x.device_mesh.ndim))
     return x
 
 
@@ -155,36 +132,7 @@ def _check_borders(name: str, spec: QuantSpec, shape: tuple[int, ...], axis: int
         shape, what = granularity.group_shape(shape), "super-blocks"
 
 
-def _check_same(quantizer: _Parallel, x: Tensor) -> None:
-    """Raise if a plain activation is the part of one process, and its range would be another one than the whole has.
-
-    One scale that calibration found for the data of all processes fits every part, and blocks have ranges of their own.
-    For others the processes compare what they have, in the first call whose values tell.
-
-    Raises:
-        ConfigError: the processes have different values.
-    """
-    spec, mesh = quantizer.spec, quantizer.mesh
-    if quantizer.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
-        return
-    granularity, fits = spec.granularity, spec.scale.granularity is None and quantizer.learned is None
-    if fits and isinstance(granularity, PerTensor) and not quantizer.dynamic:
-        return
-    if fits and isinstance(granularity, PerBlock) and not granularity.pad and quantizer.dynamic:
-        return
-    if torch.compiler.is_compiling():
-        raise ConfigError(f"{quantizer.name}: call the model once before it is compiled, so that processes compare it")
-    found = gather(_fingerprint(x.detach()), mesh.group)
-    if any(one != found[0] for one in found):
-        raise ConfigError(
-            f"{quantizer.name or quantizer}: each process has another part of this tensor, of shape {list(x.shape)} "
-            f"here, because parallelize_module shared out the layers before it. With {spec}"
-            f"{' dynamic' if quantizer.dynamic else ''} each part would have a range of its own. Quantize it by a "
-            "static per_tensor range that is not learned, by dynamic blocks, or leave it in float by a rule"
-        )
-    quantizer.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
-
-
-def _fingerprint(x: Tensor) -> tuple[tuple[int, ...], bytes]:
+def fingerprint(x: Tensor) -> tuple[tuple[int, ...], bytes]:
+    """Shape and values of a tensor in few bytes, by which processes compare what they have."""
     values = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tuple(x.shape), hashlib.sha256(values).digest()
