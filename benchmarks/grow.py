@@ -205,7 +205,6 @@ CASES = (
         "placed",
         lambda m, x: fq.ptq.improve(x, m.batches, "fast", progress=False),
     ),
-    Case("`ptq.low_rank`", "weight_only", lambda m, x: fq.ptq.low_rank(x, m.batches, rank=2, progress=False)),
     Case(
         "`ptq.reconstruct`, one step for each block",
         "weight_only",

@@ -211,7 +211,6 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "ratios on another width": (lambda _: fq.layer_sqnr(ready(), [X, X9]), FAILS),
     "improve on another width": (lambda _: fq.ptq.improve(ready(), [X, X9]), FAILS),
     "reconstruct on another width": (lambda _: fq.ptq.reconstruct(ready(), [X, X9]), FAILS),
-    "low_rank on another width": (lambda _: fq.ptq.low_rank(ready(), [X, X9]), FAILS),
     "scores on another width": (lambda _: fq.ptq.scores(net(), [X, X9]), FAILS),
     "equalize on another width": (lambda _: fq.ptq.equalize(net(), X9, fq.presets.INT8), FIRST_FAILS),
     "rotate on another width": (lambda _: fq.ptq.rotate(net(), X9), FIRST_FAILS),

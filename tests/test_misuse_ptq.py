@@ -42,7 +42,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "improve without a model": (lambda: fq.ptq.improve(NONE, X), r"improve takes a model, got None; write improve\("),
     "reconstruct without a model": (lambda: fq.ptq.reconstruct(NONE, X), "reconstruct takes a model, got None"),
-    "low_rank of a path": (lambda: fq.ptq.low_rank(TEXT, X), "low_rank takes a model, got 'model.pt'"),
     "scores without a model": (lambda: fq.ptq.scores(NONE, X), "scores takes a model, got None"),
     "statistics without a model": (
         lambda: fq.ptq.reestimate_batch_norm(NONE, X),
@@ -56,11 +55,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "scores without choices": (lambda: fq.ptq.scores(net(), X, []), "choices is empty; give names of presets"),
     "search without choices": (lambda: fq.ptq.search(net(), X, [], bits=5), "choices is empty; give names of presets"),
     "scores by a mistyped choice": (lambda: fq.ptq.scores(net(), X, "INT9"), "unknown preset 'INT9'; did you mean"),
-    "half a rank": (lambda: fq.ptq.low_rank(ready(), X, 2.5), "rank must be a whole number of at least 1, got 2.5"),  # type: ignore[arg-type]
-    "a rank as text": (
-        lambda: fq.ptq.low_rank(ready(), X, TEXT),
-        "rank must be a whole number of at least 1, got",
-    ),
     "no blocks": (
         lambda: fq.ptq.reconstruct(ready(), X, []),
         r"blocks=\[\]: give a list of names, such as \['0",

@@ -281,7 +281,6 @@ TAKERS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "layer_sqnr": lambda model, batches: layer_sqnr(model, batches, inputs=0),
     "finetune": lambda model, batches: finetune(model, batches, nn.functional.mse_loss, Schedule(1.0, 10)),
     "improve": lambda model, batches: ptq.improve(model, batches, inputs=0),
-    "low_rank": lambda model, batches: ptq.low_rank(model, batches, rank=1, inputs=0),
     "reconstruct": lambda model, batches: ptq.reconstruct(model, batches, inputs=0),
 }
 

@@ -199,7 +199,6 @@ CASES = {
     "learn": Case(lambda: quantizer(learned=False), lambda m: m[0].learn("lsq_plus"), changes=True),
     "stop_learning": Case(lambda: quantizer(learned=True), lambda m: m[0].stop_learning(), changes=True),
     "bake_weights": Case(calibrated, fq.bake_weights, changes=True),
-    "ptq.low_rank": Case(weight_only, lambda m: fq.ptq.low_rank(m, [X], 1, progress=False), changes=True),
     "load": Case(plain, lambda m: fq.load(m, _saved)),
     "load without memory": Case(lambda: plain().to("meta"), lambda m: fq.load(m, _saved)),
     "finetune": Case(calibrated, finetune, changes=True, trains=True),

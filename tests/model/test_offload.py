@@ -128,7 +128,6 @@ OF_PREPARED: dict[str, Callable[[nn.Module, Path], Any]] = {
     "histogram": lambda model, path: fq.plot.histogram(model, "0._weight_quantizer", BATCHES).get_title(),
     "channels": lambda model, path: fq.plot.channels(model, "0._weight_quantizer").get_title(),
     "improve": lambda model, path: ptq.improve(model, BATCHES) and model(X),
-    "low_rank": lambda model, path: ptq.low_rank(model, BATCHES, rank=1) and model(X),
     "fold_scales": lambda model, path: ptq.fold_scales(model, X) and model(X),
     "reconstruct": lambda model, path: ptq.reconstruct(model, BATCHES, iterations=2) and model(X),
     "reestimate": lambda model, path: ptq.reestimate_batch_norm(model, BATCHES) and model(X),

@@ -111,7 +111,6 @@ def quantized(net: nn.Module, preset: str, given: list[Tensor]) -> nn.Module:
 WORKS: dict[str, Callable[[nn.Module, list[Tensor]], Any]] = {
     "fast": lambda model, given: fq.ptq.improve(model, given, "fast", progress=False),
     "best": lambda model, given: fq.ptq.improve(model, given, "best", progress=False),
-    "low_rank": lambda model, given: fq.ptq.low_rank(model, given, rank=2, progress=False),
     "reconstruct": lambda model, given: fq.ptq.reconstruct(model, given, ["encoder"], iterations=20, progress=False),
 }
 
@@ -123,16 +122,11 @@ def test_a_weight_that_something_else_reads_too_stays(kind: type[nn.Module], pre
     torch.manual_seed(0)
     model: Any = quantized(kind(), preset, batches())
     weight = model.encoder.weight.detach().clone()
-    with fq.disabled(model):
-        exact = model(batches()[0])
     found = WORKS[work](model, batches())
     assert_same_bits(model.encoder.weight.detach(), weight)
     assert model.encoder.input_transform is None
     said = {layer.layer: layer.note for layer in found.layers}["encoder"] + " ".join(found.notes)
     assert ("share its weight" if kind is Tied else ELSEWHERE) in said
-    if work == "low_rank":  # the float function stays
-        with fq.disabled(model):
-            torch.testing.assert_close(model(batches()[0]), exact)
 
 
 def test_what_has_no_values_is_no_reading_of_a_weight() -> None:
@@ -203,7 +197,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(work: str, monkey
         assert_same_bits(value, after[name])
 
 
-@pytest.mark.parametrize("work", ["fast", "low_rank", "reconstruct"])
+@pytest.mark.parametrize("work", ["fast", "reconstruct"])
 def test_a_model_can_be_trained_and_loaded_after_inference_mode(work: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -217,10 +211,3 @@ def test_a_model_can_be_trained_and_loaded_after_inference_mode(work: str) -> No
     assert not [name for name, value in model.state_dict().items() if value.is_inference()]
     model(batches()[0]).sum().backward()
     model.load_state_dict(copy.deepcopy(model.state_dict()))
-
-
-def test_low_rank_needs_no_ranges_of_inputs() -> None:
-    torch.manual_seed(0)
-    model: Any = fq.prepare(nn.Sequential(nn.Linear(16, 16)), "INT4")
-    fq.ptq.low_rank(model, batches(), rank=2, progress=False)
-    assert model[0].low_rank is not None

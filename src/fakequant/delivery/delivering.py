@@ -131,8 +131,6 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
             f"its input goes through a {kind} before its quantizer; leave that step out of improve, or, where a file "
             "has it, read the values by read(path, dequantize=True) and quantize them for this format"
         )
-    if entry is not None and entry.low_rank:
-        return f"a product of rank {entry.low_rank} is added to its output; leave that step out of improve"
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
     if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
         return f"its ranges follow {chosen[0].by}, and files have one; calibrate without by="

@@ -23,7 +23,6 @@ from .formats.comparison import Compared, Comparison
 from .formats.mixes import Allocation, Score, Scores
 from .improving.corrections import reestimate_batch_norm
 from .improving.improve import STEPS, improve
-from .improving.low_rank import low_rank
 from .results import Improvement, LayerResult
 from .solvers.adaround import adaround
 from .solvers.sums import InputSums
@@ -57,7 +56,6 @@ __all__ = [
     "fold_scales",
     "gptq",
     "improve",
-    "low_rank",
     "reconstruct",
     "reconstruct_block",
     "reestimate_batch_norm",

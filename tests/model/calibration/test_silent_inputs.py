@@ -36,7 +36,6 @@ WORK: dict[str, Callable[[nn.Module, Path], Any]] = {
     "reconstruct": lambda model, _: fq.ptq.reconstruct(
         model, BATCHES, ["behind", "apart", "last"], iterations=4, progress=False
     ),
-    "low rank": lambda model, _: fq.ptq.low_rank(model, BATCHES, rank=1, progress=False),
     "sensitivity": lambda model, _: fq.sensitivity(model, BATCHES, progress=False),
     "by a metric": lambda model, _: fq.sensitivity(model, [], lambda net: float(net(BATCHES[0]).square().mean())),
     "layer_sqnr": lambda model, _: fq.layer_sqnr(model, BATCHES),

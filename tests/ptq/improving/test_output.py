@@ -161,7 +161,7 @@ def in_bfloat16(model: nn.Module, batch: Any, *, keeps_casts: bool = True) -> An
 
 
 @pytest.mark.parametrize("preset", ["INT8", "INT4_WEIGHT_ONLY"])
-@pytest.mark.parametrize("work", [fq.ptq.improve, fq.ptq.reconstruct, partial(fq.ptq.low_rank, rank=2), fq.ptq.scores])
+@pytest.mark.parametrize("work", [fq.ptq.improve, fq.ptq.reconstruct, fq.ptq.scores])
 def test_autocast_in_forward(preset: str, work: Any) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 4))

@@ -41,12 +41,3 @@ def test_zeros_that_are_a_structure_stay(structure: str, preset: str, steps: Any
         assert bool((model[place].weight[before] == 0).all())
     assert sum("its zeros stay" in remark for row in found.layers for remark in row.remarks) == 2
     assert found.remaining_error < 1
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_low_rank_leaves_them(structure: str) -> None:
-    batches = [torch.randn(64, 32)]
-    model, zeros = pruned(structure, "int4_group32", batches)
-    notes = {row.layer: row.note for row in fq.ptq.low_rank(model, batches, rank=2).layers}
-    assert [layer for layer, note in notes.items() if "its zeros are a structure" in note] == ["0", "2"]
-    assert torch.equal(model[0].weight == 0, zeros[0])

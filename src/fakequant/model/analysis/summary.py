@@ -26,12 +26,12 @@ from fakequant.errors import CoverageWarning, renamed, warn_user
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording, modules_called, weight_readers
 from fakequant.model.run.traits import has
-from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
+from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import is_searched, quantized_weights, warn_stale_scales, weights_of
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.forms import own_class, quantized_class, why_changed
-from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.sites.sites import TRAINED, Site
@@ -579,10 +579,8 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
         and (found := weight_bits(weight)) is not None
     }
     now = sum(p.numel() * p.element_size() for p in model.parameters())
-    branches = [layer.low_rank for layer in model.modules() if isinstance(layer, QuantLinear) and layer.low_rank]
-    beside = {parameter for branch in branches for parameter in branch.parameters()}
-    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits and p not in beside)
-    together = bits_of_all([*bits.values(), WeightBits(0, 0, sum(branch.bits for branch in branches))])
+    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits)
+    together = bits_of_all(bits.values())
     return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
 
 
@@ -620,8 +618,6 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         if (quantizer := getattr(layer, attribute)) is not None
     }
     texts = {key: _shown(value) for key, value in held.items()}
-    if layer.low_rank is not None and "_weight_quantizer" in texts:
-        texts["_weight_quantizer"] += f" + {layer.low_rank.extra_repr()}"
     told = layer.execution is not Execution.SIMULATE
     why = layer.why_simulated() if told else None
     return LayerSummary(

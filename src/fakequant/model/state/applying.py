@@ -41,10 +41,9 @@ from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry, check_s
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.unregistered import note_floats
-from fakequant.model.weights import note_weights, quantized_weights, share_learned, warn_stale_scales, weights_of
-from fakequant.nn.low_rank import LowRank
+from fakequant.model.weights import note_weights, quantized_weights, share_learned, warn_stale_scales
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear, leave_fast_paths
+from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
@@ -336,15 +335,8 @@ def _check_layer(layer: nn.Module, name: str, entry: LayerEntry) -> None:
     try:
         quantized.check(layer)
         _make_transform(layer, entry)
-        _check_low_rank(layer, quantized, entry.low_rank)
     except ConfigError as error:
         raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
-
-
-def _check_low_rank(layer: nn.Module, quantized: type[QuantizedLayer], rank: int) -> None:
-    weights = weights_of(layer)
-    if rank and not (issubclass(quantized, QuantLinear) and weights and rank <= min(weights[0].shape)):
-        raise ConfigError(f"a product of rank {rank} beside its weight does not fit it")
 
 
 def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
@@ -354,8 +346,6 @@ def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
         layer.execution, layer.gradient = entry.execution, entry.gradient
         if (transform := _make_transform(layer, entry)) is not None:
             layer.add_module("_input_transform", transform)
-        if entry.low_rank:
-            layer.add_module("_low_rank", LowRank.of(layer, entry.low_rank))
     for attribute, stored in entry.quantizers.items():
         quantizer: Quantizer = getattr(layer, attribute)
         quantizer.mode, quantizer.by_value = stored.mode, stored.make_by_value()

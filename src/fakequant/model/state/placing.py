@@ -27,7 +27,7 @@ from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.weights import give_values, in_eval_mode
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.ranges.learned import GLOBAL_SCALE, LearnedRange, QuantizerPart, check_global_scale
 from fakequant.nn.ranges.sharded import check_parts
@@ -152,13 +152,12 @@ class Places:
                 except ConfigError as error:
                     raise CheckpointError(str(error)) from error
         for path, layer in plan.layers.items():
-            what = "transforms its input" if layer.transform else "adds a product of low rank to its output"
-            if (layer.transform or layer.low_rank) and any(
+            if layer.transform and any(
                 self._parallel.get(self._weights.get(join(path, one), "")) is not None for one in layer.quantizers
             ):
                 raise CheckpointError(
-                    f"the checkpoint's layer {path} {what}, for which it needs the whole of it, and parallelize_module "
-                    "shared it out; leave the layer out of its plan"
+                    f"the checkpoint's layer {path} transforms its input, for which it needs the whole of it, and "
+                    "parallelize_module shared it out; leave the layer out of its plan"
                 )
 
     def placed(self, name: str, source: LazyTensor) -> Placed:
@@ -315,8 +314,7 @@ def _with_memory(tensor: Tensor, memory: dict[int, Any]) -> Tensor:
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
 
-    Weights with a product of low rank beside them (`fakequant.ptq.low_rank`) have it added, and transforms of inputs
-    (`improve`'s "smooth" and "rotate") are taken out of weights, up to rounding.
+    Transforms of inputs (`improve`'s "smooth" and "rotate") are taken out of weights, up to rounding.
 
     The other way round, a prepared model loads a state dict of the float model by `load_state_dict`, with `strict=True`
     too: its quantizers keep their ranges.
@@ -337,10 +335,6 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
             for path in (join(name, own) for own in first_weights(module)):
                 state[path] = transform.out_of_weight(module, state[path].detach())
             added.add(join(name, "_input_transform"))
-        if isinstance(module, QuantLinear) and module.low_rank is not None:
-            weight = state[join(name, "weight")].detach()
-            state[join(name, "weight")] = weight + module.low_rank.product().to(weight.dtype)
-            added.add(join(name, "_low_rank"))
     for names in (state, getattr(state, "_metadata", {})):
         for name in [name for name in names if _is_within(name, added)]:
             del names[name]

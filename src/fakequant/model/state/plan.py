@@ -237,14 +237,13 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, the
-    rank of what it adds to its output, or 0, and how its gradients are quantized, if they are."""
+    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, and
+    how its gradients are quantized, if they are."""
 
     type: str
     execution: Execution = field(default=Execution.SIMULATE, metadata=ALWAYS, kw_only=True)
     quantizers: dict[str, QuantizerEntry]
     transform: TransformEntry | None = None
-    low_rank: Natural = 0
     gradient: GradientConfig | None = None
 
 
@@ -371,7 +370,6 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
         type(layer).float_class.__name__,
         {name: QuantizerEntry(**quantizer_values(one)) for name, one in held.items() if one is not None},
         None if transform is None else TransformEntry(transform.kind, transform.options()),
-        0 if layer.low_rank is None else layer.low_rank.rank,
         layer.gradient,
         execution=layer.execution,
     )

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import Execution
-from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import InputTransform
@@ -36,7 +35,7 @@ from fakequant.offload import fetched
 from fakequant.restore import restore_on_error, state_of
 
 _SUFFIX = "_weight_quantizer"
-_PARTS = (Quantizer, InputTransform, LowRank)
+_PARTS = (Quantizer, InputTransform)
 
 
 class Matrix(NamedTuple):

@@ -39,7 +39,6 @@ from fakequant.nn.backward.products import (
 )
 from fakequant.nn.integer import ConvolutionProduct, Execution, IntegerProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.low_rank import LowRank
 from fakequant.nn.products.product import MatrixProduct, Product, TransposedWindowProduct, WindowProduct
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.ranges.sharded import is_shared_out, note_mesh
@@ -71,7 +70,6 @@ class Add(nn.Module):
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
-_ATTRIBUTES["low_rank"] = "_low_rank"
 """The public properties that hold modules, and the attributes and `state_dict` keys behind them."""
 
 
@@ -136,11 +134,6 @@ class QuantizedLayer(StoringLayer, Trained):
     def input_transform(self) -> InputTransform | None:
         """What the first input goes through before its quantizer; the weight holds the inverse. None: nothing."""
         return cast("InputTransform | None", self._modules.get("_input_transform"))
-
-    @property
-    def low_rank(self) -> LowRank | None:
-        """What is added to the output for what quantizing the weight loses; None: nothing."""
-        return cast("LowRank | None", self._modules.get("_low_rank"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         quantizer = self._modules.get("_output_quantizer")
@@ -370,8 +363,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
             y = self.integer_product(input, self.weight, self.bias)
         if y is None:
             y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
-        branch = self._modules.get("_low_rank")
-        return y if branch is None else y + branch(input)
+        return y
 
 
 class SpatialLayer(QuantizedLayer):
