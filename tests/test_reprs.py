@@ -14,7 +14,7 @@ from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
 from fakequant.export.verification.verdict import Row, VerifyReport
 from fakequant.model.analysis.summary import LayerSummary, Summary
-from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
+from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format

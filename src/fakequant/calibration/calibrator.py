@@ -1,11 +1,4 @@
-"""The interface of calibrators, and the registry of their names.
-
-The interface of observers: they collect, they may merge, and they have a state.
-
-Counts of magnitudes, which calibrators search and reports plot.
-
-The values of tensors that the transforms of torch.func wrap: `vmap` lets no function look at them.
-"""
+"""The interface of calibrators, and the registry of their names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The lowest and highest value seen: the state of every calibrator that merges, and all that "max" needs.
-
-Batches ordered by group, with the range of every group.
-
-The moving average of the range of every batch.
-"""
+"""The lowest and highest value seen: the state of every calibrator that merges, and all that "max" needs."""
 
 from __future__ import annotations
 

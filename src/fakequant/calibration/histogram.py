@@ -4,12 +4,6 @@ A group counts its negative and its non-negative values apart, in bins of width 
 larger value comes, the width doubles until it fits, and neighbouring bins are added. Because the width is a power of
 two, x / width is exact and halving a bin's index is what counting with the doubled width would have given: so the
 counts depend on the set of values seen and on nothing else.
-
-The search that entropy and mse share: the number of bins to keep that costs least.
-
-The threshold with the smallest mean squared error of the quantized values.
-
-The percentile of the magnitudes: clips a given share of the values.
 """
 
 from __future__ import annotations

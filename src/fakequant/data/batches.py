@@ -1,9 +1,4 @@
-"""Batches: how a model is called with one, which part of it is the input, and the error that names it.
-
-The error of a model that failed: the layer, and the batch or the example with its shapes.
-
-The mask of the tokens of a batch: padding moves neither ranges nor sums.
-"""
+"""Batches: how a model is called with one, which part of it is the input, and the error that names it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Deliver a model: its codes, as they are, in files that another program loads.
-
-The quantized parts of a model, why a format cannot hold one, and the nearest preset that it can.
-
-The small files of the folder that a model was loaded from: its tokenizer's and others that load and describe it.
-"""
+"""Deliver a model: its codes, as they are, in files that another program loads."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from fakequant.errors import CheckpointError, ExportError, OutputError, warn_use
 from fakequant.files import check_path, read_whole, writable_folder
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.presets import presets
-from fakequant.model.sites.planned import site_path
+from fakequant.model.sites.sites import site_path
 from fakequant.model.sizes import spec_bits
 from fakequant.model.state.plan import LayerEntry, QuantizerEntry
 from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder

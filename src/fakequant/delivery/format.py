@@ -1,11 +1,4 @@
-"""What a format of files says of itself: what it can hold, how states become files and back, programs that load it.
-
-Where a model, in float or prepared, has weights that can be quantized, and what their quantizers are called.
-
-The tensors of a folder in which each layer has some of its own: made one after the other while they are written.
-
-Read a file of another program into a prepared model.
-"""
+"""What a format of files says of itself: what it can hold, how states become files and back, programs that load it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Readers for folders with separate tensors for each layer, as GPTQ, AWQ and ModelOpt write them.
-
-Weights of torchao's files: from the tensors and the JSON of a layer to codes.
-"""
+"""Readers for folders with separate tensors for each layer, as GPTQ, AWQ and ModelOpt write them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The schemes of compressed-tensors: arguments of weights and activations, and the tensors of a weight.
-
-Quantizers of keys and values, which files name by the module that calls the attention.
-
-What the package compressed-tensors, and transformers with it, make of a folder.
-"""
+"""The schemes of compressed-tensors: arguments of weights and activations, and the tensors of a weight."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from fakequant.delivery.format import Engine, Part, Stored
 from fakequant.errors import CheckpointError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.run.outputs import record
-from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites.sites import SitePlan, plan_sites
 from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry, sites_entry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.nn.quantized.forms import own_class

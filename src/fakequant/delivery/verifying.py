@@ -1,7 +1,4 @@
-"""Verify a delivered file: compare its codes, and the outputs of the programs that load it, with the model's.
-
-Fix the scale of the tensor for inputs whose blocks have dynamic scales, as servers do.
-"""
+"""Verify a delivered file: compare its codes, and the outputs of the programs that load it, with the model's."""
 
 from __future__ import annotations
 

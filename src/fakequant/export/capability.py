@@ -4,10 +4,6 @@ Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers s
 and 16-bit integers and blocks since 21, float4 since 23, scales in E8M0 since 24, float6 since 28. The scale is one
 value, a vector along one axis, or one value per block of one axis. Formats that ONNX Runtime does not run are computed
 by `export.nodes.portable` in `Style.PORTABLE`, and use their own element types in the other styles.
-
-The dialects of ONNX for an exported file.
-
-The record of quantizers and inputs in an exported file, stored as JSON in the model's metadata.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Export a model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear.
-
-The quantized weights of a model that is exported, with scales that are constants.
-
-Buffers that a model writes, as those of streaming models: inputs and outputs of the file.
-"""
+"""Export a model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear."""
 
 from __future__ import annotations
 

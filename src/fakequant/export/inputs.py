@@ -1,7 +1,4 @@
-"""The inputs of a file: what the record says of them, and the tensors of a batch for them.
-
-Read and edit an ONNX graph: constants, types and shapes by name, and unique new names.
-"""
+"""The inputs of a file: what the record says of them, and the tensors of a batch for them."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ Fold quantized tensors that do not depend on any input into constants, computed 
 
 Examples are weights from a hook or a parametrization, learned queries and position tables. torch's exporter folds some
 of them too, but with numpy's arithmetic.
-
-Decide how one quantizer is written in ONNX: the one place that combines the standard's rules with TensorRT's.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Source: `conversion/base.py` of llama.cpp. Two things differ from it: scores are
 where that converter gives all tokens one score, and merges are written for all tokenizers, because transformers reads
 them.
 
-The models of transformers for which GGUF files are written and read, as llama.cpp has them.
-
 Source: the converters of llama.cpp, `conversion/*.py`, and its graphs, `src/models/*.cpp`.
 """
 

@@ -2,8 +2,6 @@
 
 Importing this module registers the quantization method "fakequant" with transformers. A program that does not import
 it gets a warning from transformers that the method is unknown, and the float model.
-
-Quantization-aware training in the Trainer of Hugging Face's transformers.
 """
 
 from __future__ import annotations

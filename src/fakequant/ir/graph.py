@@ -1,15 +1,9 @@
 """A graph: its data, and the methods that check, run, compile and print it.
 
-The graph of the gradients.
-
 Graphs as text that people read.
 
 The text has every attribute, the digest of each constant, and the numbers of those with few elements, so that two
 graphs with the same text compute the same.
-
-Graphs as ONNX files.
-
-From a model to a graph.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """One operation of a graph.
 
-Element types and shapes of the values of a graph.
-
-Values of attributes and their text, which differs where values differ.
-
 How the inputs and attributes of an operation become the arguments of an operator.
 
 Inputs that no attribute names by `%n` fill the parameters that take tensors, in order; a list of tensors takes all that

@@ -1,7 +1,4 @@
-"""The data of a graph: inputs, constants, operations in the order in which they run, outputs.
-
-The check of a graph: ids, order, names, types.
-"""
+"""The data of a graph: inputs, constants, operations in the order in which they run, outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Replace weights by their quantized values, and take their quantizers away.
-
-Keep the weights of a model as packed codes in place of floats, and back.
-"""
+"""Replace weights by their quantized values, and take their quantizers away."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Configurations: which layers of a model are quantized, and how.
-
-The names of presets, also those of other libraries.
-
-How one tensor of a layer is quantized.
-"""
+"""Configurations: which layers of a model are quantized, and how."""
 
 from __future__ import annotations
 

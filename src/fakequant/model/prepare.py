@@ -31,8 +31,7 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Recording
 from fakequant.model.sites.own_products import own_forwards, with_own_products
 from fakequant.model.sites.placement import Placement, place
-from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.sites import apply_sites, plan_sites, with_training
+from fakequant.model.sites.sites import SitePlan, apply_sites, plan_sites, with_training
 from fakequant.model.sites.targets import Target, find_target
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.unregistered import note_floats, warn_unregistered

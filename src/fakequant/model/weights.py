@@ -1,11 +1,4 @@
-"""The weights of quantized layers as their next call computes them, and scales that no longer fit them.
-
-What a model's quantizers and modules do for a while.
-
-The smallest scales of weights with which an engine's integers do not overflow.
-
-Weights that several layers share, which have one set of codes, and scales that several weights share.
-"""
+"""The weights of quantized layers as their next call computes them, and scales that no longer fit them."""
 
 from __future__ import annotations
 

@@ -2,10 +2,6 @@
 
 `numerics/products.py` defines the result and `ops/products.py` computes it. `integer_products.py` has one class for
 each kind of layer. Integer products serve inference: where a gradient is wanted, the layer is simulated.
-
-What looks at the calls of a module, or takes part in them.
-
-How each kind of layer runs in integers, see `integer.py`.
 """
 
 from __future__ import annotations

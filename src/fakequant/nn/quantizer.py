@@ -1,7 +1,5 @@
 """The quantizer: one module that is off, observes, or quantizes; of a weight it may hold codes that were fixed.
 
-Quantized weights that are given out again while nothing changes them.
-
 Quantizers in models with adapters of peft: their ranges train and are saved with the adapter.
 
 peft freezes all parameters but the adapter's, and saves nothing else. It exempts modules of one class of its own,

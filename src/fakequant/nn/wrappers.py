@@ -1,9 +1,4 @@
-"""Wrappers of torch around a model or inside one: their names are in no path, file or message.
-
-Which tensors of a layer have quantizers, and where their axes are: one table for each quantized layer.
-
-Contexts in which the quantizers of a model behave otherwise.
-"""
+"""Wrappers of torch around a model or inside one: their names are in no path, file or message."""
 
 from __future__ import annotations
 

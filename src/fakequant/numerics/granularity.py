@@ -2,10 +2,6 @@
 
 A granularity says one thing only: its block size along every axis. From that follow the shape of the scales (one per
 block, axes kept), the broadcast view that the reference computes on, and `Tiles`, the only view that kernels know.
-
-A tensor in its blocks: padded, split into groups, and put together again.
-
-Scales and offsets as a file stores them: codes and shared scales.
 """
 
 from __future__ import annotations

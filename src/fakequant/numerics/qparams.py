@@ -1,7 +1,4 @@
-"""From a range of real numbers to the parameters of a quantization.
-
-Scale, zero point, amax and seed as callers give them: made tensors, brought to one shape, and checked.
-"""
+"""From a range of real numbers to the parameters of a quantization."""
 
 from __future__ import annotations
 

@@ -3,12 +3,6 @@
 Nodes carry the specification as text. `fakequant::fake_quantize` returns the values. `fakequant::fake_quantize_masked`
 is the same for graphs with a backward pass: it also returns one bit per element, which is all that is saved, so that
 such a graph has the eager bits at the eager speed.
-
-How the operator runs: in plain eager execution, or traced, as torch's operations or as a node of a graph.
-
-The operator as plain torch operations, for compilers, function transforms and forward-mode AD.
-
-Plans under autograd: one function for parameters that get no gradient, one for those that are learned.
 """
 
 from __future__ import annotations

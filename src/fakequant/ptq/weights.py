@@ -1,7 +1,4 @@
-"""The weights that accuracy algorithms choose values for.
-
-Whether a change lowers the error of the output, judged by its rows: in sum, and more than chance explains.
-"""
+"""The weights that accuracy algorithms choose values for."""
 
 from __future__ import annotations
 

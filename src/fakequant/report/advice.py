@@ -1,7 +1,4 @@
-"""What to do next, from the measurements of a report, with the code to paste; what it says was tried.
-
-The table of layers: the ten worst, then all in network order, folded by the blocks that repeat.
-"""
+"""What to do next, from the measurements of a report, with the code to paste; what it says was tried."""
 
 from __future__ import annotations
 

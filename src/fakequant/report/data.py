@@ -1,7 +1,4 @@
-"""The content of a report as plain values, without tensors or models.
-
-The content of a report as JSON, for other programs and for a comparison of two runs.
-"""
+"""The content of a report as plain values, without tensors or models."""
 
 from __future__ import annotations
 

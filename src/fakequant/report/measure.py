@@ -1,9 +1,4 @@
-"""Measure the layers of a calibrated model for a report, in one pass over the batches and one of the first batch.
-
-The examples on which a report measures each layer alone.
-
-Histograms of tensors, and what a range costs: the share that it clips and the noise that it makes.
-"""
+"""Measure the layers of a calibrated model for a report, in one pass over the batches and one of the first batch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The report of a model in one call.
-
-Collect the plain values of a report from models, calibrators and files.
-
-The points of a curve from what `fakequant.compare` found or wrote.
-"""
+"""The report of a model in one call."""
 
 from __future__ import annotations
 

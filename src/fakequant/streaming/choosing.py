@@ -1,9 +1,4 @@
-"""Choose the weights of a model block after block, and then those of the modules after the blocks.
-
-The state of a model from those of its finished blocks and of what is outside of them, read when it is asked for.
-
-Quantize a model that does not fit into memory: a block at a time, from a folder to a folder.
-"""
+"""Choose the weights of a model block after block, and then those of the modules after the blocks."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +20,10 @@ from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
 from fakequant.data.progress import say, track
 from fakequant.delivery.delivering import deliver_state, parts_of, refuse, refuse_replacing, skipped, weights_in
-from fakequant.delivery.folder import CONFIG, check_shard_size
+from fakequant.delivery.folder import CONFIG, check_shard_size, class_of
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.distributed import Together, process_number, processes_of
-from fakequant.errors import ConfigError, OutputError
+from fakequant.errors import CheckpointError, ConfigError, OutputError
 from fakequant.files import check_path, locked, new_folder, output_errors
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -45,9 +41,162 @@ from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after
 from fakequant.streaming.blocks import BlockCall, blocks_of, calls_of, in_place_of
-from fakequant.streaming.source import Load, ModelSource
 from fakequant.streaming.work import Work
-from fakequant.text import listed
+from fakequant.text import listed, module_name
+
+_CURE = "give a model on the meta device with load="
+Load = Callable[[str], Mapping[str, Tensor]]
+"""The tensors of the module at a path by their names in it; those of "" may be the ones outside of the blocks alone."""
+
+
+class ModelSource:
+    """A model on the meta device, and where its weights come from.
+
+    Args:
+        model: in float.
+        load: gives the tensors of a module.
+        files: the files that hold them, each with its size and the time of its last change.
+    """
+
+    def __init__(self, model: nn.Module, load: Load, files: Mapping[str, tuple[int, int]] | None = None) -> None:
+        self.model, self._load, self.files = model, load, files or {}
+
+    @classmethod
+    def of(cls, source: Any, load: Load | None, copies: Path) -> ModelSource:
+        """The model of a folder of transformers, or one on the meta device with a function that loads it.
+
+        Args:
+            source: the folder or the model.
+            load: of the model.
+            copies: a folder for tensors that files hold in another form, such as experts one by one.
+
+        Raises:
+            ConfigError: a model with weights, or one without a function.
+            CheckpointError: no folder of transformers, or the package or Accelerate is missing.
+        """
+        if isinstance(source, nn.Module):
+            if load is None or not all(parameter.is_meta for parameter in source.parameters()):
+                raise ConfigError(
+                    "improve_folder takes a folder, or a model whose parameters are all on the meta device with load=, "
+                    "which gives the tensors of a block; improve a model that is in memory by fakequant.ptq.improve"
+                )
+            return cls(source, load)
+        return cls(*_opened(Path(source), copies))
+
+    @contextmanager
+    def loaded(self, path: str, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """A context in which a module has its weights; modules in it may stay empty.
+
+        Raises:
+            CheckpointError: a tensor that is not given, or that has another shape.
+        """
+        places, given = _empty(module, {*without}), self._given(path)
+        filled = [(shared, tensor, _filled(path, shared, tensor, given)) for tensor, shared in places]
+        try:
+            for shared, _, values in filled:
+                for _, held, own in shared:
+                    held[own] = values
+            yield
+        finally:
+            for shared, tensor, _ in filled:
+                for _, held, own in shared:
+                    held[own] = tensor
+
+    def tensor(self, path: str, name: str) -> Tensor:
+        """A tensor of a module by its name in it."""
+        with _named_errors(path):
+            return self._given(path)[name]
+
+    def _given(self, path: str) -> Mapping[str, Tensor]:
+        with _named_errors(path):
+            given = self._load(path)
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"load({path!r}) gave a {type(given).__name__}; it must give tensors by name")
+        return given
+
+
+@contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """A context in which errors of what loads a module, such as those of a missing shard, name the module."""
+    try:
+        yield
+    except Exception as error:  # of the user's function, or of files: any
+        raise CheckpointError(
+            f"the tensors of {module_name(path)} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+_Places = list[tuple[str, dict[str, Any], str]]
+"""The places of a tensor in a module, several where it is tied: its name, the dict that holds it, and its key there."""
+
+
+def _empty(module: nn.Module, without: set[nn.Module]) -> list[tuple[Tensor, _Places]]:
+    """The tensors of a module that have no values, with their places."""
+    found: dict[int, tuple[Tensor, _Places]] = {}
+    for name, part in _named(module, without):
+        for held in (part._parameters, part._buffers):
+            for own, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    found.setdefault(id(tensor), (tensor, []))[1].append((join(name, own), held, own))
+    return [*found.values()]
+
+
+def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """The values of a tensor; of those that are tied, one name is enough."""
+    names = [name for name, *_ in shared]
+    name = next((name for name in names if name in given), None)
+    if name is None:
+        raise CheckpointError(f"{module_name(path)} has no values for {listed(names)}")
+    with _named_errors(path):
+        values = given[name].detach()
+    if values.shape != tensor.shape:
+        raise CheckpointError(
+            f"{join(path, name)} has the shape {[*values.shape]}, and the model expects {[*tensor.shape]}"
+        )
+    values = values.to(tensor.dtype, copy=True)  # choosing writes into it
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def _named(module: nn.Module, without: set[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and child not in without:
+            yield from _named(child, without, f"{path}.{name}" if path else name)
+
+
+def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
+    """The model of a folder with its weights left in the files."""
+    cls = class_of(path, _CURE)
+    try:
+        from accelerate.hooks import remove_hook_from_module
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is opened by Accelerate, which is not installed; run pip install accelerate, or {_CURE}"
+        ) from error
+    try:
+        model = cls.from_pretrained(path, dtype="auto", device_map={"": "disk"}, offload_folder=copies)
+    except Exception as error:  # of transformers, safetensors or Accelerate: any
+        raise CheckpointError(f"{path} cannot be opened by transformers: {type(error).__name__}: {error}") from error
+    kept = {
+        join(name, own): (hook.weights_map, own)
+        for name, module in model.named_modules()
+        if getattr(hook := vars(module).get("_hf_hook"), "weights_map", None) is not None
+        for own in (*module._parameters, *module._buffers)
+    }
+    remove_hook_from_module(model, recurse=True)
+
+    def load(path: str) -> Mapping[str, Tensor]:
+        start = f"{path}." if path else ""
+        return Made(
+            {
+                name.removeprefix(start): partial(weights.__getitem__, own)
+                for name, (weights, own) in kept.items()
+                if name.startswith(start) and own in weights
+            }
+        )
+
+    stats = {one.name: one.stat() for one in sorted(path.glob("*.safetensors"))}
+    return model.eval(), load, {name: (one.st_size, one.st_mtime_ns) for name, one in stats.items()}
 
 
 def joined_state(

@@ -14,7 +14,7 @@ from fakequant.model import presets
 from fakequant.model.analysis.summary import operations, summary, unquantized
 from fakequant.model.config import Rule
 from fakequant.model.prepare import prepare
-from fakequant.model.run.traits import has
+from fakequant.model.run.recorded import has
 from fakequant.model.sites.sites import site_plan
 from fakequant.nn import quantizers
 from fakequant.nn.quantizer import Mode

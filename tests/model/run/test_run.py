@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CoverageWarning, FusionWarning
 from fakequant.model.run.outputs import record, watching
-from fakequant.model.run.traits import find_neighbors
+from fakequant.model.run.recorded import find_neighbors
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

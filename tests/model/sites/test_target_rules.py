@@ -12,8 +12,7 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
-from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites.sites import SitePlan, plan_sites
 from fakequant.model.sites.targets import find_target
 from tests.support.vision import import_torchvision
 

@@ -13,8 +13,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
-from fakequant.model.sites.planned import SitePlan
-from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites.sites import SitePlan, plan_sites
 from fakequant.model.sites.targets import find_target, targets
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat

@@ -13,8 +13,8 @@ from torch.overrides import get_overridable_functions
 
 import fakequant as fq
 from fakequant.model.run.outputs import record
+from fakequant.model.run.recorded import find_neighbors, has
 from fakequant.model.run.recorder import name_of
-from fakequant.model.run.traits import find_neighbors, has
 from fakequant.model.sites.targets import targets
 from fakequant.nn.sites.functions import (
     CALLED_AS,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
-from fakequant.model.run.traits import having
+from fakequant.model.run.recorded import having
 from fakequant.nn.sites.functions import Trait
 from fakequant.ptq import equalize
 from fakequant.ptq.float_model.fold_scales import OutputCheck

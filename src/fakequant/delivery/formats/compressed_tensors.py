@@ -46,7 +46,7 @@ from fakequant.delivery.schemes import (
     stored,
 )
 from fakequant.errors import ExportError, warn_user
-from fakequant.model.sites.planned import site_path
+from fakequant.model.sites.sites import site_path
 from fakequant.model.state.plan import SitesEntry, sites_entry
 from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile
 from fakequant.model.weights import merged_layers

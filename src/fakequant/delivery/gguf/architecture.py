@@ -4,10 +4,6 @@ Mixtures such as Q4_K_M: a type for each weight of a language model, as llama-qu
 
 Source: `llama_tensor_get_type_impl` and `tensor_type_fallback` in llama-quant.cpp of llama.cpp, without an importance
 matrix, and without the cases for experts.
-
-llama.cpp's quantization of inputs, which it chooses by the type of the weights.
-
-Read a GGUF file: its tensors by their names in a model.
 """
 
 from __future__ import annotations

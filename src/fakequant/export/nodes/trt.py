@@ -7,8 +7,6 @@ Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`; scal
 and MXFP8 blocks 32 elements); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize;
 cuDNN, Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
 
-A quantizer node of the ONNX graph and the standard nodes that replace it.
-
 Write scales that have their own format: powers of two in E8M0, or codes times a second-level scale.
 
 `Encoding.scale` is their element type. It is None (float32) in `Style.PORTABLE` and for specifications whose scales

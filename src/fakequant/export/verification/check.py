@@ -1,7 +1,4 @@
-"""Compare one quantizer of an exported file with torch.
-
-Judge a file as ONNX Runtime runs it by default: what its optimisations change, beside what quantization costs.
-"""
+"""Compare one quantizer of an exported file with torch."""
 
 from __future__ import annotations
 

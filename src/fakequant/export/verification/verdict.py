@@ -1,7 +1,4 @@
-"""The report of a verification and its counts.
-
-Run a file in ONNX Runtime and read any tensor inside it.
-"""
+"""The report of a verification and its counts."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """Verify an exported file: every quantizer bit for bit, the model's outputs in quantization steps.
 
-Find the nodes of a file that quantize but belong to no quantizer of its record.
-
 onnx's ReferenceEvaluator, for files with types or operators that ONNX Runtime lacks.
 
 It computes every node in numpy as the ONNX standard defines it. `operators` replaces definitions that were measured to
 be wrong, and adds operators that are not in the standard.
-
-Run a file piece by piece, so that only the tensors of one piece are in memory at a time.
 """
 
 from __future__ import annotations

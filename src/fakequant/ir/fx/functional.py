@@ -1,7 +1,4 @@
-"""Changes in place, such as `relu_`, replaced by operators that return a new tensor.
-
-Concatenations as torch allows them, and graphs do not: of empty tensors, and of several types.
-"""
+"""Changes in place, such as `relu_`, replaced by operators that return a new tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Quantizers whose input is quantized already.
-
-Quantizers moved before operations that only move elements.
-"""
+"""Quantizers whose input is quantized already."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A product, its bias, its activation and the quantizer after it, fused into one operation.
-
-Operations that compute the same from the same values.
-
-Operations and constants that no output depends on.
-"""
+"""A product, its bias, its activation and the quantizer after it, fused into one operation."""
 
 from __future__ import annotations
 

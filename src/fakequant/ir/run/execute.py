@@ -1,11 +1,4 @@
-"""Graphs as modules of torch.
-
-ReLUs fused into the quantizers after them, where that changes no bit of results and gradients.
-
-Operations that are one: a product and what follows it, computed by the same kernels in the same order.
-
-Graphs as single functions, each structure made once: of kernels that keep every bit, or by Inductor.
-"""
+"""Graphs as modules of torch."""
 
 from __future__ import annotations
 

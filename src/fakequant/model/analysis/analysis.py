@@ -1,9 +1,4 @@
-"""Which layer hurts: signal-to-noise ratio of every quantizer, and the effect of every layer on the model.
-
-Outputs that one pass computed, given out in another pass wherever a module gets the same inputs, bit for bit.
-
-Inputs with a few large values, for which one scale of few bits is the wrong kind.
-"""
+"""Which layer hurts: signal-to-noise ratio of every quantizer, and the effect of every layer on the model."""
 
 from __future__ import annotations
 

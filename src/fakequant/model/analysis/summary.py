@@ -1,11 +1,4 @@
-"""A table of what was quantized and what was left.
-
-What `prepare` left in float although it could be quantized: a share of the parameters, and of the products.
-
-What a prepared model computes and what of it stays in float, read from one run of the model.
-
-Tables as HTML, for notebooks and for the report.
-"""
+"""A table of what was quantized and what was left."""
 
 from __future__ import annotations
 
@@ -24,8 +17,7 @@ from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, renamed, warn_user
 from fakequant.model.run.outputs import record
-from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording, modules_called, weight_readers
-from fakequant.model.run.traits import has
+from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording, has, modules_called, weight_readers
 from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import is_searched, quantized_weights, warn_stale_scales, weights_of

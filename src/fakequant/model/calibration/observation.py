@@ -1,9 +1,4 @@
-"""One call of `calibrate`: batches go through the model, and its calibrators see them.
-
-Layers that no calibration batch reached: the reasons, and what becomes of them.
-
-What a scale rounds to nothing: operands and channels whose values are all below half of its step.
-"""
+"""One call of `calibrate`: batches go through the model, and its calibrators see them."""
 
 from __future__ import annotations
 

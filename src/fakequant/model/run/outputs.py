@@ -1,7 +1,4 @@
-"""The float tensors in a model's output, and how far they are from those of the float model: one measure for all.
-
-Record one run of a model: see `recorder`.
-"""
+"""The float tensors in a model's output, and how far they are from those of the float model: one measure for all."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from torch import Tensor, nn
 from fakequant.data.again import unchanged
 from fakequant.data.batches import Batches, KeptBatches
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning, warn_user
-from fakequant.model.run.recorded import EXTREME, OF_A_CACHE, QUANTIZER, WITHOUT_FLOATS, ModuleCall, Recording
+from fakequant.model.run.recorded import EXTREME, OF_A_CACHE, QUANTIZER, WITHOUT_FLOATS, ModuleCall, Recording, counted
 from fakequant.model.run.recorder import PLAIN, Detail, Recorder, holds_mask, largest, name_of, quantizes, tensors_in
-from fakequant.model.run.traits import counted
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.classes import OF_CACHE, hide_caches

@@ -3,8 +3,6 @@
 Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
 is known by the identity of the tensor; no tensor is kept alive for it. A write to a tensor makes a new value of it, and
 of all tensors that share the memory. A function that returns its argument unwritten is no call: `x.float()`.
-
-The tensors of a run, and which of them share memory, so that a write to one changes the others.
 """
 
 from __future__ import annotations
@@ -36,8 +34,10 @@ from fakequant.model.run.recorded import (
     ModuleCall,
     Recording,
     Value,
+    factors_of,
+    has,
+    is_number,
 )
-from fakequant.model.run.traits import factors_of, has, is_number
 from fakequant.model.weights import not_compiled
 from fakequant.nn.sites.functions import CalledAs, Trait, called_as
 from fakequant.restore import restore_after, stack_without

@@ -13,8 +13,7 @@ from torch import nn
 from fakequant.data.batches import Arguments
 from fakequant.model.config import Config, Rule, all_names
 from fakequant.model.run.outputs import record
-from fakequant.model.run.recorded import Recording
-from fakequant.model.run.traits import has
+from fakequant.model.run.recorded import Recording, has
 from fakequant.model.weights import evaluating
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.forms import own_class, why_changed

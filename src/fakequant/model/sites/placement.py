@@ -1,7 +1,4 @@
-"""Where a target wants quantizers in a model: its table, applied to the data flow of a recorded run.
-
-Producers and consumers of the values of a recorded run, and walks along them.
-"""
+"""Where a target wants quantizers in a model: its table, applied to the data flow of a recorded run."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.run.recorded import FunctionCall, Recording
-from fakequant.model.run.traits import having, masked_values
-from fakequant.model.sites.planned import Candidate, SiteQuantizer
-from fakequant.model.sites.sites import candidates, operand_quantizer, rules_of_sites
+from fakequant.model.run.recorded import FunctionCall, Recording, having, masked_values
+from fakequant.model.sites.sites import Candidate, SiteQuantizer, candidates, operand_quantizer, rules_of_sites
 from fakequant.model.sites.targets import FixedRange, Target
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, products
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait

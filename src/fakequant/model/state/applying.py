@@ -24,7 +24,7 @@ from fakequant.distributed import (
 )
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
-from fakequant.model.calibration.by_value import follow_values
+from fakequant.model.calibration.calibrate import follow_values
 from fakequant.model.prepare import attach
 from fakequant.model.state.placing import (
     Placed,

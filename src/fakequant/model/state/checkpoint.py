@@ -1,9 +1,4 @@
-"""Save and load a quantized model: a codec of its snapshot, written whole or not at all.
-
-The file of a checkpoint that says which layers are quantized, how, and where the tensors are.
-
-The tensors of a checkpoint: all in float, or weights as codes with as many bits for each as its format has.
-"""
+"""Save and load a quantized model: a codec of its snapshot, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Where a model wants the tensors of a state: each is read when it is put there, the part of this process alone.
-
-The state of a prepared model as that of the float model.
-
-Scales and zero points of a checkpoint: checked as those of a call are, before a model takes them.
-"""
+"""Where a model wants the tensors of a state: each is read when it is put there, the part of this process alone."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fakequant.data.arguments import check_model
 from fakequant.distributed import is_sharded, parallel_parameters
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
-from fakequant.model.sites.planned import site_path
+from fakequant.model.sites.sites import site_path
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.weights import give_values, in_eval_mode

@@ -1,9 +1,4 @@
-"""What is quantized in a model, and how: plain data about its layers and functions, and their form in JSON.
-
-Values that were read from JSON, checked: what is there, where it is, and what was expected.
-
-The sites of a model in a checkpoint: what the manifest says of them, and how they are made again.
-"""
+"""What is quantized in a model, and how: plain data about its layers and functions, and their form in JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +14,7 @@ from torch import nn
 
 from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.config import TensorConfig
-from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer, site_path
-from fakequant.model.sites.sites import apply_sites, site_plan
+from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer, apply_sites, site_path, site_plan
 from fakequant.nn.backward.products import GradientConfig
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import module_at

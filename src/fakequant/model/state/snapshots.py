@@ -1,9 +1,4 @@
-"""A quantized model as data: its plan, its tensors, and its weights as codes.
-
-Safetensors files, written and read one tensor at a time; the bytes are those that the package safetensors writes.
-
-Formats of quantized models that others add: two functions between a state and the files of a folder.
-"""
+"""A quantized model as data: its plan, its tensors, and its weights as codes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fakequant.data.batches import Arguments, Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.run.outputs import Distance, Place, named_tensors, record
-from fakequant.model.run.traits import Neighbors, find_neighbors
+from fakequant.model.run.recorded import Neighbors, find_neighbors
 from fakequant.model.sites.own_products import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
 from fakequant.nn.integer import is_as_made

@@ -2,8 +2,6 @@
 
 Source: NVIDIA pytorch-quantization, user guide: about 10 % of the original schedule, from 1 % of the original learning
 rate along half a cosine down to 1 % of that; scales are not changed at every step.
-
-Batch normalisations that are folded while a model trains, as engines fold them when they load it.
 """
 
 from __future__ import annotations

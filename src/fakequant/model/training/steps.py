@@ -1,7 +1,4 @@
-"""What happens at each step of a training with quantizers, in whatever loop or trainer it runs.
-
-Scales and batch statistics while a model trains with quantizers: when they move, and how.
-"""
+"""What happens at each step of a training with quantizers, in whatever loop or trainer it runs."""
 
 from __future__ import annotations
 

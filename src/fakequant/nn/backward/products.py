@@ -2,12 +2,6 @@
 
 Sources: NVIDIA, arXiv 2509.25149 (NVFP4: stochastic rounding of gradients, a random Hadamard matrix along the tokens);
 Quartet, arXiv 2505.14669 (MXFP4: both products).
-
-How the two products of a layer's backward pass are quantized.
-
-Rotation of the operands of a backward product along the axis of its sum.
-
-Modules with products whose backward products may be quantized, and what they know of these.
 """
 
 from __future__ import annotations

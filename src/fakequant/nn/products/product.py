@@ -3,12 +3,6 @@
 `layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
 need no layer classes. Layers with a matrix as weight give a `MatrixProduct`; algorithms round other weights to the
 nearest values, and list them.
-
-The products of an attention that multiply rows with weights: its first projections, and the last one.
-
-Weights of experts that are stacked in one parameter, as a matrix for each expert.
-
-Convolutions as products of a matrix with rows: every window of the input is a row.
 """
 
 from __future__ import annotations

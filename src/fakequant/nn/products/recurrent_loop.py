@@ -1,7 +1,4 @@
-"""Recurrent layers as one operator for all steps, which an exporter writes as a loop over any number of steps.
-
-The products of a recurrent layer or cell: its weights, multiplied with the inputs and hidden states of all steps.
-"""
+"""Recurrent layers as one operator for all steps, which an exporter writes as a loop over any number of steps."""
 
 from __future__ import annotations
 

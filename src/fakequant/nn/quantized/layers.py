@@ -3,16 +3,6 @@
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
 pooling, embeddings and others are in files of their own, which `nn/__init__.py` imports.
-
-Operations of two activations as float modules, so that they can be quantized.
-
-Quantized layers of two inputs; registered as the layers in `layers.py`.
-
-Paths of torch that compute a module from the weights of its layers, without calling the layers.
-
-Quantized transposed convolutions.
-
-Quantized pooling layers, which have an input quantizer and no weight; registered as those in `layers.py`.
 """
 
 from __future__ import annotations

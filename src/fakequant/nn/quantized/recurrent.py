@@ -1,10 +1,6 @@
 """Recurrent layers step by step, where a quantizer reaches the input and the state of every step.
 
 Biases and the state of an LSTM's cell stay in float.
-
-Quantized forms of torch's recurrent layers and cells: input, hidden state and both weights have their quantizers.
-
-While a quantizer is on, a layer computes step by step as in `recurrent.py`; else torch computes it, in torch's bits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A hook of the model reads the value before its `forward`; the quantizers inside take the range of its bin. Outside of
 such a call they have none to take, and say so.
-
-What a quantizer does, and what it sits on.
 """
 
 from __future__ import annotations

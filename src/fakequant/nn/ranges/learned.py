@@ -2,10 +2,6 @@
 
 Every method computes scale and zero point from its parameters by differentiable torch operations; the gradients of
 scale and zero point are those of the operator. A new method is one class here.
-
-Modules of small tensors that keep their precision, and what they accept as a state.
-
-Scales of blocks that follow the input under a shared scale that is fixed: NVFP4 inputs of servers.
 """
 
 from __future__ import annotations

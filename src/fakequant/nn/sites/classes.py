@@ -5,8 +5,6 @@ Owners of sites whose `forward` calls more functions while torch traces it: see 
 Vision transformers resize their table of positions in a trace, also where it has the right size already, so that the
 trace takes images of any size. Such calls compute with parameters alone. No plan has them, because the model does not
 call them otherwise.
-
-Functions whose calls belong to no owner of sites: those of a cache of keys and values.
 """
 
 from __future__ import annotations

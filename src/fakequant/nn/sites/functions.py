@@ -4,10 +4,6 @@ torch offers one function under many objects (`torch.add`, `Tensor.add_`, `opera
 table gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A
 new function is one entry here, from which targets, counts, transforms and coverage know it; `register_function` adds
 one from outside.
-
-Products as equations of `einsum`, which tell the axes of their operands.
-
-What a function does with the values of its tensors, and the text in which tables say it.
 """
 
 from __future__ import annotations

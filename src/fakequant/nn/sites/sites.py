@@ -4,10 +4,6 @@ A module whose `forward` calls such functions is an owner. Its class is swapped 
 `TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
 quantizes their operands. Modules that an owner calls get a subclass that takes the mode away while they run, so that a
 mode sees the calls of its owner alone. No function of torch is replaced.
-
-Scaled dot-product attention in visible parts, so that its probabilities can be quantized.
-
-Functions as products of factors, whose backward products can be quantized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A weight that is stored as packed codes and scales: a tensor that has its values for the time of one operation.
-
-A layer whose weights may be stored as codes: how it is moved, and its state dict.
-"""
+"""A weight that is stored as packed codes and scales: a tensor that has its values for the time of one operation."""
 
 from __future__ import annotations
 

@@ -2,15 +2,7 @@
 
 Sources: arXiv 2209.05433 and OCP OFP8 1.0 (8 bits), OCP Microscaling 1.0 (4 and 6 bits), arXiv 2206.02915 (fnuz).
 
-What a number format is: a set of codes and the rounding to it.
-
-Integer formats.
-
 Source: ONNX QuantizeLinear.
-
-Formats whose values are a table.
-
-Codes as tensors: the patterns of their bits, and whether they are codes of a format.
 """
 
 from __future__ import annotations

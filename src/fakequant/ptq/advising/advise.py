@@ -1,11 +1,4 @@
-"""From a float model to the smallest quantized one that is good enough.
-
-The code that makes a quantized model in one way, to paste.
-
-The order in which `advise` tries ways to quantize a model: by size, and by cost, until a floor is met.
-
-What `advise` found: the ways that were tried, the answer with its reason, and the code that makes it.
-"""
+"""From a float model to the smallest quantized one that is good enough."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want.
-
-The engines that `advise` knows: the presets that each takes, and whether it places quantizers.
-
-The methods by which `calibrate` found a model's ranges, read off its scales, to do the same on other batches.
-
-Find the preset of a quantized model by its quantizers, and exchange it for another.
-"""
+"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want."""
 
 from __future__ import annotations
 

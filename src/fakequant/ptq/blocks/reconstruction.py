@@ -2,10 +2,6 @@
 
 One engine serves the published methods; a preset says what is learned, and how. Only the values of the block's
 quantized weights and the scales change: biases and normalisations stay.
-
-The quantized values of one weight as a function of tensors that are learned.
-
-Learn the blocks of a model one after the other, each by the inputs that the chosen ones before it give.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.improving.improve import Effect, Split
-from fakequant.ptq.inputs.beside import Beside
-from fakequant.ptq.inputs.stream import CallOrder, LayerCall, Stage, call_order, check_side_by_side
+from fakequant.ptq.inputs.stream import Beside, CallOrder, LayerCall, Stage, call_order, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import Choice, write
 from fakequant.ptq.solvers.problem import WeightGrid, of_elements

@@ -1,7 +1,4 @@
-"""Cross-layer equalization: channels between two layers get like ranges on both sides (arXiv 1906.04721).
-
-Scales of the channels that a module gives and a layer reads, in their weights.
-"""
+"""Cross-layer equalization: channels between two layers get like ranges on both sides (arXiv 1906.04721)."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record
-from fakequant.model.run.recorded import Unreached
-from fakequant.model.run.traits import Neighbors, find_neighbors
+from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
 from fakequant.nn.integer import is_as_made
 from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantizer import quantizers

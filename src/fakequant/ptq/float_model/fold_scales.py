@@ -1,7 +1,4 @@
-"""Channel scales of inputs, put into the normalisations before them: then they cost no operation at run time.
-
-Check that a model's output stays the same after a change of its weights.
-"""
+"""Channel scales of inputs, put into the normalisations before them: then they cost no operation at run time."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance, record
-from fakequant.model.run.recorded import Unreached
-from fakequant.model.run.traits import Neighbors, find_neighbors
+from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
 from fakequant.model.weights import disabled, evaluating, exact_products
 from fakequant.nn.integer import is_as_made
 from fakequant.nn.quantized.layers import QuantizedLayer

@@ -1,7 +1,4 @@
-"""Rotations of residual streams and of heads, put into the weights: no operation at run time.
-
-Residual streams and heads of attention in a recorded run: which modules make their values, and which read them.
-"""
+"""Rotations of residual streams and of heads, put into the weights: no operation at run time."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from fakequant.data.arguments import check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.outputs import record
-from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached
-from fakequant.model.run.traits import has
+from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached, has
 from fakequant.nn.integer import is_as_made
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.transforms import hadamard

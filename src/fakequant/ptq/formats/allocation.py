@@ -1,9 +1,4 @@
-"""A format for each layer under a budget: what each choice costs in the output, and the best mix for every size.
-
-What each choice costs each layer: the error that arrives in the model's output, or a loss of the whole model.
-
-A preset for each layer of a model: the best mix for a budget, or the smallest that is good enough.
-"""
+"""A format for each layer under a budget: what each choice costs in the output, and the best mix for every size."""
 
 from __future__ import annotations
 

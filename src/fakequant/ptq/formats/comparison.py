@@ -1,9 +1,4 @@
-"""The result of `compare`: a table and a curve of error and cost.
-
-A float model that is quantized in several ways, on some batches, and measured on the same or on others.
-
-Presets, calibration methods and steps of `improve` side by side on one model: error and cost.
-"""
+"""The result of `compare`: a table and a curve of error and cost."""
 
 from __future__ import annotations
 

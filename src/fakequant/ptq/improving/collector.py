@@ -1,9 +1,4 @@
-"""What the layers of a model get at their stages, and what is chosen by it.
-
-What `improve` has chosen so far, in a folder: a run that was ended goes on from there.
-
-Weights that processes chose before their layers were reached, with that of the first layer of the same inputs.
-"""
+"""What the layers of a model get at their stages, and what is chosen by it."""
 
 from __future__ import annotations
 

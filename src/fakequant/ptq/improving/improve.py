@@ -1,7 +1,4 @@
-"""Choose ranges and codes of all weights of a model by the error of its layers, in the order in which they run.
-
-The effect of an algorithm on the error of the model's output; changes that do not help go back.
-"""
+"""Choose ranges and codes of all weights of a model by the error of its layers, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -27,8 +24,15 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import TRANSFORMS, Collector, Finished, run_of
-from fakequant.ptq.inputs.beside import Beside
-from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder, Stage, added_operands, call_order, check_side_by_side
+from fakequant.ptq.inputs.stream import (
+    NOT_REPEATED,
+    Beside,
+    CallOrder,
+    Stage,
+    added_operands,
+    call_order,
+    check_side_by_side,
+)
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.transforms import memory

@@ -1,7 +1,5 @@
 """The error of a layer's output as a function of the values of its weight.
 
-The values that a weight's quantizer gives, seen by an algorithm that chooses among them column by column.
-
 Codes of a weight matrix that lower the error of its product: GPTQ (arXiv 2210.17323) and coordinate descent.
 
 Both minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q of a grid, where H is the sum of x x^T over the

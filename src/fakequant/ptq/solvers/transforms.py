@@ -1,9 +1,4 @@
-"""Transforms of inputs that keep the float function, chosen by the error of the layers' outputs.
-
-The inputs of a wide convolution in parts, whose sums take bounded memory.
-
-Search for ranges by the error of the layer's output.
-"""
+"""Transforms of inputs that keep the float function, chosen by the error of the layers' outputs."""
 
 from __future__ import annotations
 

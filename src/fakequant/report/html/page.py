@@ -1,11 +1,4 @@
-"""Render the report as one HTML file without external references.
-
-The style sheet and the script of a page; the page reads without the script, which sorts and filters layers.
-
-The first screen of a page: what the metric lost, how small the model is, whether it is exact, what to do next.
-
-Two runs side by side on one page.
-"""
+"""Render the report as one HTML file without external references."""
 
 from __future__ import annotations
 

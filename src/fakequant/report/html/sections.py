@@ -1,7 +1,4 @@
-"""The sections of a page; each gives HTML, or "" if it has nothing to show.
-
-Small pictures as SVG in the colours of the page, a few hundred bytes each.
-"""
+"""The sections of a page; each gives HTML, or "" if it has nothing to show."""
 
 from __future__ import annotations
 

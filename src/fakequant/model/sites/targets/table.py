@@ -10,14 +10,6 @@ TensorRT with explicit quantization: the inputs of layers that have kernels for 
 A convolution, its batch normalisation, the residual sum after it and the ReLU are one kernel. A quantizer between them
 keeps them apart, so that a residual sum has one on the identity branch alone. Softmax, sigmoid and norms stay in float.
 
-OpenVINO, as NNCF places quantizers for its CPU plugin: at the inputs of quantizable operators.
-
-Concatenations have one scale. Operators that NNCF calls agnostic keep the scale of their input.
-
-Qualcomm's QNN (HTP): every operator has quantized inputs and a quantized output.
-
-Softmax and sigmoid give values from 0 to 1, tanh from -1 to 1. Concatenations and stacks have one scale.
-
 ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
 
 A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
@@ -32,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.run.traits import having
+from fakequant.model.run.recorded import having
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 
 

@@ -1,21 +1,9 @@
 """What happens to one element: encoded, decoded, let through; and the parameters of its group.
 
-Stochastic rounding: numerics/philox.py and Format.round_stochastically.
-
-From the range of groups to their scales and zero points: the formulas of numerics/qparams.py and scales.py.
-
-Where the elements of a block lie, and in which groups.
-
 The range of the finite values of groups, by maxima of bit patterns.
 
 Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers come out the same in any
 order, so that programs may add theirs in any. inf and NaN count as 0.
-
-Quantization by the range of the tensor itself in one pass, where groups are short runs of memory.
-
-Codes as they are stored, and the way back to values.
-
-Quantization by given parameters in one pass: values or codes, and the packed mask of where gradients pass.
 """
 
 from __future__ import annotations

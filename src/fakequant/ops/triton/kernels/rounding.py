@@ -1,8 +1,6 @@
 """Rounding to a format, ties to even, as if it had no bounds; and to the dtype of a result.
 
 Only operations that the interpreter and GPUs compute alike: IEEE addition, multiplication and division, and integers.
-
-The gradient of the input: dy where the mask is set, else zero.
 """
 
 from __future__ import annotations
