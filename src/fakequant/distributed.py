@@ -182,7 +182,7 @@ def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
     return values
 
 
-class Together:
+class Ranks:
     """A context in which processes exchange values; an error of one is raised in all at their next exchange.
 
     Args:
@@ -248,7 +248,7 @@ class Together:
             count += 1
             yield cast("Result", item)
 
-    def share(self, items: Iterable[Item], work: Callable[[Item, Together], Result]) -> Iterator[Result]:
+    def share(self, items: Iterable[Item], work: Callable[[Item, Ranks], Result]) -> Iterator[Result]:
         """What a function gives for each item, of which every process takes its part; tensors may come on the CPU.
 
         As many items as there are processes are taken at a time, so that processes exchange values while they make
@@ -270,7 +270,7 @@ class Together:
             if count == 1:
                 yield work(own[0], self)
                 continue
-            found = [work(own[0], Together(None))] if rank < count else []
+            found = [work(own[0], Ranks(None))] if rank < count else []
             yield from (answer for answers in self.all(tree_map_only(Tensor, Tensor.cpu, found)) for answer in answers)
 
     @contextmanager
@@ -282,7 +282,7 @@ class Together:
             self._is_told = True
             raise
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

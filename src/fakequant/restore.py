@@ -56,10 +56,10 @@ class restore_on_error:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            surely(self._restore)
+            run_to_the_end(self._restore)
 
 
-def surely(restore: Restore) -> None:
+def run_to_the_end(restore: Restore) -> None:
     """Run a function that can run twice; if it is interrupted, it runs again from its start."""
     try:
         restore()

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_said(tmp_path):
             super().__init__()
             self.other = nn.Linear(2, 2)
 
-    class Beside(WithForward):
+    class FloatTwin(WithForward):
         def compute(self, x):
             return self.net(x)
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"parts with parameters are \['net', 'other'\]; give"):
         fit(tmp_path, Two(), QATCallback(**taught))
     with pytest.raises(ConfigError, match="was not called in training mode"):
-        fit(tmp_path, Beside(), QATCallback(**taught), num_sanity_val_steps=0)
+        fit(tmp_path, FloatTwin(), QATCallback(**taught), num_sanity_val_steps=0)
     fit(tmp_path / "two", Two(), QATCallback(**taught, module="net"))
     checkpoint = tmp_path / "two" / "epoch=1.ckpt"
     with pytest.raises(CheckpointError, match="scales='fixed', now 'learned'"):

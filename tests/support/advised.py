@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.ptq.advising.next_step import Known, next_step
+from fakequant.ptq.advising.next_step import AdviceContext, next_step
 from fakequant.ptq.advising.trial import Halves, NextStep
 
 
@@ -36,6 +36,6 @@ def deep(blocks: int) -> nn.Module:
 
 def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
     """What is advised for batches."""
-    advice = next_step(model, Halves(batches), run, Known(worst=worst))
+    advice = next_step(model, Halves(batches), run, AdviceContext(worst=worst))
     assert advice is not None
     return advice

@@ -35,7 +35,7 @@ from fakequant.model.weights import evaluating
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
-from fakequant.ptq.advising.next_step import Known
+from fakequant.ptq.advising.next_step import AdviceContext
 from fakequant.report import (
     RESULTS,
     Accuracy,
@@ -218,7 +218,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             unquantized=_unquantized(config, progress, model, example),
             verifications=[] if check is None else [verification(ONNX, check)],
         )
-        known = Known(command=job.command, target=job.target)
+        known = AdviceContext(command=job.command, target=job.target)
         data = advised(model, data, measured, progress.recipe.metric, known=known)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)

@@ -33,13 +33,13 @@ _AT_MOST = 8
 """Batches that are held back: they stay in memory."""
 
 
-class HeldBack:
+class HeldOut:
     """Batches for calibration, of which the second of `every` few is held back to choose by.
 
     Attributes:
         held: the batches held back, by their number from 0; of a single batch that batch itself.
 
-    >>> batches = HeldBack(range(7), 4)
+    >>> batches = HeldOut(range(7), 4)
     >>> list(batches), batches.held
     ([0, 2, 3, 4, 6], {1: 1, 5: 5})
     """

@@ -28,7 +28,7 @@ from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState,
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.wrappers import Operand, Role, unwraps
+from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.ptq.advising.next_step import holders
 from fakequant.text import listed
 
@@ -367,7 +367,7 @@ _CALL = "deliver(model, 'folder', 'compressed-tensors')"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
-@unwraps
+@accepts_wrapped_model
 def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, max_shard_size: int = 5 * 10**9) -> Path:
     """Write a prepared model in a format that other programs load; nothing is quantized again.
 

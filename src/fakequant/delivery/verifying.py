@@ -27,8 +27,8 @@ from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.learned import GLOBAL_SCALE, may_be_fixed
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.ranges.learned import GLOBAL_SCALE, has_tensor_scale
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, lowest_of, patterns_of
 from fakequant.numerics.spec import QuantSpec
 from fakequant.restore import restore_on_error, state_of
@@ -37,7 +37,7 @@ from fakequant.text import listed
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@unwraps
+@accepts_wrapped_model
 def fix_global_scales(
     model: Model, batches: Iterable[Any], *, inputs: Inputs | None = None, forward: Forward | None = None
 ) -> Model:
@@ -66,7 +66,7 @@ def fix_global_scales(
     found = {
         name: one
         for name, one in quantizers(model).items()
-        if one.kind is Kind.INPUT and one.dynamic and one.quantizes and may_be_fixed(one.spec)
+        if one.kind is Kind.INPUT and one.dynamic and one.quantizes and has_tensor_scale(one.spec)
     }
     if not found:
         raise CalibrationError("the model has no dynamic inputs under one scale of the tensor, as the preset NVFP4 has")
@@ -93,7 +93,7 @@ def _see(largest: dict[str, Tensor], name: str, module: nn.Module, args: tuple[T
 def _most(quantizer: Quantizer) -> float:
     """The largest value of a block in units of the scale of the tensor."""
     fmt = quantizer.spec.scale.format
-    assert fmt is not None, "see `may_be_fixed`"
+    assert fmt is not None, "see `has_tensor_scale`"
     return fmt.quant_max * quantizer.spec.scale.bound(quantizer.spec.format)
 
 
@@ -125,7 +125,7 @@ class DeliveryReport(VerifyReport):
         return [*super().faults, *self.failed, *far]
 
 
-@unwraps
+@accepts_wrapped_model
 def verify_delivery(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -44,7 +44,7 @@ from fakequant.nn import fixed_ranges
 from fakequant.nn.products.product import Product
 from fakequant.nn.products.recurrent_loop import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.advising.next_step import holders
 from fakequant.restore import attributes_of, forwards_of, restore_after
 from fakequant.text import listed, module_name, table
@@ -73,7 +73,7 @@ def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     Weights with fixed codes are quantized as others, so that each has its node; `lower` writes the codes.
     """
-    dynamic = [w for w in active_weights(model) if w.quantizer.follows_input]
+    dynamic = [w for w in active_weights(model) if w.quantizer.scales_each_call]
     coded = [w.quantizer for w in active_weights(model) if w.quantizer.fixed_codes is not None]
     with (
         restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")),
@@ -301,7 +301,7 @@ class ExportReport:
 _CALL = "export_onnx(model, example, 'model.onnx')"
 
 
-@unwraps
+@accepts_wrapped_model
 def export_onnx(  # noqa: PLR0913  all options of a file in one call
     model: nn.Module,
     example: Any,

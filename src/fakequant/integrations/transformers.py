@@ -26,7 +26,7 @@ from fakequant.errors import CheckpointError, ConfigError, warn_user
 from fakequant.model.state import QuantizedState, check_plan, restore_plan, settle, snapshot
 from fakequant.model.training.distillation import shifts_labels
 from fakequant.model.training.steps import Training
-from fakequant.model.weights import note_weights
+from fakequant.model.weights import mark_ranges_current
 from fakequant.nn.quantizer import quantizers
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class QATCallback(Training, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_save:
-            note_weights(self._prepared())  # else each checkpoint would warn that the weights have moved
+            mark_ranges_current(self._prepared())  # else each checkpoint would warn that the weights have moved
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end(finish=state.is_world_process_zero)

@@ -450,7 +450,7 @@ def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
     Raises:
         ConfigError: all tokens of a call, or several sequences.
     """
-    if not quantizer.follows_input:
+    if not quantizer.scales_each_call:
         return 1
     shape, group = (0, 0, 0, 0), 1
     for granularity in (quantizer.spec.granularity, *quantizer.spec.shared_granularities):

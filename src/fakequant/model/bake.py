@@ -19,7 +19,7 @@ from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.nn.stored.weight import StoredWeight, StoringLayer
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.restore import restore_on_error
 from fakequant.text import listed
 
@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _NAMED = 4
 
 
-@unwraps
+@accepts_wrapped_model
 @torch.no_grad()
 def store_codes(model: Model, pattern: str = "*") -> Model:
     """Keep quantized weights as packed codes and scales alone, in place, for training with frozen weights.
@@ -101,7 +101,7 @@ def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None
         finish()
 
 
-@unwraps
+@accepts_wrapped_model
 @torch.no_grad()
 def store_floats(model: Model, pattern: str = "*") -> Model:
     """Keep weights that `store_codes` packed as floats with fixed codes again, in place; they stay frozen.
@@ -135,7 +135,7 @@ def _give_floats(stored: StoredWeight, readers: list[Product]) -> None:
         finish()
 
 
-@unwraps
+@accepts_wrapped_model
 def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 

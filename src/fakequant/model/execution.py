@@ -13,14 +13,14 @@ from fakequant.errors import ConfigError
 from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 from fakequant.text import listed, module_name
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@unwraps
+@accepts_wrapped_model
 def set_execution(model: Model, execution: Execution | str, pattern: str = "*") -> Model:
     """Set how the layers of a prepared model compute their products, in place; the model is returned.
 

@@ -43,7 +43,7 @@ from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.ranges.sharded import share_mesh
-from fakequant.nn.wrappers import Operand, Role, unwraps
+from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.restore import structure_of
 from fakequant.text import module_name
 
@@ -51,7 +51,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Run = Callable[[], object]
 
 
-@unwraps
+@accepts_wrapped_model
 def prepare(
     model: Model,
     config: Config | str,

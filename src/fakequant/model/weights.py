@@ -28,7 +28,7 @@ from fakequant.nn.ranges.fixed_codes import magnitudes, mark
 from fakequant.nn.sites.products import site_products
 from fakequant.nn.wrappers import Role, cached_weights
 from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
-from fakequant.numerics.qparams import QParams, Range, lend
+from fakequant.numerics.qparams import QParams, Range, fill_empty_groups
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.offload import fetched
 from fakequant.ops import library
@@ -227,7 +227,7 @@ def scaled_weights(model: nn.Module) -> dict[str, Product]:
     return {name: weight for name, weight in quantized_weights(model).items() if weight.quantizer.calibrated}
 
 
-def note_weight(weight: Product) -> None:
+def mark_range_current(weight: Product) -> None:
     """Record that the parameters of a weight's quantizer fit the weight as it is now; codes of other values go."""
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
@@ -237,13 +237,13 @@ def note_weight(weight: Product) -> None:
     if not is_sharded(tensor):
         if weight.parameter is not None:
             quantizer.give_values(weight.parameter)
-        quantizer.fitted_to, quantizer.seen = magnitudes(quantizer.spec, tensor), None
+        quantizer.range_of_weight, quantizer.seen = magnitudes(quantizer.spec, tensor), None
         if quantizer.fixed_codes is not None and not quantizer.holds(tensor):
             quantizer.release_codes()
 
 
-def note_weights(model: nn.Module, stale: Iterable[str] = ()) -> None:
-    """`note_weight` for all weights whose quantizer has parameters, as after loading a checkpoint or training.
+def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
+    """`mark_range_current` for all weights whose quantizer has parameters, as after loading a checkpoint or training.
 
     Args:
         model: a prepared model.
@@ -251,17 +251,19 @@ def note_weights(model: nn.Module, stale: Iterable[str] = ()) -> None:
     """
     weights = scaled_weights(model)
     for weight in weights.values():
-        note_weight(weight)
+        mark_range_current(weight)
     for name in weights.keys() & set(stale):
         quantizer = weights[name].quantizer
-        quantizer.fitted_to = None if quantizer.fitted_to is None else torch.zeros_like(quantizer.fitted_to)
+        quantizer.range_of_weight = (
+            None if quantizer.range_of_weight is None else torch.zeros_like(quantizer.range_of_weight)
+        )
 
 
 def give_values(model: nn.Module) -> None:
     """Set weights whose codes stay in training to the values of these, before what writes a model reads them."""
     for weight in quantized_weights(model).values():
         if weight.quantizer.keeps_codes:
-            note_weight(weight)
+            mark_range_current(weight)
 
 
 @torch.no_grad()
@@ -288,13 +290,13 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     that have no values here.
 
     Returns:
-        The paths of the quantizers, for `note_weights` of what loads the model.
+        The paths of the quantizers, for `mark_ranges_current` of what loads the model.
     """
     warn_vanished(model)
     found = []
     for name, weight in scaled_weights(model).items():
         quantizer = weight.quantizer
-        if quantizer.fitted_to is None or (weight.computed_by_hook and not _weight_hooks(weight)):
+        if quantizer.range_of_weight is None or (weight.computed_by_hook and not _weight_hooks(weight)):
             continue
         tensor = fresh_weight(weight, name)
         if not is_sharded(tensor) and not tensor.is_meta and quantizer.is_stale(tensor):
@@ -319,7 +321,7 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
     """Set the range of a weight's quantizer. A weight that is zero as a whole gets none: its scale follows it.
 
     By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
-    `lend`: the row of a table for padding, pruned channels, a part that starts at zero.
+    `fill_empty_groups`: the row of a table for padding, pruned channels, a part that starts at zero.
 
     Args:
         weight: with a quantizer.
@@ -351,14 +353,14 @@ def is_searched(spec: QuantSpec, method: str | None) -> bool:
 
 
 def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
-    """The parameters by `search_params`; groups whose scale is 0 have that of others, see `lend`.
+    """The parameters by `search_params`; groups whose scale is 0 have that of others, see `fill_empty_groups`.
 
     >>> spec = QuantSpec.parse("int8 per_block(-1:2) scale=float16")
     >>> nearest_params(torch.tensor([[127.0, 1.0, 0.0, 0.0]]), spec).scale
     tensor([[1., 1.]])
     """
     scale, offset = search_params(weight, spec)[:2]
-    lo, hi = lend(Range(scale.clamp(max=0.0), scale.clamp(min=0.0)), spec)
+    lo, hi = fill_empty_groups(Range(scale.clamp(max=0.0), scale.clamp(min=0.0)), spec)
     return QParams(torch.where(-lo > hi, lo, hi), offset)
 
 
@@ -414,7 +416,7 @@ def raise_scales(model: nn.Module) -> list[str]:
         floor = _floor(params.scale, _biases(weight.owner, tensor), min(float(scale.min()) for scale in inputs))
         zero = library.measure(tensor, quantizer.spec.granularity).amax == 0
         low = params.scale < floor
-        if bool((low & ~zero if quantizer.follows_input else low).any()):
+        if bool((low & ~zero if quantizer.scales_each_call else low).any()):
             _set(weight, tensor, floor, zero)
             raised.append(path)
     return raised
@@ -465,7 +467,7 @@ def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
     """Set the scales of a weight to at least a floor, those of zeros to the largest; chosen codes stay codes."""
     quantizer = weight.quantizer
     before = quantizer.encoded(tensor) if weight.has_fixed_codes else None
-    if quantizer.follows_input:
+    if quantizer.scales_each_call:
         quantizer.dynamic = False
         quantizer.freeze(tensor)
     params = quantizer.qparams(tensor)
@@ -479,7 +481,7 @@ def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
         blocks = quantizer.spec.granularity.block_shape(tensor.shape)
         stays = blocked_groups(scale == params.scale, tensor.shape, blocks).expand(blocked(before[0], blocks).shape)
         weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after))
-    note_weight(weight)
+    mark_range_current(weight)
 
 
 MERGED = (
@@ -545,7 +547,7 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
         scales = choose_qparams(torch.cat(tensors), spec).scale.split([len(x) for x in tensors])
         for weight, scale in zip(tied, scales, strict=True):
             weight.quantizer.set_qparams(QParams(scale))
-            note_weight(weight)
+            mark_range_current(weight)
 
 
 def share_learned(model: nn.Module) -> None:

@@ -54,7 +54,7 @@ class Watched:
             see(*values)
 
 
-def is_as_made(module: nn.Module) -> bool:
+def has_no_hooks(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
     return not (
         module._forward_hooks
@@ -261,7 +261,7 @@ def _call_reason(quantizers: list[Quantizer | None]) -> str | None:
 
 def _may_be_skipped(quantizer: Quantizer) -> bool:
     """Whether leaving out the call of a quantizer changes nothing: it has no hook and the class's own forward."""
-    return type(quantizer).forward is Quantizer.forward and is_as_made(quantizer)
+    return type(quantizer).forward is Quantizer.forward and has_no_hooks(quantizer)
 
 
 class LinearProduct(IntegerProduct):

@@ -52,7 +52,7 @@ from fakequant.nn.stored.weight import StoredWeight
 from fakequant.numerics import reference
 from fakequant.numerics.formats.floats import as_integers, check_codes, integers_of, of_integers
 from fakequant.numerics.granularity import PerBlock, PerTensor
-from fakequant.numerics.qparams import PLAIN, QParams, Range, check_scale, is_concrete, lend, shape_of
+from fakequant.numerics.qparams import PLAIN, QParams, Range, check_scale, fill_empty_groups, is_concrete, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding, as_spec
 from fakequant.ops import library
@@ -291,13 +291,13 @@ class Quantizer(QuantizerPart):
     """Whether the example of `prepare` did not come to it."""
     is_same_everywhere = False
     """Whether its processes were seen to have the same values."""
-    fitted_to: Tensor | None = None
+    range_of_weight: Tensor | None = None
     """The largest magnitude per group of the weight for which the parameters were set."""
     seen: Any = None
     """The weight of the last call in eval mode, by `mark`."""
     keeps_codes = False
     """Whether the codes stay while the scale is learned; `stop_learning` ends it."""
-    _awaits_weight = False
+    _weight_pending = False
     """Whether the next call sets its weight to the values of the codes."""
     _is_trained = False
     """Whether the codes stood in a call of training."""
@@ -317,7 +317,7 @@ class Quantizer(QuantizerPart):
         self.calibrator: Calibrator | None = None
         self._method = ""
         self._cache: WeightCache | None = None
-        self.fitted_to = self.seen = self.follows = None
+        self.range_of_weight = self.seen = self.follows = None
         for name in (KEY, "scale", "zero_point", GLOBAL_SCALE):
             self.register_buffer(name, None)
         join_adapters(self)
@@ -345,7 +345,7 @@ class Quantizer(QuantizerPart):
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
-    def follows_input(self) -> bool:
+    def scales_each_call(self) -> bool:
         """Whether the range is that of every tensor."""
         return self.dynamic or not self.calibrated
 
@@ -491,14 +491,14 @@ class Quantizer(QuantizerPart):
         """
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
-        if self.training and self.fitted_to is not None:
+        if self.training and self.range_of_weight is not None:
             self.seen = None
             return
         if (seen := mark(weight)) == self.seen or is_sharded(weight) or library.needs_tracing(weight):
             return
         self.seen = seen
-        if self.fitted_to is None:
-            self.fitted_to = magnitudes(self.spec, weight)
+        if self.range_of_weight is None:
+            self.range_of_weight = magnitudes(self.spec, weight)
         elif self.is_stale(weight):
             warn_user(  # without the name of the layer: it is one line for all layers of a model
                 "weights changed by more than 10 % since the scales of their quantizers were set, and are clipped or "
@@ -511,7 +511,7 @@ class Quantizer(QuantizerPart):
 
         A learned scale and the weight that trains with it always fit. A frozen weight changes by other means alone.
         """
-        before = self.fitted_to
+        before = self.range_of_weight
         if before is None or (self.learned is not None and weight.requires_grad):
             return False
         if self.spec.granularity.group_shape(weight.shape) != before.shape:
@@ -545,7 +545,7 @@ class Quantizer(QuantizerPart):
                 f"{self._title()} has not been calibrated; "
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
-        elif self.follows_input:
+        elif self.scales_each_call:
             given = self._buffers[GLOBAL_SCALE]
             return choose_qparams(x, self.spec) if given is None else params_under(x, self.spec, given)
         else:
@@ -584,8 +584,8 @@ class Quantizer(QuantizerPart):
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point by a range [groups, axes kept], of zeros by `lend`; learning starts from there."""
-        self.set_qparams(qparams_of_range(lend(range, self.spec), self.spec))
+        """Set scale and zero point by a range [groups, axes kept], see `fill_empty_groups`; learning starts from there."""
+        self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
         """Set scale and zero point of each bin by its range, as `set_range` does for one.
@@ -601,7 +601,7 @@ class Quantizer(QuantizerPart):
         """
         if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
             raise ConfigError(f"{self._title()} has no ranges by a value: only fixed ranges of activations can be that")
-        found = [qparams_of_range(lend(range, self.spec), self.spec) for range in ranges]
+        found = [qparams_of_range(fill_empty_groups(range, self.spec), self.spec) for range in ranges]
         points = [own.zero_point for own in found if own.zero_point is not None]
         table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
         self.set_qparams(table, by_value)
@@ -615,7 +615,7 @@ class Quantizer(QuantizerPart):
 
     def _set(self, params: QParams) -> None:
         """`set_qparams`, with codes that stand if the weight has their values."""
-        self.fitted_to = self.seen = self.follows = self._judged = self._others = None
+        self.range_of_weight = self.seen = self.follows = self._judged = self._others = None
         if self.learned is not None:
             self.learned.start(params)
             return
@@ -636,17 +636,17 @@ class Quantizer(QuantizerPart):
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
+        """Fix the parameters as they are for x now, those of groups of zeros by `fill_empty_groups`."""
         range = library.measure(x, self.spec.granularity)
-        lent = range if bool(range.amax.all()) else lend(range, self.spec)
-        given = lent is range and not self.follows_input
+        lent = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
+        given = lent is range and not self.scales_each_call
         self.set_qparams(self.qparams(x) if given else library.choose(x, self.spec, lent))
 
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
         self.release_codes()
-        self.scale = self.zero_point = self.global_scale = self.fitted_to = self.seen = self.follows = None
+        self.scale = self.zero_point = self.global_scale = self.range_of_weight = self.seen = self.follows = None
         self.by_value = None
 
     # Ranges that training moves.
@@ -706,7 +706,7 @@ class Quantizer(QuantizerPart):
             self._take_away_learned()
             self._set(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
             if self.keeps_codes:  # go on with fixed codes: the next call sets the weight to their values
-                self.keeps_codes, self._awaits_weight = False, True
+                self.keeps_codes, self._weight_pending = False, True
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)
@@ -787,14 +787,14 @@ class Quantizer(QuantizerPart):
             with torch.inference_mode(mode=False):
                 codes = as_integers(codes.detach())
                 self.fixed_codes = codes.clone() if weight is None else codes.to(weight.device, copy=True)
-        self._awaits_weight = weight is None
+        self._weight_pending = weight is None
         if weight is not None:
             self._give(weight, values)
 
     def release_codes(self) -> None:
         """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
         self.fixed_codes = self._judged = self._others = None
-        self._awaits_weight = self._is_trained = self.keeps_codes = False
+        self._weight_pending = self._is_trained = self.keeps_codes = False
 
     def keep_codes(self) -> None:
         """Let the fixed codes stay whatever training does to the learned scale.
@@ -889,7 +889,7 @@ class Quantizer(QuantizerPart):
             return self._values(x.dtype)
         if self._buffers[KEY] is None or type(x) is StoredWeight:
             return None
-        if self._awaits_weight:
+        if self._weight_pending:
             self._take(x)
         key = self._key(x)
         if key is not None and self._judged == (key, False):  # quantizing is right for any other weight, too
@@ -952,7 +952,7 @@ class Quantizer(QuantizerPart):
             self._others = self._gives_others(self._values(x.dtype))
         if self._others is False:
             return None
-        if self._awaits_weight:
+        if self._weight_pending:
             raise ConfigError(
                 f"the codes of {self.name or self} were fixed without their weight; call the model once, or give the "
                 "weight to fix_codes, before it is compiled or transformed"
@@ -980,7 +980,7 @@ class Quantizer(QuantizerPart):
                 f"{self._title()} learns its range, and codes need a fixed scale; call its stop_learning(), or "
                 "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED), before fix_codes"
             )
-        if self.follows_input:
+        if self.scales_each_call:
             cure = "prepare it with a static range" if self.dynamic else "call calibrate, or its set_qparams, first"
             raise CalibrationError(f"{self._title()} has no fixed scale for codes; {cure}")
         if weight is not None and (is_sharded(weight) or weight.is_meta):
@@ -1007,7 +1007,7 @@ class Quantizer(QuantizerPart):
     def _give(self, weight: Tensor, values: Tensor) -> None:
         with torch.inference_mode(weight.is_inference()), torch.no_grad():
             weight.copy_(values)
-        self._awaits_weight, self.seen, self.fitted_to = False, None, magnitudes(self.spec, weight)
+        self._weight_pending, self.seen, self.range_of_weight = False, None, magnitudes(self.spec, weight)
         self.needs_codes(weight)
 
     def _stored(self) -> Tensor:
@@ -1028,7 +1028,7 @@ class Quantizer(QuantizerPart):
     def _fits(self, x: Tensor) -> bool:
         """Whether there are codes and a scale that fit x."""
         codes = self.fixed_codes
-        if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.follows_input:
+        if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.scales_each_call:
             return False
         return codes.shape == x.shape and codes.dtype is integers_of(self.spec.format)
 
@@ -1053,8 +1053,8 @@ class Quantizer(QuantizerPart):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         join_adapters(self)  # here, because peft asks for the state of the model before it looks for what to save
         noted = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
-        noted |= {"fitted_to": self.fitted_to, "spec": self._numbers(), "keeps_codes": self.keeps_codes}
-        if self._awaits_weight:
+        noted |= {"fitted_to": self.range_of_weight, "spec": self._numbers(), "keeps_codes": self.keeps_codes}
+        if self._weight_pending:
             noted["awaits_weight"] = True
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -1082,7 +1082,7 @@ class Quantizer(QuantizerPart):
         elif prefix + "scale" in state_dict:
             self._take_away_learned()
         if methods & {"scale", *stated}:
-            self.fitted_to, self.seen = local_metadata.get("fitted_to"), None
+            self.range_of_weight, self.seen = local_metadata.get("fitted_to"), None
             if (other := local_metadata.get("spec", self._numbers())) != self._numbers():
                 error_msgs.append(
                     f"{prefix.removesuffix('.')} is {self._numbers()}, and its state is of {other}: prepare the model "
@@ -1096,7 +1096,7 @@ class Quantizer(QuantizerPart):
             state_dict = {other: value for other, value in state_dict.items() if other != key}
         elif codes is not None:
             self.release_codes()
-            self._awaits_weight = local_metadata.get("awaits_weight", False)
+            self._weight_pending = local_metadata.get("awaits_weight", False)
         if key not in state_dict and self.fixed_codes is not None:
             state_dict = {**state_dict, key: self.fixed_codes}
         scale, by_value = state_dict.get(prefix + "scale"), self.by_value
@@ -1138,9 +1138,9 @@ class Quantizer(QuantizerPart):
         lowest, highest = scale.min().item(), scale.max().item()
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
-        return [*words, *self.words_by_value(), *([f"learned by {self._method}"] if self.learned is not None else [])]
+        return [*words, *self.by_value_text(), *([f"learned by {self._method}"] if self.learned is not None else [])]
 
-    def words_by_value(self) -> list[str]:
+    def by_value_text(self) -> list[str]:
         """What a representation says of ranges by a value."""
         return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 

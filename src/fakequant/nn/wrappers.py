@@ -64,7 +64,7 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         yield inner
 
 
-def unwraps(function: Callable[P, Result]) -> Callable[P, Result]:
+def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
     """Have a function of a model first get it without wrappers, and return the wrapped one where it returns the model.
 
     The processes of DistributedDataParallel stay those of its argument `group`.

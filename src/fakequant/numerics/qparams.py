@@ -174,7 +174,7 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
-def lend(range: Range, spec: QuantSpec) -> Range:
+def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
     """Give groups whose values are all zero the range of those with which they share a scale of scales.
 
     Where these are zero, too, or there are none, it is the range of the whole tensor, and -1 to 1 where that is zero.

@@ -16,7 +16,7 @@ from torch import nn
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
 from fakequant.model.analysis.summary import breakable
-from fakequant.ptq.advising.next_step import USUAL, Known, next_step
+from fakequant.ptq.advising.next_step import USUAL, AdviceContext, next_step
 from fakequant.ptq.advising.trial import NextStep, Tried
 from fakequant.report.data import Distribution, Layer, ReportData, Section, Verification
 from fakequant.report.measure import CHOSEN, Measured
@@ -131,7 +131,7 @@ def advised(
     *,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
-    known: Known = USUAL,
+    known: AdviceContext = USUAL,
 ) -> ReportData:
     """The report of a model with the next step, which is tried on the model first; see `ptq/advising/`.
 

@@ -24,7 +24,7 @@ from fakequant.export.verification.verdict import OPTIMISED_ERROR, OutputRow
 from fakequant.files import check_path, read_whole, writable_file
 from fakequant.model.analysis.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.formats.comparison import Compared, Comparison, read_rows
 from fakequant.ptq.results import Improvement
@@ -200,7 +200,7 @@ def _read(path: Path) -> Comparison:
     return result
 
 
-@unwraps
+@accepts_wrapped_model
 def report(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],

@@ -22,7 +22,7 @@ from fakequant.data.progress import say, track
 from fakequant.delivery.delivering import deliver_state, parts_of, refuse, refuse_replacing, skipped, weights_in
 from fakequant.delivery.folder import CONFIG, check_shard_size, class_of
 from fakequant.delivery.format import DeliveryFormat, delivery_format
-from fakequant.distributed import Together, process_number, processes_of
+from fakequant.distributed import Ranks, process_number, processes_of
 from fakequant.errors import CheckpointError, ConfigError, OutputError
 from fakequant.files import check_path, locked, new_folder, output_errors
 from fakequant.model.calibration.calibrate import calibrate
@@ -313,7 +313,7 @@ class Blocks:
         source: ModelSource,
         blocks: Mapping[str, nn.Module],
         batches: KeptBatches,
-        processes: Together,
+        processes: Ranks,
     ) -> None:
         self._source, self._blocks, self._batches = source, blocks, batches
         self._processes, self._layers = processes, list[LayerResult]()
@@ -582,7 +582,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     True
     """
     call = "improve_folder('model', 'folder', 'int4_group128', batches)"
-    processes = Together(processes_of(source if isinstance(source, nn.Module) else nn.Module(), group))
+    processes = Ranks(processes_of(source if isinstance(source, nn.Module) else nn.Module(), group))
     with ExitStack() as stack, processes:  # an error of one process is raised in all
         check_path(target, call)
         check_shard_size(max_shard_size)

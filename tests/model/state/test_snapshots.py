@@ -38,7 +38,7 @@ class Own(nn.Module):
         return self.call(x, self.w)
 
 
-class Beside(nn.Module):
+class FloatTwin(nn.Module):
     """A function beside a layer."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "linear": (linear, X, "w"),
     "conv2d of a submodule": (lambda: nn.Sequential(Own((6, 4, 3, 3), F.conv2d)), IMAGES, "0.w"),
     "bmm": (lambda: Own((3, 8, 4), lambda x, w: torch.bmm(x[:, None], w)), X, "w"),
-    "embedding beside a layer": (Beside, torch.arange(12), "table"),
+    "embedding beside a layer": (FloatTwin, torch.arange(12), "table"),
     "matmul": (lambda: Own((8, 4), torch.matmul), X, "w"),
     "einsum": (lambda: Own((2, 8, 3), lambda x, w: torch.einsum("bi,hio->bho", x, w)), X, "w"),
 }
@@ -275,7 +275,7 @@ def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Any], message: st
 def test_a_plan_survives_json() -> None:
     import json
 
-    state = fq.snapshot(prepared(Beside, torch.arange(12)))
+    state = fq.snapshot(prepared(FloatTwin, torch.arange(12)))
     again = fq.QuantizedState.from_plan(json.loads(json.dumps(state.plan)), state.tensors)
     assert again.plan == state.plan
     assert (again.layers, again.sites) == (state.layers, state.sites)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.model.weights import note_weights, quantized_weights
+from fakequant.model.weights import mark_ranges_current, quantized_weights
 from fakequant.nn.quantizer import Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.copies import pickled, saved
@@ -78,7 +78,7 @@ def calibrated(model: nn.Sequential) -> nn.Module:
 
 
 def noted(model: nn.Sequential) -> nn.Module:
-    note_weights(model)
+    mark_ranges_current(model)
     return model
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fakequant.ptq import Compared
-from fakequant.ptq.advising.advise import Ladder, SizeClass
+from fakequant.ptq.advising.advise import SearchOrder, SizeClass
 from fakequant.ptq.formats.comparison import Way
 
 SIZES = [SizeClass(400, ("A4", "B4")), SizeClass(800, ("A8", "B8")), SizeClass(801, ("W8",))]
@@ -16,9 +16,9 @@ SIZES = [SizeClass(400, ("A4", "B4")), SizeClass(800, ("A8", "B8")), SizeClass(8
 
 def climbed(
     score: Callable[[Way], float], floor: float, has_metric: bool = False, static: tuple[str, ...] = ("A8",)
-) -> tuple[Ladder, list[Way]]:
+) -> tuple[SearchOrder, list[Way]]:
     """The ladder after all that it asks for; scores are in dB, or of a metric."""
-    ladder, tried = Ladder(SIZES, static, floor, has_metric), []
+    ladder, tried = SearchOrder(SIZES, static, floor, has_metric), []
     for way, follows in ladder.ways():
         tried.append(way)
         assert follows
@@ -86,7 +86,7 @@ def test_by_a_metric_everything_is_tried_until_it_is_met() -> None:
 
 
 def test_of_equal_models_one_is_improved() -> None:
-    ladder = Ladder([SizeClass(1, ("A", "B", "C"))], (), 20)
+    ladder = SearchOrder([SizeClass(1, ("A", "B", "C"))], (), 20)
     for way, _ in ladder.ways():
         error = 0.05 if way.preset == "C" else 0.02
         ladder.rows[way] = Compared(*way, error=error, bytes=1.0)
@@ -94,7 +94,7 @@ def test_of_equal_models_one_is_improved() -> None:
 
 
 def test_what_fails_is_no_answer() -> None:
-    ladder = Ladder([SizeClass(1, ("A", "B"))], (), 20)
+    ladder = SearchOrder([SizeClass(1, ("A", "B"))], (), 20)
     for way, _ in ladder.ways():
         failed = "why" if way.preset == "A" else ""
         ladder.rows[way] = Compared(*way, failed=failed) if failed else Compared(*way, error=1.0)
@@ -104,7 +104,7 @@ def test_what_fails_is_no_answer() -> None:
 
 @pytest.mark.parametrize("error", [math.inf, math.nan])
 def test_outputs_without_a_number_are_the_worst(error: float) -> None:
-    ladder = Ladder([SizeClass(1, ("A", "B"))], (), 20)
+    ladder = SearchOrder([SizeClass(1, ("A", "B"))], (), 20)
     for way, _ in ladder.ways():
         ladder.rows[way] = Compared(*way, error=error if way.preset == "A" else 0.5)
     assert ladder.answer is not None

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import fakequant as fq
-from fakequant.ptq.advising.next_step import Known, made_by, next_step
+from fakequant.ptq.advising.next_step import AdviceContext, made_by, next_step
 from fakequant.ptq.advising.trial import Halves
 from tests.support.advised import deep, rows, run
 
@@ -24,5 +24,5 @@ def test_own_rules_are_of_no_preset() -> None:
     model = fq.prepare(deep(4), rules)
     assert made_by(model) is None
     fq.calibrate(model, [rows(0)], progress=False)
-    tried = next_step(model, Halves([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
+    tried = next_step(model, Halves([rows(0), rows(1)]), run, AdviceContext(worst=["1.0"])).tried
     assert 'config, skip=["1.0"])' in tried[-1].code

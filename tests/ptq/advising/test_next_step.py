@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.advising.next_step import Known, next_step
+from fakequant.ptq.advising.next_step import AdviceContext, next_step
 from fakequant.ptq.advising.trial import Aim, Change, Halves, Trial
 from tests.support.advised import deep, perceptron, rows, run, tried_on
 from tests.support.kept import kept
@@ -122,7 +122,7 @@ def test_presets_are_tried_that_the_target_runs(target: str, tried: list[str]) -
     torch.manual_seed(0)
     model, batches = fq.prepare(uneven(), "int8"), [columns(0), columns(1)]
     fq.calibrate(model, batches, progress=False)
-    found = next_step(model, Halves(batches), run, Known(target=target))
+    found = next_step(model, Halves(batches), run, AdviceContext(target=target))
     assert found is not None
     presets = [one.what.split()[3].rstrip(",") for one in found.tried if one.what.startswith("Take the preset")]
     assert presets == tried
@@ -214,7 +214,7 @@ def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
         worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
         calls = []
         model[0].register_forward_pre_hook(lambda *_: calls.append(1))
-        assert len(next_step(model, Halves(batches), run, Known(worst=worst)).tried) == 5
+        assert len(next_step(model, Halves(batches), run, AdviceContext(worst=worst)).tried) == 5
         return len(calls)
 
     assert runs(3) == runs(9) < 60
@@ -338,7 +338,7 @@ def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> 
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
     model = fq.prepare(exact, "int8")
     fq.calibrate(model, batches, "max", progress=False)
-    advice = next_step(model, Halves(batches), run, Known(lost=0.0))
+    advice = next_step(model, Halves(batches), run, AdviceContext(lost=0.0))
     assert advice is not None
     (fold,) = [one for one in advice.tried if one.what.startswith("Fold")]
     assert fold.code.splitlines()[-1] == 'used = fq.calibrate(model, batches, method="max")'

@@ -303,8 +303,8 @@ def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_pat
     owners = {
         "choose": collecting,
         "write": improving,
-        "keep": improving.Beside,
-        "put": improving.Finished,
+        "keep": improving.FloatTwin,
+        "put": improving.ChosenLayersFolder,
         "advance": Stream,
     }
     owner, calls = owners.get(where, collecting.Collector), []

@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.model.run.outputs import watching
 from fakequant.model.weights import off
 from fakequant.ptq.improving import collector, improve
-from fakequant.ptq.inputs.stream import AddedOperand, Stream, added_operands, call_order
+from fakequant.ptq.inputs.stream import ResidualInput, Stream, added_operands, call_order
 from fakequant.ptq.solvers.sums import Drift
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept
@@ -60,7 +60,7 @@ def test_the_other_operand_is_found_where_a_result_is_only_added(name: str) -> N
     with watching(model) as recording, torch.no_grad():
         model(torch.ones(2, 4))
     found = added_operands(recording, {one: one for one in ("first", "up", "down")})
-    assert found == ({"down": AddedOperand("first", 0, is_result=True)} if name in ADDED else {})
+    assert found == ({"down": ResidualInput("first", 0, is_result=True)} if name in ADDED else {})
 
 
 @pytest.mark.parametrize("name", ADDED)

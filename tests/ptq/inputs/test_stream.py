@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.ptq.inputs.stream import Stage, Stream, _Lane, call_order, check_side_by_side
+from fakequant.ptq.inputs.stream import Stage, Stream, _BatchThread, call_order, check_side_by_side
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept
 
@@ -193,7 +193,7 @@ def test_the_threads_of_torch_are_as_before() -> None:
 def test_lanes_have_the_default_device_of_the_caller() -> None:
     seen: list[torch.device] = []
     with torch.device("meta"):
-        lane = _Lane(0, Counter(), lambda: seen.append(torch.get_default_device()), lambda: int, int)
+        lane = _BatchThread(0, Counter(), lambda: seen.append(torch.get_default_device()), lambda: int, int)
     lane.go()
     assert seen == [torch.device("meta")]
 

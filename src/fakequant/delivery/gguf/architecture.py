@@ -37,7 +37,7 @@ from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.spec import QuantSpec
 from fakequant.restore import restore_after, restore_on_error, structure_of
 from fakequant.text import listed
@@ -438,7 +438,7 @@ def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
     return LLAMA_CPP_INPUTS[LAYOUTS[kind_of(weight, shape)].weights]
 
 
-@unwraps
+@accepts_wrapped_model
 def llama_cpp_inputs(model: Model) -> Model:
     """Quantize the inputs of products as llama.cpp does, in a prepared model, in place; the model is returned.
 

@@ -28,7 +28,7 @@ from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import Site
-from fakequant.nn.wrappers import cached_weights, unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model, cached_weights
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.restore import forwards_of, restore_after, state_of
@@ -126,7 +126,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 _NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
 
 
-@unwraps
+@accepts_wrapped_model
 def layer_sqnr(
     model: nn.Module,
     batches: Iterable[Any],
@@ -228,7 +228,7 @@ class Sensitivities(list[Sensitivity]):
         return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))
 
 
-@unwraps
+@accepts_wrapped_model
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],

@@ -27,7 +27,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.sites.sites import TRAINED, Site
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.text import listed, module_name, table
 
 
@@ -275,7 +275,7 @@ def _moved(name: str, floats: list[int]) -> list[int]:
     return floats if name != "setitem" or len(floats) > 1 else []  # `x[i] = 0.37` writes a number without a quantizer
 
 
-@unwraps
+@accepts_wrapped_model
 def unquantized(
     model: nn.Module, example: Any, *, products_only: bool = False, inputs: Inputs | None = None
 ) -> list[Operation]:
@@ -482,7 +482,7 @@ class Summary:
         return lines
 
 
-@unwraps
+@accepts_wrapped_model
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
     """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
 
@@ -506,7 +506,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     idle = {} if recording is None else _never_called(model, recording)
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
     rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
-    follow = [w.quantizer for w in quantized_weights(model).values() if w.quantizer.follows_input]
+    follow = [w.quantizer for w in quantized_weights(model).values() if w.quantizer.scales_each_call]
     unsearched = sum(is_searched(one.spec, None) and not one.dynamic for one in follow)
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle), unsearched)
 
@@ -598,7 +598,7 @@ def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
 def _shown(quantizer: Quantizer) -> str:
     if quantizer.needs_calibration and quantizer.mode is Mode.OFF:  # by `calibrate(unseen="float")`
         return "float"
-    words = [str(quantizer.spec), *quantizer.words_by_value()]
+    words = [str(quantizer.spec), *quantizer.by_value_text()]
     words += (["dynamic"] if quantizer.dynamic else []) + (["off"] if quantizer.mode is Mode.OFF else [])
     return " ".join(words)
 

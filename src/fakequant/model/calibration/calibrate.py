@@ -15,7 +15,7 @@ from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram
 from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
-from fakequant.distributed import Together, processes_of
+from fakequant.distributed import Ranks, processes_of
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, shown, warn_user
 from fakequant.model.calibration.observation import Observation, check_unseen, is_chosen, leave_in_float, observed
 from fakequant.model.run.recorded import warn_of_masks
@@ -25,7 +25,7 @@ from fakequant.model.weights import (
     evaluating,
     give_range,
     is_searched,
-    note_weight,
+    mark_range_current,
     quantized_weights,
     raise_scales,
     scaled_weights,
@@ -35,7 +35,7 @@ from fakequant.model.weights import (
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.ranges.by_value import By, ByValue, CallEnded, Reader, read_values
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
 
@@ -145,7 +145,7 @@ def chosen_values(
     by: By | None,
     bins: int | None,
     boundaries: Sequence[float] | None,
-    processes: Together,
+    processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
     """Which ranges a calibration finds, and its batches, which are kept where the values are looked for first."""
     if by is None:
@@ -271,7 +271,7 @@ def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | 
         )
 
 
-@unwraps
+@accepts_wrapped_model
 def calibrate(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any] = (),
@@ -358,7 +358,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     check_model(model, "calibrate", "calibrate(model, batches)")
     group = processes_of(model, group)
     with reading(model) as read, restore_after(attributes_of(quantizers(model).values(), "calibrator")):
-        with Together(group) as processes:  # an error of one process is raised in all
+        with Ranks(group) as processes:  # an error of one process is raised in all
             given = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
             check_unseen(unseen)
             found = _chosen(model, pattern)
@@ -401,7 +401,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     return used
 
 
-@unwraps
+@accepts_wrapped_model
 def recalibrate(
     model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = DEFAULT_METHOD, **options: Any
 ) -> dict[str, Calibrator]:
@@ -552,6 +552,6 @@ def _set_ranges(
                 found[name].mode, found[name].collected = Mode.OFF, calibrator
         for name, weight in scaled_weights(model).items():
             if name in ranges:
-                note_weight(weight)
+                mark_range_current(weight)
         tie_scales(model, ranges)
         raise_scales(model)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.data.batches import Batches
-from fakequant.distributed import Together, first_sharded, is_data_parallel
+from fakequant.distributed import Ranks, first_sharded, is_data_parallel
 from fakequant.errors import (
     CalibrationError,
     CalibrationWarning,
@@ -398,7 +398,7 @@ class Observation:
     data: Batches
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a name."""
-    processes: Together = field(default_factory=lambda: Together(None))
+    processes: Ranks = field(default_factory=lambda: Ranks(None))
     """Those that calibrate together."""
     called: set[str] = field(default_factory=set)
     batches: int = 0

@@ -32,7 +32,7 @@ from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.classes import add_sites, is_shielded, shield
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, SiteOperand, Trait, einsum_operand
 from fakequant.nn.sites.sites import SITES, Site, Sites, site_key, site_keys, sites_of
-from fakequant.nn.wrappers import Kernel, Role, unwraps
+from fakequant.nn.wrappers import Kernel, Role, accepts_wrapped_model
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams
 from fakequant.text import listed, module_name, table
@@ -420,7 +420,7 @@ def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer], devic
     return shared.setdefault(planned.group or path, quantizer)
 
 
-@unwraps
+@accepts_wrapped_model
 def site_plan(model: nn.Module) -> SitePlan:
     """The functions of a prepared model that have quantizers, as a plan that prints.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
 from fakequant.distributed import (
-    Together,
+    Ranks,
     first_sharded,
     is_sharded,
     parallel_group,
@@ -41,21 +41,21 @@ from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry, check_s
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.unregistered import note_floats
-from fakequant.model.weights import note_weights, quantized_weights, share_learned, warn_stale_scales
+from fakequant.model.weights import mark_ranges_current, quantized_weights, share_learned, warn_stale_scales
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.ranges.fixed_codes import KEY, is_same
 from fakequant.nn.ranges.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
-from fakequant.restore import in_order, state_of, surely
+from fakequant.restore import in_order, run_to_the_end, state_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@unwraps
+@accepts_wrapped_model
 def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
@@ -79,7 +79,7 @@ def apply(model: Model, state: QuantizedState) -> Model:
     return apply_from(model, lambda _: (state, ""))
 
 
-@unwraps
+@accepts_wrapped_model
 def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]]) -> Model:
     """`apply` of a state that is read here, so that an error of one process is raised in all.
 
@@ -93,7 +93,7 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
     """
     undo = in_order()
     try:
-        with Together(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
+        with Ranks(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
             if quantizers(model):
                 raise CheckpointError(
                     "load expects a fresh float model, but this one is already prepared; build it anew"
@@ -119,7 +119,7 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             _note(model, state)
         return model  # in the `try`: an interrupt at the end of the `with` is undone, too
     except BaseException:  # as in `prepare`
-        surely(undo)
+        run_to_the_end(undo)
         raise
 
 
@@ -199,7 +199,7 @@ def _gives_codes(weight: Tensor, quantizer: Quantizer, codes: Any) -> bool:
 
 
 def _note(model: nn.Module, plan: Plan) -> None:
-    note_weights(model, plan.stale)
+    mark_ranges_current(model, plan.stale)
     note_floats(model)
     warn_stale_scales(model)
 

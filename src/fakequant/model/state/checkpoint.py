@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.distributed import Together, first_sharded, processes_of
+from fakequant.distributed import Ranks, first_sharded, processes_of
 from fakequant.errors import CheckpointError, QParamsError, warn_user
 from fakequant.files import (
     check_path,
@@ -52,7 +52,7 @@ from fakequant.model.state.snapshots import (
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, count_of, integers_of, lowest_of, of_integers, patterns_of
 from fakequant.numerics.granularity import StoredScales
 from fakequant.numerics.scales import ScaleSpec
@@ -422,7 +422,7 @@ FORMAT = "fakequant"
 """The format of the files that `save` writes by default."""
 
 
-@unwraps
+@accepts_wrapped_model
 def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = False, format: str = FORMAT) -> Path:
     """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
 
@@ -456,7 +456,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     """
     require_safetensors()
     check_model(model, "save", "save(model, folder)", CheckpointError)
-    with Together(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
+    with Ranks(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
         check_path(directory, "save(model, folder)", CheckpointError)
         other = None if format == FORMAT else codec(format)
         if other is not None and packed:
@@ -477,7 +477,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     return folder
 
 
-def _in_step(tensors: Mapping[str, Tensor], processes: Together) -> LazyTensors:
+def _in_step(tensors: Mapping[str, Tensor], processes: Ranks) -> LazyTensors:
     """Tensors of which each that processes gather is asked for by all of them, or by none."""
 
     def asked(name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -490,7 +490,7 @@ def _in_step(tensors: Mapping[str, Tensor], processes: Together) -> LazyTensors:
     )
 
 
-def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Together) -> None:
+def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Ranks) -> None:
     """Write the two files; a process that dies leaves the model that was there, or this one."""
     nothing = TensorEntry(tensor_file_name("0" * 64), "0" * 64, 0)
     Manifest(tensors=nothing, packed=encoded.packed, **state.fields()).to_bytes()  # raises before anything is written
@@ -517,7 +517,7 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Tog
                 remove_unnamed(folder, before)
 
 
-@unwraps
+@accepts_wrapped_model
 def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMAT) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 

@@ -28,7 +28,7 @@ from fakequant.nn.ranges.learned import GLOBAL_SCALE, LearnedRange, QuantizerPar
 from fakequant.nn.ranges.sharded import check_parts
 from fakequant.nn.stored.weight import StoredWeight, with_stored
 from fakequant.nn.transforms import first_weights
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import check_codes, integers_of, of_integers
 from fakequant.numerics.qparams import check_scale
 from fakequant.numerics.spec import QuantSpec
@@ -110,7 +110,7 @@ def copy_kept(model: nn.Module) -> None:
             held |= {key: value.own() for key, value in held.items() if isinstance(value, Placed)}
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     values = tensor.values() if isinstance(tensor, Placed) else tensor
     return cast("Any", values).to_local() if is_sharded(values) else values
@@ -305,7 +305,7 @@ def _with_memory(tensor: Tensor, memory: dict[int, Any]) -> Tensor:
     return made
 
 
-@unwraps
+@accepts_wrapped_model
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
 
@@ -387,7 +387,7 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
             if weight is None:
                 weight = _computed(modules, place)
         # A function may compute in float64 whatever the parameters are.
-        held = {key: one if key == KEY else own_part(one) for key, one in by_quantizer.get(path, {}).items()}
+        held = {key: one if key == KEY else local_shard(one) for key, one in by_quantizer.get(path, {}).items()}
         _check_named(path, entry, held, weight, wide or isinstance(entry, SiteQuantizerEntry))
 
 
@@ -459,7 +459,7 @@ def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:
     try:
         if isinstance(weight, Tensor) and weight.shape != codes.shape:
             raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(weight.shape)}")
-        part = own_part(codes)
+        part = local_shard(codes)
         check_codes(of_integers(part, spec.format), tuple(part.shape), spec.format)
     except (QParamsError, ShapeError) as error:
         raise type(error)(f"{KEY} {error}") from error

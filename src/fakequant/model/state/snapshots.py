@@ -26,7 +26,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.fixed_codes import KEY
 from fakequant.nn.stored.weight import StoredWeight, with_stored
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
 
@@ -184,7 +184,7 @@ class QuantizedState(Plan):
         return cls(**plan.fields(), tensors=tensors, weights=weights or {})
 
 
-@unwraps
+@accepts_wrapped_model
 def snapshot(model: nn.Module) -> QuantizedState:
     """A prepared model as data: its plan, its tensors, and its weights as codes, none of which are copies.
 

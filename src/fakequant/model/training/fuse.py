@@ -25,7 +25,7 @@ from fakequant.model.run.outputs import Distance, Place, named_tensors, record
 from fakequant.model.run.recorded import Neighbors, find_neighbors
 from fakequant.model.sites.own_products import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
-from fakequant.nn.integer import is_as_made
+from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.folded import norm_factor, norm_offset
 from fakequant.nn.quantized.forms import computed_class
@@ -319,7 +319,7 @@ def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
         return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:
         return "it has no running statistics, so that each batch is normalised by its own"
-    if not is_as_made(norm):
+    if not has_no_hooks(norm):
         return "it has hooks or a forward of its own"
     return None if calls == 1 else "it is never called" if not calls else f"it is called {calls} times"
 
@@ -333,7 +333,7 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
         return "the weight of the layer before it is computed (weight_norm, pruning, a parametrization)"
     if layer in flow.elsewhere or len(flow.readers[layer]) > 1:
         return "the output or a parameter of the layer before it is used elsewhere, too"
-    if not is_as_made(layer):
+    if not has_no_hooks(layer):
         return "the layer before it has hooks or a forward of its own"
     if isinstance(weight, UninitializedParameter):
         return "the layer before it gets its shapes in the first call; run the model once first"

@@ -34,7 +34,7 @@ from fakequant.model.training.steps import freeze_batch_norm as freeze_batch_nor
 from fakequant.model.training.steps import learned_scales
 from fakequant.model.training.steps import set_scales as set_scales
 from fakequant.model.weights import disabled
-from fakequant.nn.integer import is_as_made
+from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.sites.classes import set_class, unshielded_class
 from fakequant.nn.sites.products import OF_LAYERS
@@ -181,7 +181,7 @@ def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | N
         return "it has no running statistics, so that each batch is normalised by its own"
     if (weight := cast("nn.BatchNorm2d", norm).weight) is not None and bool((weight == 0).any()):
         return "a gamma of it is 0, by which the product of that channel cannot be divided again"
-    if not is_as_made(norm):
+    if not has_no_hooks(norm):
         return "it has hooks or a forward of its own"
     count = recording.visits[path]
     return None if count == 1 else "it is never called" if not count else f"it is called {count} times"
@@ -202,7 +202,7 @@ def _why_layer_stays(
         return f"the layer before it is called {recording.visits[path]} times"
     if layer._output_quantizer is not None:
         return "the output of the layer before it has a quantizer, which would come after the normalisation"
-    if not is_as_made(layer):
+    if not has_no_hooks(layer):
         return "the layer before it has hooks or a forward of its own"
     if layer in shared or not _is_alone(path, recording):
         return "the output or a parameter of the layer before it is used elsewhere, too"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepared
 from fakequant.data.digest import digest
-from fakequant.distributed import Together, all_processes, is_data_parallel, parallel_group, refuse_sharded, whole
+from fakequant.distributed import Ranks, all_processes, is_data_parallel, parallel_group, refuse_sharded, whole
 from fakequant.errors import CheckpointError, ConfigError, shown
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -24,8 +24,8 @@ from fakequant.model.training.distillation import Distillation, labels_of_output
 from fakequant.model.weights import (
     fresh_weight,
     give_range,
-    note_weight,
-    note_weights,
+    mark_range_current,
+    mark_ranges_current,
     quantized_weights,
     raise_scales,
     share_learned,
@@ -168,7 +168,7 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
             quantizer.reset()
         if not quantizer.calibrated:
             give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))
-            note_weight(weight)
+            mark_range_current(weight)
 
 
 def _refuse_new_parameters(model: nn.Module) -> None:
@@ -264,7 +264,7 @@ class Training:
                 )
             self._distillation = Distillation(copy.deepcopy(model).requires_grad_(False))
         group = self.calibration.get("group", all_processes())
-        with restore_on_error(structure_of([model])), Together(group or None) as processes:
+        with restore_on_error(structure_of([model])), Ranks(group or None) as processes:
             if self.config is not None:
                 prepare(model, self.config, skip=[*adapter_layers(model), *self.skip], rules=self.rules)
             elif self.skip or self.rules:
@@ -376,7 +376,7 @@ class Training:
         if self.scales is Scales.ONLY:
             set_scales(model, Scales.FIXED)
         raise_scales(model)
-        note_weights(model)  # the training has seen what the scales do to the weights
+        mark_ranges_current(model)  # the training has seen what the scales do to the weights
         if finish and self.finish is not None:
             self.finish(model)
 

@@ -122,14 +122,14 @@ _NO_CODE = 0.125
 """Takes the place of a code of 0, as compressed-tensors has it: all values of such a block become 0."""
 
 
-def may_be_fixed(spec: QuantSpec) -> bool:
+def has_tensor_scale(spec: QuantSpec) -> bool:
     """Whether a specification has one float32 scale of the tensor above the scales of its blocks."""
     return spec.symmetric and spec.scale.is_under_a_tensor and spec.scale.rounding is ScaleRounding.NEAREST
 
 
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
     """Raise a QParamsError where a specification cannot have such a number."""
-    if not may_be_fixed(spec):
+    if not has_tensor_scale(spec):
         raise QParamsError(f"{GLOBAL_SCALE} fixes the scale of a tensor above those of blocks, which {spec} has not")
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
         raise QParamsError(f"{GLOBAL_SCALE} must be float32 [1], got {global_scale.dtype} {list(global_scale.shape)}")
@@ -143,7 +143,7 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
     The operations and their order are those of compressed-tensors, `calculate_qparams`.
     """
     fmt = spec.scale.format
-    assert fmt is not None, "see `may_be_fixed`"
+    assert fmt is not None, "see `has_tensor_scale`"
     amax = library.measure(x, spec.granularity).amax
     code = rounded(divide(amax, torch.full_like(amax, spec.scale.bound(spec.format))) * global_scale, fmt)
     return QParams(divide(torch.where(code > 0, code, _NO_CODE), global_scale.expand_as(code)), None)

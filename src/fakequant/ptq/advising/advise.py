@@ -16,7 +16,7 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
-from fakequant.data.batches import Batches, Forward, HeldBack, Inputs, KeptBatches, Mask, example_arguments, example_in
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask, example_arguments, example_in
 from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import tell
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
@@ -27,7 +27,7 @@ from fakequant.model.run.outputs import decibels
 from fakequant.model.training.fuse import fusions_of
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.advising.next_step import ENGINES, find_engine, holders, places
 from fakequant.ptq.advising.trial import CLEARLY, METHODS
 from fakequant.ptq.formats.comparison import (
@@ -161,7 +161,7 @@ def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> l
 
 
 @dataclass
-class Ladder:
+class SearchOrder:
     """The search for the smallest model that meets a floor.
 
     Args:
@@ -388,7 +388,7 @@ def _shown_score(score: float, metric: NamedMetric | None) -> str:
     return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
 
 
-def judged_by(held: HeldBack) -> str:
+def judged_by(held: HeldOut) -> str:
     """On which batches models were measured."""
     if held.count == 1:
         return "on the one batch there is, which also made them"
@@ -397,7 +397,7 @@ def judged_by(held: HeldBack) -> str:
     return f"on {count} {batches} held back; {made} {'batch' if made == 1 else 'batches'} made the models"
 
 
-def reason(ladder: Ladder, metric: NamedMetric | None, target: str | None) -> str:
+def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) -> str:
     """Why the answer is the answer."""
     best = ladder.answer
     assert best is not None, "an answer is there after the first result"
@@ -438,7 +438,7 @@ _MAY_LOSE = 0.01
 _ROWS = "rows.jsonl"
 
 
-@unwraps
+@accepts_wrapped_model
 def advise(  # noqa: PLR0913  all but the first two by name
     model: nn.Module,
     batches: Iterable[Any],
@@ -500,7 +500,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
         check_path(work, "advise(model, batches, work='search')")
     folder = None if work is None else writable_folder(work)
     given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask).kept()
-    held = HeldBack(given.numbered, EVERY)
+    held = HeldOut(given.numbered, EVERY)
     made = given.part([*held])
     preparation = _preparation(model, made, inputs, forward, target)
     scorer = None if metric is None else named(metric)
@@ -597,7 +597,7 @@ class _WaySearch:
             name, why = next(iter(self.refused.items()))
             raise ConfigError(f"the model can have none of {', '.join(presets)}; {name}: {why}")
         static = [name for name in self.bytes if has_static_inputs(name)]
-        self.ladder = Ladder(sizes_of(self.bytes, kinds), static, floor, task.metric is not None)
+        self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, task.metric is not None)
 
     def keep_in(self, folder: Path, fingerprint: str) -> None:
         """Keep what is measured in a folder, and take from it what an earlier run measured."""

@@ -29,7 +29,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import SITES
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
-from fakequant.numerics.qparams import lend
+from fakequant.numerics.qparams import fill_empty_groups
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ptq.advising.trial import CLEARLY, METHODS, Aim, Change, Halves, NextStep, Trial, Tried
 from fakequant.ptq.improving.improve import improve
@@ -223,11 +223,11 @@ def _gives(quantizer: Quantizer, method: str) -> bool:
 
 
 def _scale(calibrator: Calibrator) -> Tensor:
-    return qparams_of_range(lend(calibrator.compute_range(), calibrator.spec), calibrator.spec).scale
+    return qparams_of_range(fill_empty_groups(calibrator.compute_range(), calibrator.spec), calibrator.spec).scale
 
 
 @dataclass(frozen=True)
-class MadeBy:
+class Provenance:
     """The preset of all quantized layers of a model, and the layers in float that it would quantize."""
 
     preset: Config
@@ -248,7 +248,7 @@ class MadeBy:
         return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
 
 
-def made_by(model: nn.Module) -> MadeBy | None:
+def made_by(model: nn.Module) -> Provenance | None:
     """The preset that quantized every layer of a model; None if there is no such preset, or functions are quantized.
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
@@ -261,7 +261,9 @@ def made_by(model: nn.Module) -> MadeBy | None:
     floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
     for preset in presets().values():
         if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
-            return MadeBy(preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float))
+            return Provenance(
+                preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float)
+            )
     return None
 
 
@@ -329,7 +331,7 @@ Command = Callable[..., str]
 
 
 @dataclass(frozen=True)
-class Known:
+class AdviceContext:
     """What is known of a model before something is advised.
 
     Args:
@@ -356,10 +358,10 @@ class Known:
     target: str | None = None
 
 
-USUAL = Known()
+USUAL = AdviceContext()
 
 
-def next_step(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) -> NextStep | None:
+def next_step(model: nn.Module, parts: Halves, run: Forward, known: AdviceContext = USUAL) -> NextStep | None:
     """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
@@ -420,8 +422,8 @@ class _Changes:
 
     model: nn.Module
     run: Forward
-    known: Known
-    made_by: MadeBy | None = field(init=False)
+    known: AdviceContext
+    made_by: Provenance | None = field(init=False)
     fresh: bool = field(init=False)
     """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
     method: str | None = field(init=False)

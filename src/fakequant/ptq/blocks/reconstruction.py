@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
-from fakequant.distributed import Together
+from fakequant.distributed import Ranks
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import evaluating, in_eval_mode, quantized_weights
@@ -31,11 +31,11 @@ from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import SITES, Site
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.improving.improve import Effect, Split
-from fakequant.ptq.inputs.stream import Beside, CallOrder, LayerCall, Stage, call_order, check_side_by_side
+from fakequant.ptq.inputs.stream import CallOrder, FloatTwin, LayerCall, Stage, call_order, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import Choice, write
 from fakequant.ptq.solvers.problem import WeightGrid, of_elements
@@ -413,7 +413,7 @@ def _drawn(count: int, iterations: int, seed: int) -> list[int]:
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-@unwraps
+@accepts_wrapped_model
 def reconstruct(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],
@@ -467,7 +467,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
     split, preset = Split.of(data, judge), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    result, others, alone = Improvement(), list[str](), Together(None)
+    result, others, alone = Improvement(), list[str](), Ranks(None)
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
@@ -477,7 +477,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         fixed = fixed_parameters(model, recorded.first)
         learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
         effect, (with_float, late) = Effect(model, judging, recorded, alone), recorded.parts(alone)
-        with Beside(model, found, found, split.fit, recorded, with_float) as stages:
+        with FloatTwin(model, found, found, split.fit, recorded, with_float) as stages:
             for stage, wanted in track(stages, "learning blocks", len(recorded.order), progress):
                 block = found[stage.name]
                 if wanted is not None and not _is_alike(wanted, stage):

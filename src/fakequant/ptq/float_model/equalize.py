@@ -19,7 +19,7 @@ from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
-from fakequant.nn.integer import is_as_made
+from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.float_model.fold_scales import OutputCheck
@@ -212,7 +212,7 @@ def _why_not(maker: nn.Module, readers: list[nn.Module], found: Neighbors, share
     for layer in (maker, *readers):
         if found.calls[layer] != 1 or readers.count(layer) > 1:
             return "a layer is called several times"
-        if layer._parameters["weight"] is not layer.weight or not is_as_made(layer):
+        if layer._parameters["weight"] is not layer.weight or not has_no_hooks(layer):
             return "a weight is computed, or a layer has hooks"
     channels = cast("Tensor", maker._parameters["weight"]).shape[0]
     if any(input_channels(reader) != channels for reader in readers):

@@ -16,7 +16,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance, record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
 from fakequant.model.weights import disabled, evaluating, exact_products
-from fakequant.nn.integer import is_as_made
+from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.inputs.stream import LayerCall
@@ -237,7 +237,7 @@ def _why_not(maker: nn.Module, readers: Sequence[Any], found: Neighbors, shared:
         return "something else reads its output too"
     if any(found.calls[module] != 1 for module in (maker, *readers)):
         return "it or the layer is called several times"
-    if not is_as_made(maker):
+    if not has_no_hooks(maker):
         return "it has hooks or a forward of its own"
     if any(p.shape != scales[0].shape for p in held):
         return "it has other channels"

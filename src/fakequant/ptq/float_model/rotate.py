@@ -16,7 +16,7 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached, has
-from fakequant.nn.integer import is_as_made
+from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.float_model.fold_scales import OutputCheck
@@ -396,7 +396,9 @@ class _Rotation:
             held = [one] if isinstance(one, nn.Parameter) else [p for p in one._parameters.values() if p is not None]
             if not self._shared.isdisjoint(held):
                 return f"{self._names[one]} shares a parameter; give each layer its own, as a tied head its own weight"
-            if isinstance(one, nn.Module) and (one._parameters.get("weight") is not one.weight or not is_as_made(one)):
+            if isinstance(one, nn.Module) and (
+                one._parameters.get("weight") is not one.weight or not has_no_hooks(one)
+            ):
                 return f"{self._names[one]} computes its weight, or has hooks"
         return None
 

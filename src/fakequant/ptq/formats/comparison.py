@@ -36,7 +36,7 @@ from fakequant.model.state.plan import value_of
 from fakequant.model.training.fuse import fuse_batch_norm
 from fakequant.model.weights import evaluating, quantized_weights, score_of
 from fakequant.nn import cached_weights
-from fakequant.nn.wrappers import unwraps
+from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.improving.collector import run_of
 from fakequant.ptq.improving.improve import checked_steps, improve
 from fakequant.text import table
@@ -436,7 +436,7 @@ USUAL_WAYS = Ways()
 """What `compare` tries if nothing is said."""
 
 
-@unwraps
+@accepts_wrapped_model
 def compare(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],

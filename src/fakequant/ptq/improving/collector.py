@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from fakequant.data.again import unchanged
 from fakequant.data.batches import KeptBatches, input_named
 from fakequant.data.digest import NoDigestError, digest
-from fakequant.distributed import Together
+from fakequant.distributed import Ranks
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import read_whole, remove_abandoned, writable_folder, write_whole
 from fakequant.model.run.outputs import named_tensors
@@ -34,7 +34,7 @@ from fakequant.ptq.inputs.stream import CallOrder, LayerCall, Stage
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.problem import structured_zeros
-from fakequant.ptq.solvers.sums import MOST_DRIFT, GatheredSums, InputSums, drift_share, stacked
+from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import (
     WIDEST_HALVED,
     Parts,
@@ -87,7 +87,7 @@ class InputChoice(NamedTuple):
         return cls(transform, None if params is None else _on(params, product.tensor.device), left)
 
 
-class Finished:
+class ChosenLayersFolder:
     """The chosen layers of a run, one file for each; files are written whole or not at all.
 
     Args:
@@ -190,7 +190,7 @@ def remove_finished(folder: Path) -> None:
 
 
 def _is_whole(data: bytes) -> bool:
-    """Whether the content of a file begins with the digest of the rest, as those of `Finished` do."""
+    """Whether the content of a file begins with the digest of the rest, as those of `ChosenLayersFolder` do."""
     return hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST]
 
 
@@ -254,7 +254,7 @@ def _of_output(output: Any) -> str:
 Calls = Mapping[int, list[LayerCall]]
 
 
-class Ahead(NamedTuple):
+class ChoicesForSiblings(NamedTuple):
     """Choices for layers that were expected to get the inputs of an earlier one.
 
     Attributes:
@@ -268,13 +268,13 @@ class Ahead(NamedTuple):
     choices: Mapping[str, Choice]
 
     @classmethod
-    def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> Ahead:
+    def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
         """Choices by the inputs of a stage, whose calls are kept while there are any."""
         if not choices:
             return cls({}, None, {})
         return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
 
-    def choice(self, stage: Stage, wanted: Stage | None, processes: Together) -> Choice | None:
+    def choice(self, stage: Stage, wanted: Stage | None, processes: Ranks) -> Choice | None:
         """What was chosen for the layer of a stage; None where a process sees other inputs than were expected."""
         if stage.name not in self.choices:
             return None
@@ -326,7 +326,7 @@ class Collector:
         layers: Mapping[str, MatrixProduct],
         batches: KeptBatches,
         recorded: CallOrder,
-        processes: Together,
+        processes: Ranks,
         *,
         halves: bool = False,
     ) -> None:
@@ -336,7 +336,7 @@ class Collector:
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
         self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
-        self._ahead = Ahead({}, None, {})
+        self._ahead = ChoicesForSiblings({}, None, {})
 
     def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
@@ -345,7 +345,7 @@ class Collector:
         if choice is None:
             names = [stage.name, *self._alike(stage)]
             choice, *others = self._choose_together(names, stage, wanted, steps_of)
-            self._ahead = Ahead.of(stage, wanted, dict(zip(names[1:], others, strict=True)))
+            self._ahead = ChoicesForSiblings.of(stage, wanted, dict(zip(names[1:], others, strict=True)))
         if not any(choice.rows):
             return own, None
         count, without = Parts.of(product).count, choice.rows.count(0)
@@ -371,7 +371,7 @@ class Collector:
                 found = self.sums(at, other)
                 yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
 
-        def solve(given: tuple[str, Iterable[InputSums]], together: Together) -> Choice:
+        def solve(given: tuple[str, Iterable[InputSums]], together: Ranks) -> Choice:
             name, product = given[0], self._layers[given[0]]
             return choose(product.row_name(name), product, given[1], steps_of(name), together)
 
@@ -508,7 +508,7 @@ class Collector:
         seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
         is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
         parts, count = Parts.of(product), 2 if (self._halves or is_few) and product.columns <= WIDEST_HALVED else 1
-        found = {index: GatheredSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
+        found = {index: HalvedSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
         for call in calls:
             with input_named(product.row_name(stage.name), call.number):
                 for index, sums in found.items():
@@ -518,7 +518,7 @@ class Collector:
         joined = {index: sums.joined() for index, sums in found.items()}
         return _ReadSums(reads, [joined[index] for index in firsts])
 
-    def _merge(self, sums: Iterable[GatheredSums], product: MatrixProduct) -> None:
+    def _merge(self, sums: Iterable[HalvedSums], product: MatrixProduct) -> None:
         self._processes.all(None)  # none of them failed
         for own in sums:
             if self._processes.group is not None:
@@ -546,7 +546,7 @@ class Collector:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weights = _weights(product, parts, seen.reads)
-        gathered = [GatheredSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
+        gathered = [HalvedSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
         for call in calls:
             assert call.floats is not None
             beside = added.get(call.number)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Batches, Forward, Inputs, input_named
-from fakequant.distributed import Together, refuse_sharded
+from fakequant.distributed import Ranks, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantized.folded import FoldedNorm
@@ -61,7 +61,7 @@ def reestimate_batch_norm(
             for stage in stages:
                 if stage.is_first:
                     _sums(stage).set(norms[stage.name])
-    if repeated := recorded.parts(Together(None))[1]:
+    if repeated := recorded.parts(Ranks(None))[1]:
         warn_user(
             f"{repeated[0]} is called several times in a batch: its earlier calls, which later statistics depend on, "
             "had the old ones; call reestimate_batch_norm again until its results settle",

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Batches, Forward, HeldBack, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
-from fakequant.distributed import Together, processes_of
+from fakequant.distributed import Ranks, processes_of
 from fakequant.errors import CalibrationWarning, ConfigError, nearest, shown, warn_user
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
-from fakequant.nn.wrappers import unwraps
-from fakequant.ptq.improving.collector import TRANSFORMS, Collector, Finished, run_of
+from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.ptq.improving.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
 from fakequant.ptq.inputs.stream import (
     NOT_REPEATED,
-    Beside,
     CallOrder,
+    FloatTwin,
     Stage,
     added_operands,
     call_order,
@@ -84,11 +84,11 @@ class Split(NamedTuple):
         if judge is not None:
             both = given.followed_by(judge)
             return cls(both, given, both.part(range(len(given), len(both))))
-        numbers = HeldBack(given.numbered, _EVERY)
+        numbers = HeldOut(given.numbered, _EVERY)
         fit = given.part(numbers)
         return cls(given, fit, given.part(number for number in numbers.held if number not in fit.numbered))
 
-    def judging(self, processes: Together) -> Judging:
+    def judging(self, processes: Ranks) -> Judging:
         """The batches that judge. If a process has none, nothing goes back, and the first ones that choose measure."""
         if all(processes.all(bool(self.held))):
             return Judging(self.held, chose_nothing=True)
@@ -105,7 +105,7 @@ class Effect:
         processes: they judge together.
     """
 
-    def __init__(self, model: nn.Module, judging: Judging, recorded: CallOrder, processes: Together) -> None:
+    def __init__(self, model: nn.Module, judging: Judging, recorded: CallOrder, processes: Ranks) -> None:
         self._model, self._processes, (judged, self._judges) = model, processes, judging
         self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
         self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
@@ -193,7 +193,7 @@ _NO_STEPS = "nearest: improve has no steps for a"
 _OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
 
 
-@unwraps
+@accepts_wrapped_model
 def improve(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],
@@ -264,7 +264,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     """
     check_model(model, "improve", "improve(model, batches)")
     warn_of_new_layers(model)
-    processes = Together(processes_of(model, group))
+    processes = Ranks(processes_of(model, group))
     with processes:  # an error of one process is raised in all
         if processes.group is not None and checkpoint is not None:
             raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
@@ -273,7 +273,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
-        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
+        finished = ChosenLayersFolder(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
     undo = [structure_of([model])]
     with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
         result = improved(
@@ -288,9 +288,9 @@ def improved(  # noqa: PLR0913  all but the first five by name
     weights: Mapping[str, Product],
     split: Split,
     steps: tuple[str, ...],
-    processes: Together,
+    processes: Ranks,
     *,
-    finished: Finished | None = None,
+    finished: ChosenLayersFolder | None = None,
     floats: KeptBatches | None = None,
     progress: bool | None = None,
     undo: list[Restore] | None = None,
@@ -323,8 +323,8 @@ def improved(  # noqa: PLR0913  all but the first five by name
         own = {name: layer_of(name) for name in with_drift if layers[name].is_result}
         recorded.added = added_operands(recorded.first, own)
         collector = Collector(layers, split.all, recorded, processes, halves="damping" in steps)
-        choices = _Choices(layers, steps, collector, finished or Finished(None, {}), fixed)
-        stages = Beside(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
+        choices = _LayerLoop(layers, steps, collector, finished or ChosenLayersFolder(None, {}), fixed)
+        stages = FloatTwin(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
         choices.make(stages, recorded.order, progress)
         result.layers += choices.results.values()
         split.all.mask.warn_unmasked()
@@ -345,7 +345,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     return result
 
 
-class _Choices:
+class _LayerLoop:
     """Chooses one layer after the other, or takes what an earlier run chose.
 
     Args:
@@ -361,7 +361,7 @@ class _Choices:
         layers: Mapping[str, MatrixProduct],
         steps: tuple[str, ...],
         collector: Collector,
-        finished: Finished,
+        finished: ChosenLayersFolder,
         fixed: Mapping[nn.Parameter, str],
     ) -> None:
         self._layers, self._steps, self._fixed = layers, steps, fixed
@@ -369,7 +369,7 @@ class _Choices:
         self.parts: dict[str, nn.Module] = {path: own.layer for path, own in layers.items()}
         self.results: dict[str, LayerResult] = {}
 
-    def make(self, stages: Beside, order: Sequence[str], progress: bool | None) -> None:
+    def make(self, stages: FloatTwin, order: Sequence[str], progress: bool | None) -> None:
         """Choose the layers of all stages."""
         sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
         with stages:
@@ -407,7 +407,7 @@ class _Choices:
         self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
 
-def _with_drift(recorded: CallOrder, processes: Together) -> tuple[list[str], list[str]]:
+def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
     """The layers that may make good the drift of their inputs, and why others may not.
 
     When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
@@ -445,14 +445,14 @@ def _chosen_by_part(paths: Iterable[str]) -> list[str]:
     return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
 
 
-def _digests(weights: Mapping[str, Product], processes: Together) -> dict[str, str]:
+def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
     """For each quantizer, the digest of its weight and its format; none where one process is alone."""
     if processes.group is None:
         return {}
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
-def check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
+def check_same(processes: Ranks, values: Mapping[str, str], else_they: str) -> None:
     """Raise if the processes have other values, or have them in another order, and name the first layer."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.data.again import Changes, random_state
 from fakequant.data.batches import Batches, KeptBatches
-from fakequant.distributed import Together
+from fakequant.distributed import Ranks
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import watching
 from fakequant.model.run.recorded import Recording, has
@@ -35,7 +35,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges.by_value import ByValue, call_again, calls_now
 from fakequant.nn.sites.functions import Trait
-from fakequant.restore import Restore, in_order, restore_after, surely
+from fakequant.restore import Restore, in_order, restore_after, run_to_the_end
 
 
 class LayerCall(NamedTuple):
@@ -89,7 +89,7 @@ class LayerCall(NamedTuple):
         return self.first is other.first and self.writes is not None and self.writes == other.writes
 
 
-class AddedOperand(NamedTuple):
+class ResidualInput(NamedTuple):
     """Where a run shows a value before a layer is called.
 
     Attributes:
@@ -103,7 +103,7 @@ class AddedOperand(NamedTuple):
     is_result: bool = False
 
 
-def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, AddedOperand]:
+def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
     """For each layer whose result is added to a value of its shape, where that value is seen before the layer runs.
 
     Args:
@@ -120,11 +120,11 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
     >>> model = Residual()
     >>> recording = record(model, lambda: model(torch.ones(1, 2)))
     >>> added_operands(recording, {"up": "up", "down": "down"})
-    {'down': AddedOperand(module='', place=0, is_result=False)}
+    {'down': ResidualInput(module='', place=0, is_result=False)}
     """
     once = {path: number for number, path in enumerate(one.path for one in recording.modules)}
     once = {path: number for path, number in once.items() if recording.visits[path] == 1}
-    found = dict[str, AddedOperand]()
+    found = dict[str, ResidualInput]()
     for name, path in layers.items():
         if path not in once:
             continue
@@ -134,10 +134,10 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
             continue
         for one in recording.modules[: once[path]]:
             if one.path in once and other in one.inputs:
-                found[name] = AddedOperand(one.path, one.inputs.index(other))
+                found[name] = ResidualInput(one.path, one.inputs.index(other))
                 break
             if one.path in once and other in one.results and one.end <= once[path]:
-                found[name] = AddedOperand(one.path, one.results.index(other), is_result=True)
+                found[name] = ResidualInput(one.path, one.results.index(other), is_result=True)
                 break
     return found
 
@@ -159,7 +159,7 @@ def _added_to(recording: Recording, value: int) -> int | None:
 
 @contextmanager
 def operands_seen(
-    model: nn.Module, operands: Mapping[str, AddedOperand], see: Callable[[str, Tensor], object]
+    model: nn.Module, operands: Mapping[str, ResidualInput], see: Callable[[str, Tensor], object]
 ) -> Iterator[None]:
     """A context in which the operands of additions are seen, by the names of their layers."""
     hooks = []
@@ -171,7 +171,7 @@ def operands_seen(
             if place < len(tensors):
                 see(name, tensors[place])
 
-    by_module = dict[AddedOperand, list[str]]()
+    by_module = dict[ResidualInput, list[str]]()
     for name, operand in operands.items():
         by_module.setdefault(operand, []).append(name)
     try:
@@ -221,7 +221,7 @@ class CallOrder:
     first: Recording = field(default_factory=Recording)
     starts: dict[int, Restore] = field(default_factory=dict)
     outputs_repeat: bool = True
-    added: dict[str, AddedOperand] = field(default_factory=dict)
+    added: dict[str, ResidualInput] = field(default_factory=dict)
     """Where the values are seen that the results of layers are added to."""
     checked: dict[int, Any] = field(default_factory=dict)
     """What the first batches give, for `check_side_by_side`."""
@@ -239,7 +239,7 @@ class CallOrder:
             },
         )
 
-    def parts(self, processes: Together) -> tuple[list[str], list[str]]:
+    def parts(self, processes: Ranks) -> tuple[list[str], list[str]]:
         """The order of the layers up to the first one that a batch calls several times, and from that one on.
 
         A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
@@ -435,7 +435,7 @@ class Stream:
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
         self._model, self._added = model, recorded.added
         self.lanes = [
-            _Lane(
+            _BatchThread(
                 number,
                 recorded.counts[number],
                 lambda batch=batch: batches.run(model, batch, alone=False),
@@ -452,7 +452,7 @@ class Stream:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        surely(self._end)
+        run_to_the_end(self._end)
 
     def _end(self) -> None:
         for lane in self.lanes:
@@ -488,7 +488,7 @@ class Stream:
         """Whether a batch waits before a layer, or will call it again."""
         return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
 
-    def _next(self, waiting: list[_Lane]) -> str:
+    def _next(self, waiting: list[_BatchThread]) -> str:
         """The earliest layer before which all batches wait that will reach it; else the earliest."""
         names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
         complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
@@ -522,7 +522,7 @@ _LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None
 """The lane whose thread this is."""
 
 
-class _Lane:
+class _BatchThread:
     """The forward pass of one batch in a thread.
 
     Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
@@ -623,7 +623,7 @@ def _equal(one: Any, other: Any) -> bool:
 T = TypeVar("T")
 
 
-class Beside:
+class FloatTwin:
     """The first stage of each layer in the quantized model, with that of the float model.
 
     Args:
@@ -658,7 +658,7 @@ class Beside:
         self.reached_later: dict[str, None] = {}
         """The layers that some batches reach only after their first stage."""
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> FloatTwin:
         for stream in filter(None, (self._quantized, self._float)):
             self._stack.enter_context(stream)
         return self

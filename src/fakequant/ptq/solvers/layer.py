@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fakequant.distributed import Together
+from fakequant.distributed import Ranks
 from fakequant.errors import CalibrationError
-from fakequant.model.weights import note_weight
+from fakequant.model.weights import mark_range_current
 from fakequant.nn.products.product import Matrix, MatrixProduct
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    name: str, product: MatrixProduct, sums: Iterable[InputSums], steps: Sequence[str], processes: Together
+    name: str, product: MatrixProduct, sums: Iterable[InputSums], steps: Sequence[str], processes: Ranks
 ) -> Choice:
     """The values of one weight that lose least, never more than the nearest ones.
 
@@ -66,7 +66,7 @@ def choose(
         CalibrationError: the sums have no solution (names the layer).
     """
 
-    def solve(given: tuple[Matrix, InputSums], _: Together) -> Choice:
+    def solve(given: tuple[Matrix, InputSums], _: Ranks) -> Choice:
         try:
             return _chosen(name, product, *given, steps)
         except CalibrationError as error:
@@ -335,4 +335,4 @@ def write(name: str, product: MatrixProduct, choice: Choice) -> None:
         bias, place = product.bias
         assert bias is not None
         bias.data[place] += choice.bias.to(bias.dtype)
-    note_weight(product)
+    mark_range_current(product)

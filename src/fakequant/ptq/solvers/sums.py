@@ -110,7 +110,7 @@ class InputSums:
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
-        halves: the sums over two halves of the rows; none where they were not kept. See `GatheredSums`.
+        halves: the sums over two halves of the rows; none where they were not kept. See `HalvedSums`.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -213,7 +213,7 @@ class InputSums:
         return self.mean() if self.drift is None else self.mean() + self.drift.total / max(self.count, 1)
 
 
-class GatheredSums:
+class HalvedSums:
     """Sums over rows as they come, for all rows or for two halves of them.
 
     The first rows of each addition go to one half and the last ones to the other: in a batch these are other examples.
@@ -222,7 +222,7 @@ class GatheredSums:
     Args:
         parts: the sums to add to: one, or two halves.
 
-    >>> gathered = GatheredSums([InputSums(), InputSums()])
+    >>> gathered = HalvedSums([InputSums(), InputSums()])
     >>> gathered.add(torch.tensor([[[1.0], [2.0], [3.0]]]))
     >>> sums = gathered.joined()
     >>> sums.moments.item(), [half.moments.item() for half in sums.halves]
@@ -233,7 +233,7 @@ class GatheredSums:
         self._parts = parts
 
     @classmethod
-    def of_drift(cls, sums: InputSums, weight: Tensor) -> GatheredSums:
+    def of_drift(cls, sums: InputSums, weight: Tensor) -> HalvedSums:
         """Sums over the drift through a weight [groups, outputs, columns] of rows whose sums are known."""
         return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]])
 
