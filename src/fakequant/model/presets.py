@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import prod
 
 from fakequant.model.config import ALIASES as ALIASES
-from fakequant.model.config import Config, Rule, TensorConfig, register_preset
+from fakequant.model.config import NAMED, Config, Rule, TensorConfig, register_preset
 from fakequant.model.config import find_preset as find_preset
 from fakequant.nn.backward.products import GradientConfig
 from fakequant.numerics.granularity import PerBlock
@@ -266,8 +266,8 @@ def _with_inputs(rule: Rule) -> Rule:
 
 
 def _register() -> None:
+    NAMED.update(presets())  # by their names here: MXFP6 is another name of MXFP6_E2M3
     for config in presets().values():
-        register_preset(config)
         if config.name.startswith("GGUF_"):
             register_preset(with_llama_cpp_inputs(config))
 
