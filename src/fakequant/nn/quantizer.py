@@ -584,7 +584,7 @@ class Quantizer(QuantizerPart):
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point by a range [groups, axes kept], and start learning there; see `fill_empty_groups`."""
+        """Set scale and zero point by a range [groups, axes kept]; learning starts there. See `fill_empty_groups`."""
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
