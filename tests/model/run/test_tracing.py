@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,41 @@ def test_decoders_of_transformers(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=SAID):
         fq.export_onnx(model, {"input_ids": IDS}, tmp_path / "m.onnx", dynamic_shapes={"input_ids": {0: "batch"}})
     assert fq.verify_onnx(tmp_path / "m.onnx", model, [{"input_ids": IDS.repeat(2, 1)}]).exact
+
+
+class Counts(nn.Module):
+    """Multiplies by a number of Python that it may change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.calls, self.factor, self.unset, self.kind = nn.Linear(4, 4), 0, 1.0, float("nan"), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "int":
+            self.calls += 1
+        if self.kind == "float":
+            self.factor *= 0.5
+        self.unset = float("nan")
+        return self.layer(x) * (self.calls + self.factor)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("int", r"1\.calls \(1\)"), ("float", r"1\.factor \(0\.5\)"), ("none", "")])
+@pytest.mark.parametrize("capture", [False, True])
+def test_numbers_that_forward_writes_are_said_to_be_constants(
+    kind: str, said: str, capture: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.ReLU(), Counts(kind)).eval()
+    if not capture:
+        fq.prepare(model, "int8_weight_only")
+        fq.calibrate(model, progress=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if capture:
+            fq.ir.capture(model, torch.ones(2, 4))
+        else:
+            fq.export_onnx(model, torch.ones(2, 4), tmp_path / "model.onnx")
+    told = [str(one.message) for one in found if "numbers of Python" in str(one.message)]
+    assert bool(told) == bool(said)
+    assert all(re.search(said, one) for one in told)
+    assert (model[1].calls, model[1].factor) == (0, 1.0)
+    assert "forward" not in vars(model)

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.batches import OF_TORCH, Arguments
 from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, warn_user
-from fakequant.restore import restore_after
-from fakequant.text import module_name
+from fakequant.nn.paths import join
+from fakequant.nn.quantizer import Quantizer
+from fakequant.restore import forwards_of, restore_after
+from fakequant.text import listed, module_name
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
@@ -61,10 +64,44 @@ def traced_program(
         ) from error
 
 
+@contextmanager
+def _frozen_numbers_said(model: nn.Module) -> Iterator[None]:
+    """A context for a trace, which keeps numbers of Python as they are; says which of them `forward` writes."""
+    forward, written = model.forward, dict[str, Any]()
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _numbers(model)
+        result = forward(*args, **kwargs)
+        written.update({path: x for path, x in _numbers(model).items() if repr(before.get(path, x)) != repr(x)})
+        return result
+
+    with restore_after(forwards_of([model])):
+        vars(model)["forward"] = run
+        yield
+    if written:
+        shown = listed([f"{path} ({value})" for path, value in written.items()], 4)
+        warn_user(
+            f"forward writes numbers of Python, which are constants in the graph: {shown}. Keep those on which outputs "
+            "depend in buffers, as by self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)"
+        )
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The numbers among the attributes of modules, by path."""
+    return {
+        join(path, name): value
+        for path, module in model.named_modules()
+        if not isinstance(module, Quantizer)
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
 def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProgram:
     args, kwargs = example
     try:
-        with _said_plainly():
+        with _said_plainly(), _frozen_numbers_said(model):
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except TypeError as error:
         scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
