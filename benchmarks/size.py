@@ -17,9 +17,10 @@ import tarfile
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from .record import ROOT
+ROOT = Path(__file__).parents[1]
 
 BEFORE = "547345f"
 _WINDOW = 40
