@@ -291,7 +291,7 @@ def test_a_model_that_cannot_be_captured_is_reported(recipe, tmp_path: Path, mon
 
     run(Job(recipe(RECIPE), "int8", "max", tmp_path), Console(quiet=True))
     assert (tmp_path / "graph.txt").exists()
-    monkeypatch.setattr("fakequant.cli.examples.capture", refuse)
+    monkeypatch.setattr("fakequant.cli.job.capture", refuse)
     run(Job(recipe(RECIPE), "int8", "max", tmp_path), Console(quiet=True))
     assert "an &lt;operation&gt; that cannot be in a graph" in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "graph.txt").exists()

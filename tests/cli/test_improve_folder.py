@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import fakequant as fq
 from fakequant.cli.commands import app
-from fakequant.cli.huggingface.folder import folder_functions
+from fakequant.cli.huggingface import folder_functions
 from fakequant.integrations import gguf_tokenizer
 from fakequant.streaming import choosing, improve_folder
 from tests.support.language_models import llama

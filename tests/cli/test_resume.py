@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 import fakequant as fq
 from fakequant.cli.commands import app
+from fakequant.cli.job import Job
 from fakequant.cli.recipe import load_recipe
-from fakequant.cli.settings import Job
 from fakequant.errors import RecipeError
 from tests.support.recipes import EVALUATE, RECIPE, TRAIN
 from tests.support.vision import import_torchvision

@@ -3,30 +3,272 @@
 from __future__ import annotations
 
 import shlex
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fakequant.calibration import DEFAULT_METHOD
-from fakequant.cli import advice
-from fakequant.cli.failures import Commands
-from fakequant.cli.options import (
-    METHODS,
-    PRESETS,
-    Floats,
-    Format,
-    RecipeFile,
-    Rules,
-    Target,
-    Task,
-    TextFile,
-    Trust,
-    one_of,
-)
+from fakequant.calibration import DEFAULT_METHOD, calibrators
+from fakequant.cli.failures import Commands, failures_named
+from fakequant.errors import RecipeError
+from fakequant.model.presets import presets as named_presets
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fakequant.cli.recipe import Recipe
+    from fakequant.ptq import Advice
+    from fakequant.ptq.formats.comparison import Compared
+
+RecipeFile = Annotated[
+    str,
+    typer.Argument(
+        help="a Python file that defines model() and calibration_batches(), package.module:function, or a folder of "
+        "Hugging Face"
+    ),
+]
+TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run Python files of a folder of Hugging Face")]
+
+PRESETS, METHODS = tuple(name.lower() for name in named_presets()), tuple(calibrators())
+
+
+def one_of(help: str, *words: str) -> Any:
+    """An option with words that the shell completes; this does not check the value."""
+    return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
+
+
+def _written(incomplete: str) -> list[str]:
+    """The formats that `deliver` writes; not imported before a shell asks, which takes 0.6 s."""
+    from fakequant.delivery.format import delivery_formats
+
+    return [name for name, one in delivery_formats().items() if one.writes and name.startswith(incomplete)]
+
+
+def _engines(incomplete: str) -> list[str]:
+    """The engines that `advise` knows; imported when a shell asks, too."""
+    from fakequant.ptq.advising.next_step import ENGINES
+
+    return [name for name in sorted(ENGINES) if name.startswith(incomplete)]
+
+
+Format = Annotated[
+    str, typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written)
+]
+Floats = Annotated[
+    list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
+]
+Rules = Annotated[
+    list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
+]
+Task = Annotated[
+    str,
+    one_of(
+        "what to measure of a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (to float32), or accuracy=FILE, "
+        "CSV or JSON lines with text and label; auto takes a part of --text; none",
+        *("auto", "none", "perplexity=", "accuracy=", "cosine="),
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(help="the engine that will run it, such as onnxruntime, vllm or llama.cpp", autocompletion=_engines),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
+
+
+@contextmanager
+def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool, task: str) -> Iterator[Recipe]:
+    """The recipe, in a context that tells counts and other lines on the error stream."""
+    from fakequant.cli.recipe import load_recipe
+    from fakequant.data.progress import counting
+
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        yield load_recipe(recipe, text, trust, task)
+
+
+def advise(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    target: Target = None,
+    floor: Annotated[
+        float | None,
+        typer.Option(
+            help="what is good enough: of evaluate(model), of --task (the most for perplexity), else dB of the "
+            "output's error"
+        ),
+    ] = None,
+    preset: Annotated[list[str] | None, one_of("a preset to try; repeat the option for several", *PRESETS)] = None,
+    work: Annotated[Path | None, typer.Option(help="a folder from which the same command goes on")] = None,
+    text: TextFile = None,
+    trust: Trust = False,
+    task: Task = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the smallest quantized form of the recipe's model that is good enough, and how to make it.
+
+    Ctrl-C ends the search with what was found so far.
+    """
+    from fakequant import advise as find_advice
+
+    given: dict[str, Any] = {"target": target, "presets": preset, "work": work}
+    with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):
+        given |= {"metric": loaded.metric, "floor": _floor(loaded, floor)}
+        found = find_advice(model, loaded.calibration_batches(), progress=not quiet, **given)
+    parts = [str(found), *_said(loaded, task), "", _code(found, model, loaded, text, trust, recipe, task)]
+    Console(soft_wrap=True).print(Text("\n".join(parts)))
+    if found.interrupted:
+        raise typer.Exit(130)
+
+
+def _said(recipe: Recipe, task: str) -> list[str]:
+    """What was measured of a folder, or why nothing was, unless the user said so."""
+    return [recipe.task.said] if recipe.task.said and task != "none" else []
+
+
+def _floor(recipe: Recipe, floor: float | None) -> float | None:
+    """What the metric must reach; the user gives the figure that is shown."""
+    return floor if floor is None or recipe.metric is None else recipe.metric.shown(floor)
+
+
+def _code(
+    advice: Advice, model: nn.Module, loaded: Recipe, text: Path | None, trust: bool, recipe: str, task: str
+) -> str:
+    """How to make what was found: by `fakequant quantize` where this makes the same model, else in Python."""
+    import copy
+
+    from fakequant.calibration import DEFAULT_METHOD
+    from fakequant.cli.job import Job
+    from fakequant.model.prepare import prepare
+    from fakequant.nn.quantizer import quantizers
+
+    way = advice.best.measured
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a copy that is not kept
+        job = Job(recipe, way.preset, way.method, Path("quantized"), target=advice.target or None)
+        example = job.example(job.config(), model, loaded)
+        placed = None if example is None else job.target
+        by_command = [*quantizers(prepare(copy.deepcopy(model), way.preset, example, target=placed))]
+    if by_command == advice.quantizers and not advice.folds:
+        method = [] if way.method == DEFAULT_METHOD else ["--method", way.method]
+        improve = ["--improve", way.steps] if way.steps else []
+        words = ["--preset", way.preset.lower(), *method, *improve, *(["--target", placed] if placed else [])]
+        return (
+            f"To make it, with all batches:\nfakequant quantize {_shown(recipe, text, trust, task)} {shlex.join(words)}"
+        )
+    lacks = "folds no batch normalisations" if advice.folds else "puts quantizers elsewhere"
+    given = ", ".join([repr(str(recipe)), *([] if text is None else [f"Path({str(text)!r})"])])
+    return "\n".join(
+        [
+            f"To make it, in Python (fakequant quantize {lacks}):",
+            "from pathlib import Path" if text is not None else "",
+            "from fakequant.cli.recipe import load_recipe",
+            f"recipe = load_recipe({given}{', trust=True' if trust else ''})",
+            "model, batches = recipe.model(), [*recipe.calibration_batches()]",
+            advice.call,
+        ]
+    ).replace("\n\n", "\n")
+
+
+def _shown(recipe: str, text: Path | None, trust: bool, task: str) -> str:
+    """A recipe and where it is written, as words of a command."""
+    given = [recipe, *([] if text is None else ["--text", str(text)]), *(["--trust-remote-code"] if trust else [])]
+    given += [] if task == "auto" else ["--task", task]
+    return f"{shlex.join(given)} --out quantized"
+
+
+def compare(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    preset: Annotated[list[str] | None, one_of("a preset; repeat the option for several", *PRESETS)] = None,
+    method: Annotated[list[str] | None, one_of("a method of calibration; repeat for several", *METHODS)] = None,
+    improve: Annotated[
+        list[str] | None, one_of("none, fast or best; repeat for several", "none", "fast", "best")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
+    plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
+    over: Annotated[str, one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
+    text: TextFile = None,
+    trust: Trust = False,
+    task: Task = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
+    from fakequant.data.progress import say
+    from fakequant.ptq import Ways
+    from fakequant.ptq import compare as compare_ways
+    from fakequant.ptq.formats.comparison import USUAL_WAYS, check_axis, checked_picture
+
+    check_axis(over)
+    if plot is not None:
+        checked_picture(plot, over)
+    steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
+    ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
+    with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):
+        metric = loaded.metric
+
+        def show(row: Compared) -> None:
+            say(f"{row if metric is None or row.metric is None else replace(row, metric=metric.shown(row.metric))}")
+
+        how: dict[str, Any] = {"path": out, "on_row": show, "metric": metric}
+        found = compare_ways(model, loaded.calibration_batches(), ways, **how)
+    Console(soft_wrap=True).print(Text("\n".join([str(found), *_said(loaded, task)])))
+    if plot is not None:
+        found.plot(plot, over)
+
+
+def search(  # noqa: PLR0913  the command's options
+    recipe: RecipeFile,
+    bits: Annotated[
+        float | None, typer.Option(help="the largest number of bits per quantized weight, scales included")
+    ] = None,
+    size: Annotated[
+        float | None, typer.Option(help="the largest number of bytes of all parameters, also of those in float")
+    ] = None,
+    floor: Annotated[
+        float | None,
+        typer.Option(help="the smallest mix with at least this evaluate(model) or --task; at most, for perplexity"),
+    ] = None,
+    preset: Annotated[list[str] | None, one_of("a preset to choose from; repeat for several", *PRESETS)] = None,
+    text: TextFile = None,
+    trust: Trust = False,
+    task: Task = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
+    from fakequant.ptq import search as search_mix
+    from fakequant.text import table
+
+    choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
+    if floor is None and task not in ("auto", "none"):
+        raise RecipeError(f"--task {task} is what --floor speaks of, and it was not given; add it, or leave --task out")
+    with _loaded(recipe, text, trust, quiet, "none" if floor is None else task) as loaded:
+        metric = None if floor is None else loaded.metric
+        if floor is not None and metric is None:
+            why = f"{loaded.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
+            raise RecipeError(f"--floor needs a measure. {loaded.task.why_not}" if loaded.task.why_not else why)
+        budget: dict[str, Any] = {"bits": bits, "size": size, "floor": _floor(loaded, floor), "metric": metric}
+        with failures_named(model := loaded.model(), verbose):
+            mix = search_mix(model, loaded.calibration_batches(), choices, **budget)
+    measured = ""
+    if metric is not None and mix.metric is not None:
+        measured = f"{loaded.task.label} gives {metric.shown(mix.metric):.6g}; "
+    rules = ["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]
+    figures = (
+        f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
+        f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
+        f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}"
+    )
+    command = f"fakequant quantize {_shown(recipe, text, trust, task)} {shlex.join(rules)}"
+    Console(soft_wrap=True).print(Text(f"{table(mix.choices.items(), [figures])}\n{command}"))
+
 
 app = typer.Typer(
     cls=Commands,
@@ -194,7 +436,7 @@ def verify(
     A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator. A delivered
     file needs the recipe; the programs that load it are asked where they are installed.
     """
-    from fakequant.cli.verification import verify_file
+    from fakequant.cli.inspection import verify_file
     from fakequant.text import visible
 
     report = verify_file(file, recipe, checkpoint, text, trust)
@@ -213,8 +455,8 @@ def deliver(
     trust: Trust = False,
 ) -> None:
     """Write a quantized model in a format that other programs load, with its codes as they are."""
+    from fakequant.cli.inspection import deliver_model
     from fakequant.cli.recipe import load_recipe
-    from fakequant.cli.verification import deliver_model
     from fakequant.delivery.format import delivery_format
 
     delivery_format(format)  # refused before the model is made
@@ -239,14 +481,14 @@ def improve_folder(  # noqa: PLR0913  the command's options
 
     The same command goes on after the last finished block of a run that was interrupted.
     """
-    from fakequant.cli.huggingface.folder import improve_by_text
+    from fakequant.cli.huggingface import improve_by_text
     from fakequant.cli.job import Job
 
     config = Job(folder, preset, DEFAULT_METHOD, out, floats=tuple(floats or ()), rules=tuple(rule or ())).config()
     improve_by_text(folder, out, text, config, steps, format, Console(quiet=quiet))
 
 
-for _command in (advice.advise, advice.compare, advice.search):
+for _command in (advise, compare, search):
     app.command()(_command)
 
 

@@ -1,41 +1,54 @@
-"""Run a recipe: calibrate and fine-tune its float model, export and verify an ONNX file, write a report."""
+"""Run a recipe: calibrate and fine-tune its float model, export and verify an ONNX file, write a report.
+
+What a job leaves while it runs: a page after every step, and a checkpoint from which the same command goes on.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fakequant.calibration import Calibrator, calibrators, find_method
-from fakequant.cli.examples import dynamic_batch, example_of, fitting, write_graph
+from fakequant.calibration import DEFAULT_METHOD, Calibrator, calibrators, find_method
 from fakequant.cli.failures import failures_named
 from fakequant.cli.recipe import Recipe, load_recipe
-from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
-from fakequant.cli.settings import Job as Job
+from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, PARTS, REPORT, publish, results_folder, staged
 from fakequant.cli.steps import Steps
-from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recipe
+from fakequant.data.batches import Batches, run_batch
+from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, first_line, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.capability import Style
+from fakequant.files import read_whole, remove_abandoned, writable_file, write_whole
+from fakequant.ir import capture, to_text
 from fakequant.model.analysis.summary import summary
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.calibration.observation import check_unseen
 from fakequant.model.config import Config
 from fakequant.model.execution import set_execution
-from fakequant.model.prepare import prepare
-from fakequant.model.state.checkpoint import save
+from fakequant.model.prepare import prepare, with_exceptions
+from fakequant.model.presets import find_preset
+from fakequant.model.state.checkpoint import load, remove_checkpoint, save
+from fakequant.model.state.plan import value_of
 from fakequant.model.weights import evaluating
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
-from fakequant.ptq.advising.next_step import AdviceContext
+from fakequant.ptq.advising.next_step import AdviceContext, places, unknown_gain
+from fakequant.ptq.improving.collector import run_of
 from fakequant.report import (
     RESULTS,
     Accuracy,
@@ -47,6 +60,7 @@ from fakequant.report import (
     improved,
     layers_left,
     measure,
+    read_results,
     sizes,
     verification,
     with_ranges,
@@ -54,6 +68,335 @@ from fakequant.report import (
     write_results,
 )
 from fakequant.report.terminal import print_report
+from fakequant.text import listed
+
+
+def example_of(model: nn.Module, batch: Any) -> Any:
+    """Return the arguments that a model takes from a batch: a tuple, or a dict of keyword arguments."""
+    seen: list[Any] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs or args), with_kwargs=True, prepend=True
+    )
+    try:
+        with evaluating(model), torch.no_grad():
+            run_batch(model, batch)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def dynamic_batch(example: Any) -> Any:
+    """Return the `dynamic_shapes` for `export_onnx` that allow any batch size, or None if the batch axis is unclear.
+
+    Axis 0 of a tensor is the batch axis if it is as long as axis 0 of the first tensor. It is unclear for an example
+    with one sample, because torch.export treats a length of 1 as a constant.
+
+    >>> dynamic_batch((torch.ones(4, 3), torch.ones(7)))
+    ({0: 'batch'}, None)
+    """
+    sizes = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or sizes[0] < 2:
+        return None
+
+    def axes(leaf: Any) -> dict[int, str] | None:
+        return {0: "batch"} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0] else None
+
+    return tree_map(axes, example)
+
+
+def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterator[Any]:
+    """Yield the batches that fit the exported model: the example's shapes, and any batch size if that is dynamic.
+
+    >>> batches = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
+    >>> [len(batch) for batch in fitting(batches, (torch.ones(2, 3),), None)]
+    [2]
+    """
+    kept = slice(0 if dynamic_shapes is None else 1, None)
+    shapes = [leaf.shape[kept] for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    for batch in batches:
+        arguments = {key: batch[key] for key in example} if isinstance(example, dict) else batch
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if [tensor.shape[kept] for tensor in tensors[: len(shapes)]] == shapes:
+            yield batch
+
+
+def write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
+    """Write a model's graph as text; returns a line for the report."""
+    try:
+        with evaluating(model):
+            graph = capture(model, example)
+    except Exception as error:  # of torch.export, which meets every model of a user
+        return [f"The graph is missing, because the model could not be captured: {first_line(error)}"]
+    write_whole(path, to_text(graph).encode())
+    return [f"{path.name} lists every operation of the graph; Netron shows that of {ONNX}."]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of `fakequant quantize`.
+
+    Args:
+        recipe: what `load_recipe` takes.
+        preset: name of a preset, in upper or lower case.
+        method: calibrator of the activations.
+        out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
+        train: whether to fine-tune with the recipe's `train(model)`, if it is defined.
+        compare: whether to calibrate with every other method too, for the report.
+        static: whether the exported model takes only batches of the size of the first.
+        style: the dialect of the exported file, see `export_onnx`.
+        execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
+            The checkpoint keeps it; it does not change the exported file.
+        unseen: how to treat layers that no batch reaches, see `calibrate`.
+        improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
+        verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
+        text: lines of text for calibration, for a folder of Hugging Face.
+        overwrite: whether to replace the results of another recipe, and to start anew.
+        floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
+        rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
+        trust: whether Python files of a folder of Hugging Face may run.
+        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.task_of`.
+        target: the engine that will run the model; where it says so by a table, it places the quantizers of inputs with
+            fixed ranges, see `fakequant.prepare`.
+        packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
+    """
+
+    recipe: str | Path
+    preset: str
+    method: str
+    out: Path
+    train: bool = True
+    compare: bool = False
+    static: bool = False
+    style: str = "portable"
+    execution: str = "simulate"
+    unseen: str = "error"
+    improve: str | None = None
+    verbose: bool = False
+    text: Path | None = None
+    overwrite: bool = False
+    floats: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    packed: bool = False
+    trust: bool = False
+    task: str = "auto"
+    target: str | None = None
+
+    def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
+        """All that decides the quantized model, as text; "" where batches cannot be compared.
+
+        Args:
+            recipe: with the text of its files.
+            model: in float, as the recipe gives it: its weights, and its output for the first batch.
+            batches: for calibration; each is read and let go.
+        """
+        names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
+        found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content, self.target]
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # a data loader that shuffles gives the same batches at the next call
+            try:
+                for number, batch in enumerate(batches):
+                    found += [digest(batch)] if number else run_of(model, Batches([batch], "quantize").kept()).items()
+            except NoDigestError:
+                return ""
+        return repr(found)
+
+    def command(self, *, float: str | None = None, rule: str | None = None, folds: bool = False, **changed: Any) -> str:
+        """The command of this job, with other settings.
+
+        Args:
+            float: one more pattern of layers in float.
+            rule: one more "PATTERN=PRESET".
+            folds: whether the recipe is to fold batch normalisations first.
+            changed: other preset=, method= or improve=.
+        """
+        floats, rules = (*self.floats, *filter(None, [float])), (*self.rules, *filter(None, [rule]))
+        job = replace(self, floats=floats, rules=rules, **changed)
+        words = ["fakequant", "quantize", str(job.recipe), "--out", str(job.out)]
+        usual = {field.name: field.default for field in fields(Job)} | {"preset": "int8", "method": DEFAULT_METHOD}
+        for name in ("preset", "method", "style", "execution", "unseen", "improve", "text", "task", "target"):
+            if (value := getattr(job, name)) != usual[name]:
+                words += [f"--{name}", str(value)]
+        words += [] if job.train else ["--no-train"]
+        flags = {"compare": job.compare, "static": job.static, "packed": job.packed, "trust-remote-code": job.trust}
+        words += [f"--{name}" for name, isset in flags.items() if isset]
+        for name, values in (("float", floats), ("rule", rules)):
+            words += [word for value in values for word in (f"--{name}", value)]
+        head = f"# in {job.recipe}: let model() return fq.fuse_batch_norm(net)\n" if folds else ""
+        return head + shlex.join(words)
+
+    def config(self) -> Config:
+        """The preset with the exceptions from it.
+
+        Raises:
+            ConfigError: an unknown preset, or a rule that is no "PATTERN=PRESET".
+        """
+        rules: dict[str, str] = {}
+        for rule in self.rules:
+            pattern, equals, preset = rule.rpartition("=")
+            if not equals:
+                raise ConfigError(f"--rule takes PATTERN=PRESET, such as --rule head=int8, got {rule!r}")
+            rules[pattern] = preset
+        config = with_exceptions(find_preset(self.preset), self.floats, rules)
+        number = len(self.floats) + len(rules)
+        ending = f" with {number} exception{'s' if number > 1 else ''}" if number else ""
+        return replace(config, name=config.name + ending)
+
+    def example(self, config: Config, model: nn.Module, recipe: Recipe) -> Any:
+        """The example by which the target places quantizers; None where it does not."""
+        static = any(rule.input is not None and not rule.input.dynamic for rule in config.rules)
+        return example_of(model, recipe.first_batch()) if static and places(self.target) else None
+
+    def unknown_gain(self) -> str:
+        """A sentence where the target is not known to run a preset of the job.
+
+        Raises:
+            ConfigError: an unknown target.
+        """
+        presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
+        return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
+
+    def exceptions(self) -> list[str]:
+        """Lines for the report: which layers the preset does not hold for."""
+        left = [f"In float: {', '.join(self.floats)}."] if self.floats else []
+        return [*left, f"Other presets: {', '.join(self.rules)}."] if self.rules else left
+
+    def label(self, name: str) -> str:
+        """What the report calls a file or folder of the run."""
+        holds = "packed codes" if self.packed else "float weights, for training on"
+        return f"{name} ({holds})" if name == CHECKPOINT else name
+
+
+_FOLDER = "unfinished"
+_STATE = ".fakequant-job.json"
+"""The name of the state, which shows that this command made the folder."""
+
+
+def folder_in(out: Path) -> Path:
+    """The folder `unfinished` in that of the results; with a number where others made what has this name."""
+    names = chain([_FOLDER], (f"{_FOLDER}-{number}" for number in count(2)))
+    folders = (out / name for name in names)
+    return next(one for one in folders if (one / _STATE).is_file() or not os.path.lexists(one))
+
+
+class Unfinished:
+    """The folder `unfinished` in the folder of the results, see `folder_in`.
+
+    Args:
+        out: the folder of the results.
+        source: the recipe, as an absolute path.
+    """
+
+    def __init__(self, out: Path, source: str) -> None:
+        self.folder, self.source, self.settings = folder_in(out), source, ""
+        self.done: list[str] = []
+        self.accuracy: list[Accuracy] = []
+        self.improvement: list[Improved] = []
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the page of an unfinished job is there."""
+        return (self.folder / REPORT).is_file()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether an earlier call left something to go on from."""
+        return (self.folder / _STATE).is_file()
+
+    def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
+        """The model as an earlier call of the same job left it; None if there is none that can be read.
+
+        Args:
+            model: in float.
+            settings: all that decides the quantized model, as text; a state of other settings is not used, nor of "".
+        """
+        self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
+        try:
+            state = json.loads(read_whole(self.folder / _STATE))
+            if not settings or state["settings"] != self.settings:
+                return None
+            accuracy = value_of(state["accuracy"], "accuracy", Sequence[Accuracy])
+            improvement = value_of(state["improvement"], "improvement", Sequence[Improved])
+            loaded = load(model, self.folder / CHECKPOINT)
+            self.done = [str(step) for step in state["done"]]
+        except (FakeQuantError, OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        self.accuracy, self.improvement = accuracy, improvement
+        return loaded
+
+    def keep(self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[Improved]) -> None:
+        """Keep the model after a step; the state is written last, so that it never names a missing checkpoint."""
+        self.done.append(step)
+        self._write({"source": self.source})
+        save(model, self.folder / CHECKPOINT)
+        state = {
+            "source": self.source,
+            "settings": self.settings,
+            "done": self.done,
+            "accuracy": [asdict(row) for row in accuracy],
+            "improvement": [asdict(row) for row in improvement],
+        }
+        self._write(state)
+
+    def _write(self, state: dict[str, Any]) -> None:
+        write_whole(writable_file(self.folder / _STATE), json.dumps(state).encode())
+
+    def page(self, data: ReportData) -> None:
+        """Write the page of what was done so far."""
+        write_report(self.folder / REPORT, data)
+
+    def remove(self) -> None:
+        """Remove what this command wrote: the results are in their place, or the job starts anew."""
+        if not self.has_state:
+            return
+        remove_checkpoint(self.folder / CHECKPOINT)
+        with suppress(OSError):
+            remove_abandoned(self.folder)
+            for name in (REPORT, _STATE):
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+def held_before(out: Path, source: str, title: str) -> str:
+    """A line on what a folder held before this run; "" of an earlier call of the same command and of an empty folder.
+
+    Args:
+        out: the folder of the results.
+        source: the recipe, as an absolute path.
+        title: of this run's report.
+    """
+    ours = {Path(part).parts[0] for part in PARTS}
+    names = sorted(path.name for path in out.iterdir() if path != folder_in(out) and not path.name.startswith("."))
+    if (out / RESULTS).is_file():
+        with suppress(FakeQuantError, OSError):
+            found = read_results(out)
+            if (found.title, found.source) == (title, source):
+                return ""
+            recipe, _, preset = found.title.rpartition(", quantized to ")
+            return f"{out} holds the {preset} run of {found.source or recipe}; this run replaces it"
+    replaced = [name for name in names if name in ours]
+    others = [name for name in names if name not in ours]
+    if replaced:
+        return f"{out} holds {listed(replaced, 3)} of another origin; this run replaces what has these names"
+    return f"{out} holds {listed(others, 3)}; this run leaves that alone and adds its files" if others else ""
+
+
+def refuse_other_recipe(out: Path, source: str) -> None:
+    """Raise if a folder holds the results of another recipe, or what another recipe left.
+
+    Raises:
+        ConfigError: it does; says which, and what to do.
+    """
+    found = ""
+    with suppress(FakeQuantError, OSError):
+        found = read_results(out).source if (out / RESULTS).is_file() else ""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = found or json.loads(read_whole(folder_in(out) / _STATE))["source"]
+    if found and found != source:
+        raise ConfigError(
+            f"{out} holds the results of another recipe, {found}; give another folder by --out, or --overwrite to "
+            "replace them"
+        )
+
 
 _IMPROVE = ("best", "fast")
 

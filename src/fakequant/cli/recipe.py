@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.cli.failures import LOADED
-from fakequant.cli.huggingface.folder import folder_functions
-from fakequant.cli.huggingface.tasks import FolderTask, task_of
+from fakequant.cli.huggingface import FolderTask, folder_functions, task_of
 from fakequant.data.arguments import NamedMetric
 from fakequant.errors import OutputError, RecipeError
 from fakequant.files import writable_file, write_whole
@@ -148,7 +147,7 @@ def load_recipe(
             others; or a folder that `save_pretrained` of Hugging Face wrote.
         text: a file with lines of text, by which such a folder is calibrated.
         trust: whether Python files of such a folder may run.
-        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.tasks.task_of`.
+        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.task_of`.
 
     Raises:
         RecipeError: there is no such file, folder or module, or it lacks a function.

@@ -1,1 +1,0 @@
-"""A folder of Hugging Face in place of a recipe, and how good its model is."""
