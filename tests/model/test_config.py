@@ -330,5 +330,7 @@ def test_presets_are_registered_by_name() -> None:
     for name in ("INT8", "w4a16"):
         with pytest.raises(ConfigError, match="another preset has the name"):
             fq.register_preset(fq.Config(name, mine.rules))
+    with pytest.raises(ConfigError, match=r"register_preset takes a fakequant.Config, got 'int8'"):
+        fq.register_preset("int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="letters, digits and _"):
         fq.register_preset(fq.Config("int8 per_channel(0)", mine.rules))

@@ -1,7 +1,5 @@
 """A graph: its data, and the methods that check, run, compile and print it.
 
-Graphs as text that people read.
-
 The text has every attribute, the digest of each constant, and the numbers of those with few elements, so that two
 graphs with the same text compute the same.
 """

@@ -148,7 +148,8 @@ def name_of(target: object) -> str:
         return _captured_from[target]
     if isinstance(target, OpOverload):
         return str(target)
-    raise GraphError(f"the operation {target} cannot be in a graph; it is no operator of torch")
+    name = getattr(target, "__name__", target)  # such as sym_float, of sizes that a graph does not compute with
+    raise GraphError(f"the operation {name} cannot be in a graph; it is no operator of torch")
 
 
 def find_row(name: str) -> OperationRow:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest
+from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest, shown
 from fakequant.model.weights import weights_of
 from fakequant.nn.backward.products import GradientConfig
 from fakequant.nn.integer import Execution, as_execution
@@ -78,6 +78,8 @@ def register_preset(config: Config) -> Config:
     True
     >>> del NAMED["MINE"]  # of the example only
     """
+    if not isinstance(config, Config):
+        raise ConfigError(f"register_preset takes a fakequant.Config, got {shown(config)}")
     name = config.name.upper()
     if not name.isidentifier():
         raise ConfigError(f"a preset has a name of letters, digits and _, such as 'MINE', got {config.name!r:.80}")

@@ -1,6 +1,7 @@
 """The quantizer: one module that is off, observes, or quantizes; of a weight it may hold codes that were fixed.
 
-Quantizers in models with adapters of peft: their ranges train and are saved with the adapter.
+Before the class stand the cache of quantized weights, and what a quantizer is in a model with adapters of peft: its
+ranges train and are saved with the adapter.
 
 peft freezes all parameters but the adapter's, and saves nothing else. It exempts modules of one class of its own,
 `AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that

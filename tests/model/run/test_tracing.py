@@ -130,26 +130,45 @@ def test_decoders_of_transformers(tmp_path: Path) -> None:
 
 
 class Counts(nn.Module):
-    """Multiplies by a number of Python that it may change."""
+    """Multiplies by a value of Python that it may change."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer, self.calls, self.factor, self.unset, self.kind = nn.Linear(4, 4), 0, 1.0, float("nan"), kind
+        self.seen, self.named, self.turn = [1], {"n": 0}, False
+        self.register_buffer("table", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "int":
             self.calls += 1
         if self.kind == "float":
             self.factor *= 0.5
+        if self.kind == "list":
+            self.seen.append(2)
+        if self.kind == "dict":
+            self.named["n"] += 1
+        if self.kind == "bool":
+            self.turn = not self.turn
+        if self.kind == "buffer made late":
+            self.table = torch.arange(4.0)
         self.unset = float("nan")
-        return self.layer(x) * (self.calls + self.factor)
+        return self.layer(x) * (self.calls + self.factor + len(self.seen) + self.named["n"] + self.turn)
 
 
-@pytest.mark.parametrize(("kind", "said"), [("int", r"1\.calls \(1\)"), ("float", r"1\.factor \(0\.5\)"), ("none", "")])
+WRITTEN = {
+    "int": r"1\.calls \(1\)",
+    "float": r"1\.factor \(0\.5\)",
+    "list": r"1\.seen \(2 items",
+    "dict": r"1\.named \(1 items, \{'n': 1\}",
+    "bool": r"1\.turn \(True\)",
+    "none": "",
+    "buffer made late": "",
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
 @pytest.mark.parametrize("capture", [False, True])
-def test_numbers_that_forward_writes_are_said_to_be_constants(
-    kind: str, said: str, capture: bool, tmp_path: Path
-) -> None:
+def test_values_that_forward_writes_are_said_to_be_constants(kind: str, capture: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.ReLU(), Counts(kind)).eval()
     if not capture:
         fq.prepare(model, "int8_weight_only")
@@ -160,8 +179,53 @@ def test_numbers_that_forward_writes_are_said_to_be_constants(
             fq.ir.capture(model, torch.ones(2, 4))
         else:
             fq.export_onnx(model, torch.ones(2, 4), tmp_path / "model.onnx")
-    told = [str(one.message) for one in found if "numbers of Python" in str(one.message)]
-    assert bool(told) == bool(said)
-    assert all(re.search(said, one) for one in told)
-    assert (model[1].calls, model[1].factor) == (0, 1.0)
+    told = [str(one.message) for one in found if "values of Python" in str(one.message)]
+    assert bool(told) == bool(WRITTEN[kind])
+    assert all(re.search(WRITTEN[kind], one) for one in told)
+    last: Any = model[1]
+    assert (last.calls, last.factor, last.seen, last.named, last.turn) == (0, 1.0, [1], {"n": 0}, False)
+    assert last.table is None
     assert "forward" not in vars(model)
+
+
+class Lengths(nn.Module):
+    """Asks for the length of the tokens in some way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, length = self.layer(x), x.shape[1]
+        if self.kind == "int":
+            return y[:, : int(length * 0.5)]
+        if self.kind == "if":
+            return y * 2 if length > 5 else y * 3
+        if self.kind == "float":
+            return y / float(length)
+        if self.kind == "another tensor":
+            return y + torch.ones(6, 1)
+        if self.kind == "whole":
+            return y[:, : length // 2]
+        return y.flatten(1)
+
+
+ASKED = {
+    "int": r"math\.trunc\(0\.5\*torch\.sym_float\(x\.shape\[1\]\)\) == 3",
+    "if": r"x\.shape\[1\] > 5",
+    "float": r"x\.shape\[1\] == 6",
+    "another tensor": r"x\.shape\[1\] == 6",
+    "whole": "",
+    "no": "",
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_lengths_for_which_a_graph_is_another_function_are_said(kind: str) -> None:
+    auto = torch.export.Dim.AUTO
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fq.ir.capture(Lengths(kind).eval(), (torch.ones(2, 6, 4),), dynamic_shapes=({0: auto, 1: auto},))
+    told = [str(one.message) for one in found if "the graph is right only where" in str(one.message)]
+    assert bool(told) == bool(ASKED[kind])
+    assert all(re.search(ASKED[kind], one) for one in told)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from fakequant.data.batches import OF_TORCH, Arguments
 from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, warn_user
 from fakequant.nn.paths import join
 from fakequant.nn.quantizer import Quantizer
-from fakequant.restore import forwards_of, restore_after
+from fakequant.restore import restore_after, structure_of
 from fakequant.text import listed, module_name
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
@@ -28,6 +31,9 @@ _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assign
 _KEPT = "fake tensor in the exported program"
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
+_NUMBERS, _OF_TORCH = (int, float, bool, str), ("_parameters", "_buffers", "_modules")
+_LENGTH = re.compile(r"(L(?:\[[^\]]+\])+)\.size\(\)\[(\d+)\]")
+"""The length of an axis of an input in the conditions of torch.export."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
 """The logger to which torch writes the traceback of an error in tracing; it raises the error, too."""
 
@@ -65,44 +71,88 @@ def traced_program(
 
 
 @contextmanager
-def _frozen_numbers_said(model: nn.Module) -> Iterator[None]:
-    """A context for a trace, which keeps numbers of Python as they are; says which of them `forward` writes."""
-    forward, written = model.forward, dict[str, Any]()
+def _constants_said(model: nn.Module) -> Iterator[None]:
+    """A context for a trace, after which a model is as before; says which plain values `forward` writes."""
+    forward, written = model.forward, dict[str, str]()
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _numbers(model)
+        before = _plain_values(model)
         result = forward(*args, **kwargs)
-        written.update({path: x for path, x in _numbers(model).items() if repr(before.get(path, x)) != repr(x)})
+        written.update({path: x for path, x in _plain_values(model).items() if before.get(path, x) != x})
         return result
 
-    with restore_after(forwards_of([model])):
+    with restore_after(structure_of([model])):
         vars(model)["forward"] = run
         yield
     if written:
         shown = listed([f"{path} ({value})" for path, value in written.items()], 4)
         warn_user(
-            f"forward writes numbers of Python, which are constants in the graph: {shown}. Keep those on which outputs "
+            f"forward writes values of Python, which are constants in the graph: {shown}. Keep those on which outputs "
             "depend in buffers, as by self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)"
         )
 
 
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """The numbers among the attributes of modules, by path."""
-    return {
-        join(path, name): value
-        for path, module in model.named_modules()
-        if not isinstance(module, Quantizer)
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
+def _plain_values(model: nn.Module) -> dict[str, str]:
+    """The numbers, and the containers with their length and numbers, among the attributes of modules, as text."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in {} if isinstance(module, Quantizer) else vars(module).items():
+            if type(value) in _NUMBERS and name != "training":
+                found[join(path, name)] = repr(value)
+            elif type(value) in (list, dict, set, deque) and name not in _OF_TORCH:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                numbers = {key: item for key, item in items if type(item) in _NUMBERS}
+                found[join(path, name)] = f"{len(value)} items" + (f", {numbers}" if numbers else "")
+    return found
+
+
+def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -> None:
+    """Say for which lengths of dynamic axes a graph is another function than the model, whose `forward` asks for them.
+
+    torch checks these conditions when its own program runs; a graph and a file have no place for them.
+    """
+    held: Any = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
+    false = []
+    for guard in dict.fromkeys(getattr(program, "_guards_code", [])):
+        places = [(eval(place, {"L": held}), int(axis)) for place, axis in _LENGTH.findall(guard)]
+        for length in {tensor.shape[axis] for tensor, axis in places}:
+            tried = {length - 1, length + 1, 2 * length, 2 * length + 1}
+            if any(not _holds(guard, held, {length: other}) for other in tried if other > 1):
+                false.append(_LENGTH.sub(lambda one: f"{_named(one[1])}.shape[{one[2]}]", guard))
+                break
+    if false:
+        warn_user(
+            f"the graph is right only where {listed(false, 3, between='; ')}: forward asks for these lengths of "
+            "dynamic axes. For others compute with x.shape and tensors, without int(), float() and if; or leave the "
+            "axis static"
+        )
+
+
+def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
+    """Whether a condition of torch holds where axes of a length have another one."""
+
+    def sized(tensor: Tensor) -> Any:
+        return SimpleNamespace(size=lambda: [lengths.get(n, n) for n in tensor.shape])
+
+    names = {"L": pytree.tree_map_only(Tensor, sized, dict(held)), "math": math, "torch": torch}
+    try:
+        return bool(eval(guard, names))
+    except Exception:  # it asks for more than lengths
+        return True
+
+
+def _named(place: str) -> str:
+    return re.sub(r"^L\['(\w+)'\]", r"\1", place)
 
 
 def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProgram:
     args, kwargs = example
     try:
-        with _said_plainly(), _frozen_numbers_said(model):
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        with _said_plainly(), _constants_said(model):
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        _warn_of_lengths(program, model, example)
+        return program
     except TypeError as error:
         scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         if not scripted:
