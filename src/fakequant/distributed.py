@@ -189,7 +189,7 @@ class Ranks:
         group: the processes; None is this process alone.
         error: what is raised where another process failed, or has another value.
 
-    >>> with Together(None) as processes:
+    >>> with Ranks(None) as processes:
     ...     processes.all(3)
     [3]
     """

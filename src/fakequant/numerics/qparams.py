@@ -182,7 +182,7 @@ def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
     engine the bias divided by it overflows int32. Where the specification has no exact 0.0, but a scale of 0, the range
     stays.
 
-    >>> lend(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
+    >>> fill_empty_groups(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
     """
     has_zero = spec.format.has_zero and spec.offset is None
