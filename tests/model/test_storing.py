@@ -12,6 +12,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
+from fakequant.nn.stored import weight
 from fakequant.nn.stored.weight import StoredWeight
 from tests.support.bits import assert_same_bits
 
@@ -367,6 +368,19 @@ def test_a_compiled_model_has_the_bits_of_a_compiled_one_with_floats():
         found += [y, x.grad]
     assert_same_bits(found[0], found[2])
     assert_same_bits(found[1], found[3])
+
+
+@pytest.mark.parametrize("preset", ["mxfp4", "fp8", "nf4_weight_only", "nvfp4_weight_only"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_codes_of_floats_and_tables_are_decoded_in_a_compiled_model(preset, is_first):
+    """The table of a format that was made while a model was traced was that of the trace, and stayed for all calls."""
+    weight._table.cache_clear()
+    model, x = fq.prepare(nn.Sequential(nn.Linear(64, 16)), preset), torch.randn(4, 64)
+    fq.calibrate(model, [x], progress=False)
+    fq.store_codes(model)
+    before = None if is_first else model(x)
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert_same_bits(found, model(x) if before is None else before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

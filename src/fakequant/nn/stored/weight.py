@@ -221,7 +221,8 @@ class StoredWeight(Tensor):
         fmt, computed = self.spec.format, compute_dtype(self.dtype)
         if fmt.has_zero_point or fmt.bits > _PACKED or not shape:
             return library.dequantize(_unpack(packed, fmt, shape), params, self.spec, self.dtype).contiguous()
-        table = _table(fmt, computed, packed.device)
+        # A trace has tensors of its own kind, which must not stay in the cache.
+        table = (_table if type(packed) is Tensor else _table.__wrapped__)(fmt, computed, packed.device)
         patterns = unpack_bytes(packed, fmt.bits, shape[-1])
         codes = table.index_select(0, patterns.flatten().to(torch.int32)).view(shape)
         return reference.decode(codes, params, self.spec, self.dtype).contiguous()  # as the shape of this weight says
