@@ -276,7 +276,6 @@ def ready() -> nn.Module:
 
 TAKERS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "calibrate": lambda model, batches: calibrate(model, batches, inputs=0, progress=True) and model[0].input_quantizer,
-    "auto": lambda model, batches: calibrate(model, batches, "auto", inputs=0) and model[0].input_quantizer,
     "sensitivity": lambda model, batches: sensitivity(model, batches, inputs=0),
     "layer_sqnr": lambda model, batches: layer_sqnr(model, batches, inputs=0),
     "finetune": lambda model, batches: finetune(model, batches, nn.functional.mse_loss, Schedule(1.0, 10)),

@@ -166,10 +166,6 @@ CASES = {
     "calibrate again": Case(calibrated, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate learned": Case(learning, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate a pattern": Case(calibrated, lambda m: fq.calibrate(m, [X], pattern="0", progress=False), changes=True),
-    "calibrate auto": Case(prepared, lambda m: fq.calibrate(m, [X, 2 * X], "auto", progress=False), changes=True),
-    "calibrate auto again": Case(
-        calibrated, lambda m: fq.calibrate(m, [X, 2 * X], "auto", progress=False), changes=True
-    ),
     "prepare a training": Case(
         plain,
         lambda m: fq.qat.Training("int8", [X], scales=fq.qat.Scales.LEARNED, teacher="float").prepare(m),

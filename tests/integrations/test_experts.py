@@ -222,9 +222,9 @@ def test_refusals() -> None:
 def test_the_weights_of_experts_are_chosen_as_those_of_layers(name: str, spec: str) -> None:
     model: Any = nn.ModuleList([experts(name)])
     torch.manual_seed(1)
-    tokens = [torch.randn(40, 16) * torch.linspace(0.1, 3, 16) for _ in range(5)]
-    index = [torch.stack([torch.randperm(3)[:2] for _ in range(40)]) for _ in tokens]  # the last expert gets none
-    batches = [(x, own, torch.full((40, 2), 0.5)) for x, own in zip(tokens, index, strict=True)]
+    tokens = [torch.randn(120, 16) * torch.linspace(0.1, 3, 16) for _ in range(5)]
+    index = [torch.stack([torch.randperm(3)[:2] for _ in range(120)]) for _ in tokens]  # the last expert gets none
+    batches = [(x, own, torch.full((120, 2), 0.5)) for x, own in zip(tokens, index, strict=True)]
     first = "gate_up_proj" if model[0].has_gate else "up_proj"
     of_floats = getattr(model[0], first).detach().clone()
     fq.prepare(model, fq.Config("own", (Rule(weight=spec),)))

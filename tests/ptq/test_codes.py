@@ -46,7 +46,7 @@ def net() -> nn.Sequential:
 
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 3, 5, 5, generator=generator) for _ in range(4)]
+    return [torch.randn(64, 3, 5, 5, generator=generator) for _ in range(4)]
 
 
 def improved(steps: Any) -> Callable[[nn.Module], Any]:

@@ -110,7 +110,7 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
 
 def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     model = prepared("int3 per_channel(0)", input="int4")
-    found = fq.ptq.improve(model, batches(), judge=[], progress=False)
+    found = fq.ptq.improve(model, batches(32), judge=[], progress=False)
     steps = ["input", "smooth", "rotate", "bias", "ranges", "gptq", "descend"]
     for row in found.layers:
         assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
