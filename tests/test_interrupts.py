@@ -19,7 +19,6 @@ QUICK = [
     "prepare",
     "prepare functions",
     "calibrate",
-    "calibrate auto",
     "calibrate learned",
     "recalibrate learned",
     "bake_weights",
