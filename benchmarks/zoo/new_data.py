@@ -1,9 +1,9 @@
 """What `improve("fast")` does for batches that it has not seen, with every architecture of the zoo.
 
-`python -m benchmarks.zoo.new_data`: weights of INT4_GROUP32 are chosen by three batches. `--judged` other batches judge:
-a figure is the mean of their SQNR in dB, before and after `improve`. Few batches judge badly: for a model with a few
-outputs, four differ by 2 dB from two hundred. `--json` keeps the rows, `--beside` shows those of an earlier record. Ends
-with 1 where a model loses more than 0.3 dB.
+`python -m benchmarks.zoo.new_data`: three batches choose weights of INT4_GROUP32, and `--judged` other batches judge: a
+figure is the mean of their SQNR in dB, before and after `improve`. Few batches judge badly: for a model with a few
+outputs, four differ by 2 dB from two hundred. `--json` keeps the rows, `--beside` shows those of an earlier record. The
+command ends with 1 where a model loses more than 0.3 dB.
 """
 
 from __future__ import annotations

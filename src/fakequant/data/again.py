@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import random
 import sys
 from collections import UserDict, deque
@@ -51,7 +50,15 @@ class Changes(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of all that is written."""
-        return [name for path, _, keys in self.things for name in ([path] if keys is None else _names(path, keys))]
+        return [*self.values]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is there now, by name: a tensor, an attribute, an item of a dict, or a list."""
+        found = {}
+        for path, one, keys in self.things:
+            found |= {path: one} if keys is None else {_named(path, key): one.get(key) for key in keys}
+        return found
 
     def of_model(self) -> Changes:
         """Without what belongs to a batch."""
@@ -78,6 +85,7 @@ class Values:
 
     Args:
         roots: the objects by name.
+        tensors: whether values of tensors, arrays and generators are kept; else only attributes and items.
 
     Attributes:
         changed: what `restore` found to be written.
@@ -92,8 +100,8 @@ class Values:
     ({'x': tensor([0., 0.]), 'cache': []}, tensor([0., 0.]), ['batch.cache', 'batch.x', 'running_mean'])
     """
 
-    def __init__(self, roots: dict[str, Any]) -> None:
-        self.changed = Changes()
+    def __init__(self, roots: dict[str, Any], *, tensors: bool = True) -> None:
+        self.changed, self._tensors = Changes(), tensors
         self._held: list[tuple[str, Any, Any]] = []
         seen: dict[int, Any] = {}
         stack = [*roots.items()]
@@ -109,6 +117,8 @@ class Values:
         if isinstance(one, tuple):
             return [(path, item) for item in one]
         held = one if isinstance(one, _VALUES) else _contents_of(one)
+        if isinstance(held, _VALUES) and not self._tensors:
+            return []
         if held is None or (value := _captured(held, None)) is None:
             return []
         self._held.append((path, held, value))
@@ -162,8 +172,8 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _names(path: str, keys: Iterable[Any]) -> list[str]:
-    return [_joined(path, key) or "the model" for key in keys]
+def _named(path: str, key: Any) -> str:
+    return _joined(path, key) or "the model"
 
 
 def _contents_of(one: Any) -> Any:
@@ -212,13 +222,18 @@ def _is_same(one: Any, value: Any) -> bool:
     if isinstance(one, Tensor):
         return same_bits(one, value)
     return len(one) == len(value) and (
-        not _written_keys(one, value) if isinstance(one, dict) else all(map(operator.is_, one, value))
+        not _written_keys(one, value) if isinstance(one, dict) else all(map(_is_same_item, one, value))
     )
 
 
 def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]:
     gone = [key for key in value if key not in one]
-    return tuple(gone + [key for key, item in one.items() if value.get(key, _MISSING) is not item])
+    return tuple(gone + [key for key, item in one.items() if not _is_same_item(value.get(key, _MISSING), item)])
+
+
+def _is_same_item(one: Any, other: Any) -> bool:
+    """Whether two items are one object, or equal numbers: a forward may compute an attribute anew each time."""
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float)) and repr(one) == repr(other))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,8 @@ class Counts(nn.Module):
         super().__init__()
         self.layer, self.calls, self.factor, self.unset, self.kind = nn.Linear(4, 4), 0, 1.0, float("nan"), kind
         self.seen, self.named, self.turn = [1], {"n": 0}, False
+        self.nested: dict[str, list[int]] = {"a": []}
+        self.plain = SimpleNamespace(n=1)
         self.register_buffer("table", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,19 +150,25 @@ class Counts(nn.Module):
             self.seen.append(2)
         if self.kind == "dict":
             self.named["n"] += 1
+        if self.kind == "list in a dict":
+            self.nested["a"].append(1)
+        if self.kind == "object":
+            self.plain.n += 1
         if self.kind == "bool":
             self.turn = not self.turn
         if self.kind == "buffer made late":
             self.table = torch.arange(4.0)
         self.unset = float("nan")
-        return self.layer(x) * (self.calls + self.factor + len(self.seen) + self.named["n"] + self.turn)
+        return self.layer(x) * (self.calls + self.factor + len(self.seen) + self.named["n"] + self.turn + self.plain.n)
 
 
 WRITTEN = {
     "int": r"1\.calls \(1\)",
     "float": r"1\.factor \(0\.5\)",
-    "list": r"1\.seen \(2 items",
-    "dict": r"1\.named \(1 items, \{'n': 1\}",
+    "list": r"1\.seen \(2 items\)",
+    "dict": r"1\.named\.n \(1\)",
+    "list in a dict": r"1\.nested\.a \(1 items\)",
+    "object": r"1\.plain\.n \(2\)",
     "bool": r"1\.turn \(True\)",
     "none": "",
     "buffer made late": "",

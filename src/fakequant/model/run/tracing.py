@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from fakequant.data.again import Values
 from fakequant.data.batches import OF_TORCH, Arguments
 from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, warn_user
-from fakequant.nn.paths import join
-from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import restore_after, structure_of
 from fakequant.text import listed, module_name
 
@@ -31,7 +30,6 @@ _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assign
 _KEPT = "fake tensor in the exported program"
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
-_NUMBERS, _OF_TORCH = (int, float, bool, str), ("_parameters", "_buffers", "_modules")
 _LENGTH = re.compile(r"(L(?:\[[^\]]+\])+)\.size\(\)\[(\d+)\]")
 """The length of an axis of an input in the conditions of torch.export."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
@@ -77,34 +75,24 @@ def _constants_said(model: nn.Module) -> Iterator[None]:
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _plain_values(model)
+        before = Values({"": model}, tensors=False)
         result = forward(*args, **kwargs)
-        written.update({path: x for path, x in _plain_values(model).items() if before.get(path, x) != x})
+        for name, value in before.changes().values.items():
+            if isinstance(value, (int, float, str)):
+                written[name] = str(value)
+            elif isinstance(value, (list, dict, set, deque)):
+                written[name] = f"{len(value)} items"
         return result
 
     with restore_after(structure_of([model])):
         vars(model)["forward"] = run
         yield
     if written:
-        shown = listed([f"{path} ({value})" for path, value in written.items()], 4)
+        shown = listed([f"{name} ({value})" for name, value in written.items()], 4)
         warn_user(
             f"forward writes values of Python, which are constants in the graph: {shown}. Keep those on which outputs "
             "depend in buffers, as by self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)"
         )
-
-
-def _plain_values(model: nn.Module) -> dict[str, str]:
-    """The numbers, and the containers with their length and numbers, among the attributes of modules, as text."""
-    found = {}
-    for path, module in model.named_modules():
-        for name, value in {} if isinstance(module, Quantizer) else vars(module).items():
-            if type(value) in _NUMBERS and name != "training":
-                found[join(path, name)] = repr(value)
-            elif type(value) in (list, dict, set, deque) and name not in _OF_TORCH:
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                numbers = {key: item for key, item in items if type(item) in _NUMBERS}
-                found[join(path, name)] = f"{len(value)} items" + (f", {numbers}" if numbers else "")
-    return found
 
 
 def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -> None:
@@ -113,10 +101,10 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
     torch checks these conditions when its own program runs; a graph and a file have no place for them.
     """
     held: Any = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
+    lengths = {length for x in pytree.tree_leaves(dict(held)) if isinstance(x, Tensor) for length in x.shape}
     false = []
     for guard in dict.fromkeys(getattr(program, "_guards_code", [])):
-        places = [(eval(place, {"L": held}), int(axis)) for place, axis in _LENGTH.findall(guard)]
-        for length in {tensor.shape[axis] for tensor, axis in places}:
+        for length in lengths:
             tried = {length - 1, length + 1, 2 * length, 2 * length + 1}
             if any(not _holds(guard, held, {length: other}) for other in tried if other > 1):
                 false.append(_LENGTH.sub(lambda one: f"{_named(one[1])}.shape[{one[2]}]", guard))
