@@ -350,6 +350,19 @@ def test_weights_cannot_be_written():
         torch.optim.SGD([stored[1].weight], 0.1).step()
 
 
+@pytest.mark.parametrize("preset", ["int4_group32", "fp8"])
+def test_a_state_of_codes_says_what_to_do_in_a_model_with_floats(preset):
+    made = [fq.prepare(nn.Sequential(nn.Linear(32, 16)), preset) for _ in range(2)]
+    for model in made:
+        fq.calibrate(model, [torch.randn(4, 32)], progress=False)
+    fq.store_codes(made[0])
+    with pytest.raises(RuntimeError, match=r"0\.weight is stored as codes in this state: call fakequant\.store_codes"):
+        made[1].load_state_dict(made[0].state_dict())
+    fq.store_codes(made[1])
+    made[1].load_state_dict(made[0].state_dict())
+    assert_same_bits(made[1][0].weight.values(), made[0][0].weight.values())
+
+
 def test_a_scale_that_was_set_anew_is_told():
     stored = kept_and_stored()[1]
     quantizer = stored[1].weight_quantizer

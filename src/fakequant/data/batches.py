@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from fakequant.data.again import Runs, Values, original, unchanged
+from fakequant.data.digest import NoDigestError, digest
 from fakequant.data.progress import length, track
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, DTypeError, ShapeError, shown, warn_user
 from fakequant.nn.paths import layer_of
@@ -512,6 +513,24 @@ class KeptBatches(Batches):
     def part(self, numbers: Iterable[int]) -> KeptBatches:
         """Some of the batches."""
         return KeptBatches(self, {number: self.numbered[number] for number in numbers})
+
+    def distinct(self) -> KeptBatches:
+        """Those that equal no earlier one, numbered anew; batches of objects that cannot be compared all stay.
+
+        >>> x = torch.ones(2)
+        >>> Batches([x, x, x + 1], "calibrate").kept().distinct().numbered
+        {0: tensor([1., 1.]), 1: tensor([2., 2.])}
+        """
+        first: dict[str, int] = {}
+        try:
+            for number, batch in self.numbered.items():
+                first.setdefault(digest(batch), number)
+        except NoDigestError:
+            return self
+        found = KeptBatches(self, {})
+        found.masks = {n: self.masks[number] for n, number in enumerate(first.values())}
+        found._data = found.numbered = {n: self.numbered[number] for n, number in enumerate(first.values())}
+        return found
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
         """These batches, and others after them.

@@ -434,6 +434,12 @@ class StoringLayer(nn.Module):
                 params = (state_dict.get(f"{prefix}{attribute}.{own}") for own in ("scale", "zero_point"))
                 state_dict = {name: own for name, own in state_dict.items() if name not in (key + CODES, key + SPEC)}
                 state_dict[key] = weight.with_parts(packed, *params)
+        for name in [] if self._stored() else [*self._parameters]:
+            if prefix + name + CODES in state_dict:
+                args[3].append(
+                    f"{prefix}{name} is stored as codes in this state: call fakequant.store_codes(model) before "
+                    "load_state_dict, or use fakequant.save and fakequant.load"
+                )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 

@@ -272,13 +272,17 @@ def improve(  # noqa: PLR0913  all but the first three by name
         check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
-        split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
+        kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask).kept()
+        distinct = kept.distinct()  # a batch that repeats one that chose would judge what it chose itself
+        split = Split.of(distinct, judge)
         finished = ChosenLayersFolder(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
     undo = [structure_of([model])]
     with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
         result = improved(
             model, weights, split, chosen_steps, processes, finished=finished, progress=progress, undo=undo
         )
+        if repeats := len(kept) - len(distinct):
+            result.notes.append(f"{repeats} of {len(kept)} batches repeat earlier ones, and count once")
         raise_scales(model)
     return result
 
