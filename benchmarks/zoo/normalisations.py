@@ -15,7 +15,7 @@ from fakequant.model.training.fuse import find_fusions, is_norm
 from tests.support.vision import import_torchvision
 
 _FAMILIES = 60
-_LARGE = 30e6
+_LARGE = 60e6
 """Parameters from which a network is not tried."""
 _MEANT = ("its input is not the output of", "it is never called", "used elsewhere, too", "is called")
 """Reasons that lie in the order of layers."""
