@@ -193,6 +193,17 @@ def test_what_cannot_be_captured_is_named(function, message):
         ir.capture(model, torch.randn(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(lambda self, x: x * x.shape[0] ** 0.5, "sym_float"), (lambda self, x: x / -x.shape[0], "neg")],
+)
+def test_arithmetic_with_sizes_is_named_with_its_module(function, name):
+    model, auto = nn.Sequential(nn.ReLU(), Calls(function)), torch.export.Dim.AUTO
+    with pytest.raises(GraphError, match=rf"^1: {name}: ") as found:
+        ir.capture(model, torch.randn(3, 4), dynamic_shapes=({0: auto},))
+    assert "0x" not in str(found.value)
+
+
 def test_batch_statistics_are_refused():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
     with pytest.raises(GraphError, match=r"model.eval\(\)"):

@@ -148,8 +148,13 @@ def name_of(target: object) -> str:
         return _captured_from[target]
     if isinstance(target, OpOverload):
         return str(target)
-    name = getattr(target, "__name__", target)  # such as sym_float, of sizes that a graph does not compute with
+    name = shown_target(target)  # such as sym_float, of sizes that a graph does not compute with
     raise GraphError(f"the operation {name} cannot be in a graph; it is no operator of torch")
+
+
+def shown_target(target: object) -> str:
+    """The name of an operator of torch, or of a function, for a message."""
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
 def find_row(name: str) -> OperationRow:

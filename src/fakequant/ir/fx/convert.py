@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from fakequant.errors import GraphError
 from fakequant.ir.op import DYNAMIC, ArgumentKind, IROp, IRType, Ref, Signature, TensorShape, TensorType, bind, same
 from fakequant.ir.structure import GraphStructure, check
-from fakequant.ir.table import find_row, make_op, name_of
+from fakequant.ir.table import find_row, make_op, name_of, shown_target
 
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 _CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default
@@ -101,7 +101,7 @@ class Converter:
             else:
                 self._append(node, *_operation(node))
         except GraphError as error:
-            raise GraphError(f"{_where(node)}{node.target}: {error}") from error
+            raise GraphError(f"{_where(node)}{shown_target(node.target)}: {error}") from error
 
     def finish(self, results: Sequence[fx.Node]) -> None:
         """Set the outputs, remove operations that made a scale that is now implied, and check the graph."""

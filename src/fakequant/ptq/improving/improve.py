@@ -248,8 +248,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
             batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses.
-        CalibrationError: an input that holds NaN or inf (names the layer), inputs that are not calibrated, or a batch
-            on which the model fails.
+        CalibrationError: an input that holds NaN or inf in a batch that chooses (names the layer), inputs that are not
+            calibrated, or a batch on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
             Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
 
