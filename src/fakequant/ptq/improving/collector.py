@@ -36,6 +36,7 @@ from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.problem import structured_zeros
 from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, stacked
 from fakequant.ptq.solvers.transforms import (
+    ROWS_PER_CHANNEL,
     WIDEST_HALVED,
     Parts,
     parts_of,
@@ -301,12 +302,12 @@ _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 def _of_few_rows(rows: int, columns: int) -> list[str]:
     """How many more examples are wanted."""
-    if rows >= columns:
+    if rows >= ROWS_PER_CHANNEL * columns:
         return []
     more = -(-ENOUGH_ROWS * columns // rows)
     return [
-        f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more; give {more} times as "
-        "many examples"
+        f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more, and no channel "
+        f"is divided; give {more} times as many examples"
     ]
 
 
