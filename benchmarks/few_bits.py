@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fakequant as fq
 from examples.demo import text
-from fakequant.nn.backward.products import GradientConfig
+from fakequant.nn.backward import GradientConfig
 
 
 def variants() -> dict[str, Any]:

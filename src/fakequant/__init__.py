@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.model.weights import disabled
-    from fakequant.nn.backward.products import GradientConfig
+    from fakequant.nn.backward import GradientConfig
     from fakequant.ptq import advise, compare, search
     from fakequant.report.of_model import report
     from fakequant.streaming import improve_folder
@@ -155,7 +155,7 @@ _MEMBERS = {
     ),
     # not from config: a rule takes a preset's name
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig", "register_preset"),
-    "fakequant.nn.backward.products": ("GradientConfig",),
+    "fakequant.nn.backward": ("GradientConfig",),
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
     "fakequant.model.weights": ("disabled",),

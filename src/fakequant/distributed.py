@@ -26,11 +26,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return kind not in (Tensor, nn.Parameter) and issubclass(kind, Tensor) and hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """Return a tensor with all its values; a DTensor is gathered, so all its processes must call this.
 
     >>> tensor = torch.ones(2)
-    >>> whole(tensor) is tensor
+    >>> gathered(tensor) is tensor
     True
     """
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor

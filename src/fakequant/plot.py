@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fakequant.calibration import make_calibrator
 from fakequant.data.batches import Batches, Forward, Inputs
-from fakequant.distributed import whole
+from fakequant.distributed import gathered
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.functional import dequantize
 from fakequant.model.analysis.analysis import Sensitivities
 from fakequant.model.execution import simulated
 from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
-from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.formats.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
@@ -75,7 +75,7 @@ def histogram(
         raise ConfigError(f"the model has no quantizer {quantizer!r}{nearest(quantizer, list(held))}")
     counts = make_calibrator("percentile", "int8")
     if (weight := quantized_weights(model).get(quantizer)) is not None:
-        counts.observe(whole(fresh_weight(weight, quantizer).detach()))
+        counts.observe(gathered(fresh_weight(weight, quantizer).detach()))
     else:
         with restore_after(state_of([model])), simulated(model), evaluating(model), torch.no_grad():
             held[quantizer].register_forward_pre_hook(lambda _, args: counts.observe(args[0].detach()))
@@ -111,7 +111,7 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
     if (weight := weights.get(quantizer)) is None:
         raise ConfigError(f"no weight has the quantizer {quantizer!r}{nearest(quantizer, list(weights))}")
     with torch.no_grad():
-        values = whole(fresh_weight(weight, quantizer))
+        values = gathered(fresh_weight(weight, quantizer))
         bands = [_extremes(weight, values)] + [_extremes(weight, end) for end in _end_values(weight.quantizer, values)]
     (low, high), (bottom, _), (_, top) = bands
     axes = _axes(axes, 3.2)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 import fakequant as fq
 from fakequant import ir, ptq
-from fakequant.distributed import whole
+from fakequant.distributed import gathered
 from fakequant.errors import ConfigError
 from fakequant.offload import fetched, offloaded
 
@@ -119,7 +119,7 @@ OF_PREPARED: dict[str, Callable[[nn.Module, Path], Any]] = {
     "bake_weights": lambda model, path: fq.bake_weights(model)(X),
     "fold": lambda model, path: fq.fold(model)(X),
     "export_onnx": lambda model, path: fq.export_onnx(model, X, path / "model.onnx") and None,
-    "float_state_dict": lambda model, path: [whole(x).tolist() for x in fq.float_state_dict(model).values()],
+    "float_state_dict": lambda model, path: [gathered(x).tolist() for x in fq.float_state_dict(model).values()],
     "set_execution": lambda model, path: fq.set_execution(model, "auto")(X),
     "site_plan": lambda model, path: str(fq.site_plan(model)),
     "disabled": lambda model, path: without(model),
@@ -149,7 +149,7 @@ def ready(model: nn.Module, wrap: Wrap = lambda model: model) -> nn.Module:
 
 def text(result: Any) -> str:
     """A result to compare: of tensors all bits."""
-    result = whole(result).detach().double().tolist() if isinstance(result, Tensor) else result
+    result = gathered(result).detach().double().tolist() if isinstance(result, Tensor) else result
     return json.dumps(result, default=str)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.nn.stored import weight
-from fakequant.nn.stored.weight import StoredWeight
+from fakequant.nn import stored as weight
+from fakequant.nn.stored import StoredWeight
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")

@@ -18,7 +18,7 @@ import_torchvision()
 import peft  # noqa: E402
 
 from fakequant.integrations.peft import train_merged  # noqa: E402
-from fakequant.nn.stored.weight import StoredWeight  # noqa: E402
+from fakequant.nn.stored import StoredWeight  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(16, 8, generator=GENERATOR)

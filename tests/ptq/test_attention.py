@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant import files
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.backward.products import Factor
+from fakequant.nn.backward import Factor
 from fakequant.ptq.improving.improve import STEPS
 from tests.support.attends import WIDTH, Attends
 from tests.support.bits import assert_same_bits

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq

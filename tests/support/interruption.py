@@ -104,10 +104,10 @@ def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> 
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(vars(module))
-        if not identities and isinstance(own.get("seen"), tuple):  # version, address, first bytes
-            own["seen"] = own["seen"][0], own["seen"][2]
+        if not identities and isinstance(own.get("last_weight"), tuple):  # version, address, first bytes
+            own["last_weight"] = own["last_weight"][0], own["last_weight"][2]
         if not identities:
-            own.pop("_judged", None)  # for which addresses codes were found to fit
+            own.pop("_last_check", None)  # for which addresses codes were found to fit
         found[name] = (type(module), of(own))
     # Not whether gradients are on: the first line of `torch.no_grad().__exit__` is a window of torch's own.
     found["the process"] = (

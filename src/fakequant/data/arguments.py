@@ -12,7 +12,7 @@ from fakequant.data.again import unchanged
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.stored.weight import StoredWeight
+from fakequant.nn.stored import StoredWeight
 
 Metric = Callable[[nn.Module], float]
 """A function of a model; larger is better."""

@@ -28,7 +28,7 @@ from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.forms import own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.stored.weight import with_stored
+from fakequant.nn.stored import with_stored
 from fakequant.nn.transforms import first_weights, make_transform
 from fakequant.nn.wrappers import Operand, Role
 from fakequant.text import listed, module_name

@@ -26,8 +26,8 @@ from fakequant.model.config import TensorConfig
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import evaluating
+from fakequant.nn.learned import GLOBAL_SCALE, has_tensor_scale
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.learned import GLOBAL_SCALE, has_tensor_scale
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, lowest_of, patterns_of
 from fakequant.numerics.spec import QuantSpec

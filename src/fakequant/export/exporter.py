@@ -41,9 +41,9 @@ from fakequant.model.weights import (
     warn_stale_scales,
 )
 from fakequant.nn import fixed_ranges
-from fakequant.nn.products.product import Product
-from fakequant.nn.products.recurrent_loop import written_as_loops
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.recurrent_loop import written_as_loops
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.advising.next_step import holders
 from fakequant.restore import attributes_of, forwards_of, restore_after
@@ -76,7 +76,9 @@ def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     dynamic = [w for w in active_weights(model) if w.quantizer.scales_each_call]
     coded = [w.quantizer for w in active_weights(model) if w.quantizer.fixed_codes is not None]
     with (
-        restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")),
+        restore_after(
+            attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "is_zero_weight", "dynamic")
+        ),
         restore_after(attributes_of(coded, "fixed_codes")),
     ):
         for quantizer in coded:

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.data.arguments import refuse_stored, refuse_unprepared
 from fakequant.errors import CheckpointError, ConfigError, warn_user
-from fakequant.model.state import QuantizedState, check_plan, restore_plan, settle, snapshot
+from fakequant.model.state import QuantizedState, check_plan, finish_loading, restore_plan, snapshot
 from fakequant.model.training.distillation import shifts_labels
 from fakequant.model.training.steps import Training
 from fakequant.model.weights import mark_ranges_current
@@ -124,7 +124,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
                 f"the files lack {len(absent)} tensors that the quantization_config names: {', '.join(absent)}; "
                 "save the model again"
             )
-        settle(model, self.state)
+        finish_loading(model, self.state)
         return model
 
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,10 +15,10 @@ from fakequant.model.state.snapshots import shared_names
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.paths import layer_of, matches
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.stored.weight import StoredWeight, StoringLayer
+from fakequant.nn.stored import StoredWeight, StoringLayer
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.restore import restore_on_error
 from fakequant.text import listed

@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest, shown
 from fakequant.model.weights import weights_of
-from fakequant.nn.backward.products import GradientConfig
+from fakequant.nn.backward import GradientConfig
 from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.forms import computed_class, quantized_class

@@ -38,11 +38,11 @@ from fakequant.model.unregistered import note_floats, warn_unregistered
 from fakequant.model.weights import in_eval_mode, untied
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import join
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.nn.ranges.sharded import share_mesh
+from fakequant.nn.sharded import share_mesh
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.restore import structure_of
 from fakequant.text import module_name

@@ -21,7 +21,7 @@ from math import prod
 from fakequant.model.config import ALIASES as ALIASES
 from fakequant.model.config import NAMED, Config, Rule, TensorConfig, register_preset
 from fakequant.model.config import find_preset as find_preset
-from fakequant.nn.backward.products import GradientConfig
+from fakequant.nn.backward import GradientConfig
 from fakequant.numerics.granularity import PerBlock
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)

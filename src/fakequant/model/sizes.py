@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name

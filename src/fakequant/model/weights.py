@@ -17,14 +17,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fakequant.calibration.calibrator import find_method
 from fakequant.calibration.lattice import search_params, searches
 from fakequant.data.arguments import Metric, check_model, measured
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
 from fakequant.functional import choose_qparams
 from fakequant.nn.paths import join, layer_of
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.fixed_codes import magnitudes, mark
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, magnitudes, quantizers, weight_version
 from fakequant.nn.sites.products import site_products
 from fakequant.nn.wrappers import Role, cached_weights
 from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
@@ -35,8 +34,8 @@ from fakequant.ops import library
 from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name
 
-_KEPT = "mode", "seen"
-"""What comes back of a quantizer: its mode, and the mark of the weight of its last call, which calls in between set."""
+_KEPT = "mode", "last_weight"
+"""What comes back of a quantizer: its mode, and the version of its last weight, which calls in between set."""
 
 
 @contextmanager
@@ -237,7 +236,7 @@ def mark_range_current(weight: Product) -> None:
     if not is_sharded(tensor):
         if weight.parameter is not None:
             quantizer.give_values(weight.parameter)
-        quantizer.range_of_weight, quantizer.seen = magnitudes(quantizer.spec, tensor), None
+        quantizer.range_of_weight, quantizer.last_weight = magnitudes(quantizer.spec, tensor), None
         if quantizer.fixed_codes is not None and not quantizer.holds(tensor):
             quantizer.release_codes()
 
@@ -300,7 +299,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
             continue
         tensor = fresh_weight(weight, name)
         if not is_sharded(tensor) and not tensor.is_meta and quantizer.is_stale(tensor):
-            quantizer.seen = mark(tensor)  # the next call need not say it again
+            quantizer.last_weight = weight_version(tensor)  # the next call need not say it again
             found.append(name)
     stale = list(dict.fromkeys(module_name(layer_of(name)) for name in found))
     if stale:
@@ -331,9 +330,9 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
     quantizer = weight.quantizer
     if quantizer.learned is None and range.amax.numel() and not bool(range.amax.any()):
         quantizer.reset()
-        quantizer.follows = True
+        quantizer.is_zero_weight = True
     elif is_searched(quantizer.spec, method):
-        quantizer.set_qparams(nearest_params(whole(weight.tensor), quantizer.spec))
+        quantizer.set_qparams(nearest_params(gathered(weight.tensor), quantizer.spec))
     elif quantizer.spec.needs_values:
         quantizer.reset()
         quantizer.freeze(weight.tensor)

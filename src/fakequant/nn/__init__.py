@@ -1,17 +1,16 @@
 """Quantizers and quantized layers."""
 
 from fakequant.nn.integer import Execution
-from fakequant.nn.products.product import MatrixProduct, Product, TurnedProduct
+from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
+from fakequant.nn.products import MatrixProduct, Product, TurnedProduct
 from fakequant.nn.quantized import (  # noqa: F401  for their entries in the table of layers
     attention,
-    embedding,
     experts,
     foreign,
     recurrent,
 )
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer, layers, quantizes
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.sites.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.nn.wrappers import cached_weights, fixed_ranges

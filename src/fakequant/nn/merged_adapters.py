@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fakequant.errors import ConfigError
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import MERGED, Kind, quantizers
-from fakequant.nn.stored.weight import StoredWeight
+from fakequant.nn.stored import StoredWeight
 from fakequant.numerics.qparams import QParams
 from fakequant.restore import attributes_of, restore_on_error
 

@@ -10,6 +10,7 @@ peft freezes all parameters but the adapter's, and saves nothing else. It exempt
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections import OrderedDict
@@ -20,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.fx import Proxy, Tracer
 from torch.nn.modules import module as _all_modules
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.calibration import Calibrator
-from fakequant.distributed import gather, is_sharded, whole
+from fakequant.distributed import gather, gathered, is_sharded
 from fakequant.errors import (
     CalibrationError,
     CallError,
@@ -35,10 +37,8 @@ from fakequant.errors import (
     warn_user,
 )
 from fakequant.functional import choose_qparams
-from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.ranges.by_value import ByValue, Kind, Mode, params_of_call
-from fakequant.nn.ranges.fixed_codes import KEY, are_equal, is_same, magnitudes, mark, version_of
-from fakequant.nn.ranges.learned import (
+from fakequant.nn.by_value import ByValue, Kind, Mode, params_of_call
+from fakequant.nn.learned import (
     GLOBAL_SCALE,
     LearnedRange,
     QuantizerPart,
@@ -48,8 +48,8 @@ from fakequant.nn.ranges.learned import (
     params_under,
     shared_by,
 )
-from fakequant.nn.ranges.sharded import Mesh, fingerprint, known_parts
-from fakequant.nn.stored.weight import StoredWeight
+from fakequant.nn.sharded import Mesh, fingerprint, known_parts
+from fakequant.nn.stored import StoredWeight
 from fakequant.numerics import reference
 from fakequant.numerics.formats.floats import as_integers, check_codes, integers_of, of_integers
 from fakequant.numerics.granularity import PerBlock, PerTensor
@@ -67,6 +67,55 @@ _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with fixed codes may have been converted for a while."""
 _TOLERATED = 0.1
 """Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
+KEY = "fixed_codes"
+"""The name of the buffer of codes, and the last part of its key in a state dict."""
+
+
+def as_leaf(module: nn.Module, *args: Any) -> Any:
+    """The call of a module, recorded by the tracer of the proxies among its arguments.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), "INT8_WEIGHT_ONLY")
+    >>> [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes]
+    ['input_1', '_0', '_1', 'output']
+    """
+    tracer = next(value.tracer for value in args if isinstance(value, Proxy))
+    assert isinstance(tracer, Tracer), "other tracers hand out tensors"
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+
+
+def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
+    """The largest magnitude of every group, in the dtype of the weight, whose values they are: no more memory."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return library.measure(weight.detach(), spec.granularity).amax.to(weight.dtype)
+
+
+def weight_version(weight: Tensor) -> Any:
+    """A value that differs after nearly every change of a parameter: torch counts those that do not go through `data`.
+
+    peft merges adapters through `data`, so that the first element is looked at, too, where that waits for no device.
+    """
+    if type(weight) is not nn.Parameter or weight.is_inference():
+        return type(weight)
+    place = weight.data_ptr()  # 0 of an empty or a meta tensor
+    first = ctypes.string_at(place, weight.element_size()) if place and weight.is_cpu else b""
+    return weight._version, place, first
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two parameters of quantizers are equal in all values, or one object."""
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """`torch.equal` for one shape and dtype, on bits as int64: in float16 it takes 8 times as long."""
+    plain = one.is_contiguous() and other.is_contiguous() and one.numel() * one.element_size() % 8 == 0
+    same_bits = plain and torch.equal(*(own.detach().view(-1).view(torch.int64) for own in (one, other)))
+    return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it
+
+
+def version_of(tensor: Tensor) -> tuple[int, int | None]:
+    """Which tensor it is, and how often it was written to; tensors made in inference mode count no changes."""
+    return id(tensor), None if tensor.is_inference() else tensor._version
 
 
 class WeightCache:
@@ -284,7 +333,7 @@ class Quantizer(QuantizerPart):
     """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
-    follows: bool | None = None
+    is_zero_weight: bool | None = None
     """Whether a weight was zero when its range was looked for, and goes on without one."""
     mesh: Mesh | None = None
     """What the quantizers of a model know together of tensor parallelism."""
@@ -294,17 +343,17 @@ class Quantizer(QuantizerPart):
     """Whether its processes were seen to have the same values."""
     range_of_weight: Tensor | None = None
     """The largest magnitude per group of the weight for which the parameters were set."""
-    seen: Any = None
-    """The weight of the last call in eval mode, by `mark`."""
+    last_weight: Any = None
+    """The weight of the last call in eval mode, see `weight_version`."""
     keeps_codes = False
     """Whether the codes stay while the scale is learned; `stop_learning` ends it."""
     _weight_pending = False
     """Whether the next call sets its weight to the values of the codes."""
     _is_trained = False
     """Whether the codes stood in a call of training."""
-    _judged: tuple[Any, bool] | None = None
+    _last_check: tuple[Any, bool] | None = None
     """The last weight, by `_key`, and whether quantizing it would not give its fixed codes."""
-    _others: bool | None = None
+    _differs: bool | None = None
     """Whether quantizing the values of the codes, in the dtype of the last weight, gives others; None: not known."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
@@ -318,7 +367,7 @@ class Quantizer(QuantizerPart):
         self.calibrator: Calibrator | None = None
         self._method = ""
         self._cache: WeightCache | None = None
-        self.range_of_weight = self.seen = self.follows = None
+        self.range_of_weight = self.last_weight = self.is_zero_weight = None
         for name in (KEY, "scale", "zero_point", GLOBAL_SCALE):
             self.register_buffer(name, None)
         join_adapters(self)
@@ -378,7 +427,7 @@ class Quantizer(QuantizerPart):
         if type(x) not in PLAIN and isinstance(x, _UNUSUAL):  # twice as fast as isinstance for plain tensors
             return self._of_unusual(x)
         if self.kind is Kind.WEIGHT:
-            self._look(x)
+            self._check_fresh(x)
         if self._cache is not None and self._cache.serves(x):
             return self._cache.values(x)
         if self._buffers[KEY] is not None and (y := self.values_of_codes(x)) is not None:
@@ -425,7 +474,7 @@ class Quantizer(QuantizerPart):
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
         if self.kind is Kind.WEIGHT:
-            self._look(x)
+            self._check_fresh(x)
         return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
@@ -484,7 +533,7 @@ class Quantizer(QuantizerPart):
             )
         self.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
 
-    def _look(self, weight: Tensor) -> None:
+    def _check_fresh(self, weight: Tensor) -> None:
         """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
 
         An unchanged parameter costs 1 us. A computed weight is another tensor in every call: it is looked at in the
@@ -493,11 +542,11 @@ class Quantizer(QuantizerPart):
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
         if self.training and self.range_of_weight is not None:
-            self.seen = None
+            self.last_weight = None
             return
-        if (seen := mark(weight)) == self.seen or is_sharded(weight) or library.needs_tracing(weight):
+        if (seen := weight_version(weight)) == self.last_weight or is_sharded(weight) or library.needs_tracing(weight):
             return
-        self.seen = seen
+        self.last_weight = seen
         if self.range_of_weight is None:
             self.range_of_weight = magnitudes(self.spec, weight)
         elif self.is_stale(weight):
@@ -616,7 +665,7 @@ class Quantizer(QuantizerPart):
 
     def _set(self, params: QParams) -> None:
         """`set_qparams`, with codes that stand if the weight has their values."""
-        self.range_of_weight = self.seen = self.follows = self._judged = self._others = None
+        self.range_of_weight = self.last_weight = self.is_zero_weight = self._last_check = self._differs = None
         if self.learned is not None:
             self.learned.start(params)
             return
@@ -647,7 +696,9 @@ class Quantizer(QuantizerPart):
         """Forget the parameters."""
         self._take_away_learned()
         self.release_codes()
-        self.scale = self.zero_point = self.global_scale = self.range_of_weight = self.seen = self.follows = None
+        self.scale = self.zero_point = self.global_scale = self.range_of_weight = self.last_weight = (
+            self.is_zero_weight
+        ) = None
         self.by_value = None
 
     # Ranges that training moves.
@@ -725,7 +776,7 @@ class Quantizer(QuantizerPart):
         try:
             if self.calibrator is None:
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
-            self.calibrator.observe(x if type(x) is Tensor else whole(x))
+            self.calibrator.observe(x if type(x) is Tensor else gathered(x))
         except (CalibrationError, ConfigError, ShapeError) as error:
             raise self.named(error) from error
 
@@ -794,7 +845,7 @@ class Quantizer(QuantizerPart):
 
     def release_codes(self) -> None:
         """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
-        self.fixed_codes = self._judged = self._others = None
+        self.fixed_codes = self._last_check = self._differs = None
         self._weight_pending = self._is_trained = self.keeps_codes = False
 
     def keep_codes(self) -> None:
@@ -812,7 +863,7 @@ class Quantizer(QuantizerPart):
                 f"{self._title()} has no codes that could stay, or no scale that is learned by gradient; call "
                 'fix_codes and then learn("lsq"), or fakequant.qat.set_scales(model, fakequant.qat.Scales.ONLY)'
             )
-        self.keeps_codes, self._others = True, None
+        self.keeps_codes, self._differs = True, None
 
     def give_values(self, weight: nn.Parameter) -> None:
         """Set a weight whose codes stay to their values with the scale as it is now."""
@@ -851,7 +902,7 @@ class Quantizer(QuantizerPart):
         """
         if self.keeps_codes:
             return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
-        if self._others is False and not self.training:  # first, because it is asked at every call
+        if self._differs is False and not self.training:  # first, because it is asked at every call
             return None
         if torch.compiler.is_compiling() or library.needs_tracing(x):
             return self._traced_values(x)
@@ -893,7 +944,7 @@ class Quantizer(QuantizerPart):
         if self._weight_pending:
             self._take(x)
         key = self._key(x)
-        if key is not None and self._judged == (key, False):  # quantizing is right for any other weight, too
+        if key is not None and self._last_check == (key, False):  # quantizing is right for any other weight, too
             return None
         values = self._values_in(x)
         trains = self.training and torch.is_grad_enabled() and x.requires_grad
@@ -903,11 +954,11 @@ class Quantizer(QuantizerPart):
                 return None
             if not (trains or self._is_trained) and self._fits(x):
                 self._warn_of_change(x)
-        elif key is None or self._judged != (key, True):
-            self._others = self._gives_others(x)
+        elif key is None or self._last_check != (key, True):
+            self._differs = self._differs_requantized(x)
         self._is_trained |= trains
-        needed = values is not None and self._others is True
-        self._judged = None if key is None else (key, needed)
+        needed = values is not None and self._differs is True
+        self._last_check = None if key is None else (key, needed)
         return values if needed else None
 
     def _values_in(self, x: Tensor) -> Tensor | None:
@@ -925,7 +976,7 @@ class Quantizer(QuantizerPart):
         return (exact.to(own).to(dtype) for own in _CONVERTED)
 
     @torch.no_grad()
-    def _gives_others(self, x: Tensor) -> bool:
+    def _differs_requantized(self, x: Tensor) -> bool:
         """Whether quantizing x gives other codes than those that are fixed."""
         if self.spec.rounding is Rounding.STOCHASTIC:
             return True
@@ -934,9 +985,9 @@ class Quantizer(QuantizerPart):
 
     def _warn_of_change(self, x: Tensor) -> None:
         """Warn that codes of unchanged values may change, too."""
-        if self._others is None:
-            self._others = self._gives_others(self._values(x.dtype))
-        if self._others:
+        if self._differs is None:
+            self._differs = self._differs_requantized(self._values(x.dtype))
+        if self._differs:
             warn_user(  # without the name of the layer: it is one line for all layers of a model
                 "weights changed since their codes were fixed: all codes of such a weight are made from it again, "
                 "which changes codes beside those of the changed values, too; restore the weight, or fix its codes "
@@ -949,9 +1000,9 @@ class Quantizer(QuantizerPart):
         codes = self.fixed_codes
         if codes is None:
             return None
-        if self._others is None and not (torch.compiler.is_compiling() or library.needs_tracing(whole(codes))):
-            self._others = self._gives_others(self._values(x.dtype))
-        if self._others is False:
+        if self._differs is None and not (torch.compiler.is_compiling() or library.needs_tracing(gathered(codes))):
+            self._differs = self._differs_requantized(self._values(x.dtype))
+        if self._differs is False:
             return None
         if self._weight_pending:
             raise ConfigError(
@@ -1008,19 +1059,19 @@ class Quantizer(QuantizerPart):
     def _give(self, weight: Tensor, values: Tensor) -> None:
         with torch.inference_mode(weight.is_inference()), torch.no_grad():
             weight.copy_(values)
-        self._weight_pending, self.seen, self.range_of_weight = False, None, magnitudes(self.spec, weight)
+        self._weight_pending, self.last_weight, self.range_of_weight = False, None, magnitudes(self.spec, weight)
         self.needs_codes(weight)
 
     def _stored(self) -> Tensor:
         assert self.fixed_codes is not None, "called where codes are fixed"
-        return of_integers(whole(self.fixed_codes), self.spec.format)  # tensor parallelism shards buffers, too
+        return of_integers(gathered(self.fixed_codes), self.spec.format)  # tensor parallelism shards buffers, too
 
     def _values(self, dtype: torch.dtype, codes: Tensor | None = None) -> Tensor:
         codes = self._stored() if codes is None else codes
         return library.dequantize(codes, self._params(codes), self.spec, dtype)
 
     def _params(self, x: Tensor) -> QParams:
-        scale, zero_point = (None if own is None else whole(own.detach()) for own in self.qparams(x)[:2])
+        scale, zero_point = (None if own is None else gathered(own.detach()) for own in self.qparams(x)[:2])
         assert scale is not None, "the range is calibrated"
         if zero_point is not None and self.learned is not None:  # whose zero points are floats
             zero_point = zero_point.to(torch.int32)
@@ -1038,7 +1089,7 @@ class Quantizer(QuantizerPart):
         codes, scale = self.fixed_codes, self.scale
         if type(x) is not nn.Parameter or x.is_inference() or codes is None or scale is None:
             return None
-        return mark(x), x.dtype, self.spec, version_of(codes), version_of(scale)
+        return weight_version(x), x.dtype, self.spec, version_of(codes), version_of(scale)
 
     # What torch asks of a module.
 
@@ -1048,7 +1099,7 @@ class Quantizer(QuantizerPart):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         super()._apply(fn, recurse)
-        self._judged = self._others = None
+        self._last_check = self._differs = None
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -1083,7 +1134,7 @@ class Quantizer(QuantizerPart):
         elif prefix + "scale" in state_dict:
             self._take_away_learned()
         if methods & {"scale", *stated}:
-            self.range_of_weight, self.seen = local_metadata.get("fitted_to"), None
+            self.range_of_weight, self.last_weight = local_metadata.get("fitted_to"), None
             if (other := local_metadata.get("spec", self._numbers())) != self._numbers():
                 error_msgs.append(
                     f"{prefix.removesuffix('.')} is {self._numbers()}, and its state is of {other}: prepare the model "

@@ -15,7 +15,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.recorded import Recording, weight_readers
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fakequant as fq
-from fakequant.distributed import gather, is_sharded, whole
+from fakequant.distributed import gather, gathered, is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.model.training.qat import Scales
 from tests.support import ranks
@@ -181,7 +181,7 @@ def shards(rank: int, folder: Path) -> None:
         assert same(alone, model)
         assert torch.equal(alone(x), model(x))
         assert is_sharded(model[0].weight)
-        assert torch.equal(whole(model[0].weight), alone[0].weight)
+        assert torch.equal(gathered(model[0].weight), alone[0].weight)
         fq.save(model, folder / preset / str(rank))
         assert torch.equal(fq.load(net(), folder / preset / str(rank))(x), alone(x))
     for fix in (fq.calibrate, lambda model: fq.qat.set_scales(model, Scales.FIXED)):
@@ -288,7 +288,7 @@ def steps(rank: int, folder: Path) -> None:
         expected = losses(wrapped)
         assert all(map(torch.equal, losses(model), expected)), (preset, method)
         for one, other in zip(model.parameters(), wrapped.parameters(), strict=True):
-            assert torch.equal(whole(one), other), (preset, method)
+            assert torch.equal(gathered(one), other), (preset, method)
         if method is None:
             late = fq.prepare(shard(net()), preset)
             fq.calibrate(late, own, progress=False)
@@ -344,5 +344,5 @@ def test_without_processes_a_group_is_an_error():
 
 def test_a_plain_tensor_is_whole():
     tensor = torch.ones(2)
-    assert whole(tensor) is tensor
+    assert gathered(tensor) is tensor
     assert not is_sharded(nn.Parameter(tensor))

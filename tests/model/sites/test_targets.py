@@ -17,7 +17,7 @@ from fakequant.model.sites.sites import SitePlan, plan_sites
 from fakequant.model.sites.targets import find_target, targets
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat
-from fakequant.nn.backward.products import Factor, matmul
+from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import attend_in_parts
 from tests.support.functional_models import example, float_network

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fakequant as fq
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CheckpointError
 from fakequant.model.state.snapshots import StoredTensors
 from tests.support import ranks
@@ -62,7 +62,7 @@ def prepared(spec: str) -> nn.Module:
 def assert_gives(loaded: nn.Module, model: nn.Module) -> None:
     for (name, own), (_, expected) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert is_sharded(own) or "quantizer" in name or name == "2.bias"
-        assert_same_bits(whole(own), expected)
+        assert_same_bits(gathered(own), expected)
     kept, wanted = fq.snapshot(loaded).tensors, fq.snapshot(model).tensors
     assert {*kept} == {*wanted}
     for name in wanted:
@@ -105,7 +105,7 @@ def learned_scales(rank: int, folder: Path) -> None:
     loaded.train()(batch()).square().mean().backward()
     model.train()(batch()).square().mean().backward()
     for (name, own), (_, expected) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(whole(own.grad), expected.grad, msg=name)
+        torch.testing.assert_close(gathered(own.grad), expected.grad, msg=name)
 
 
 def a_process_reads_its_part(rank: int, folder: Path) -> None:
@@ -162,7 +162,7 @@ def one_fails(rank: int, folder: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             fq.load(model, where)
         assert type(model[0]) is nn.Linear
-        assert not any(whole(parameter).any() for parameter in model.parameters())
+        assert not any(gathered(parameter).any() for parameter in model.parameters())
 
 
 def test_two_processes(tmp_path: Path) -> None:

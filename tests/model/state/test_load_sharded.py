@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fakequant as fq
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CheckpointError, OutputError
 from fakequant.model.state import checkpoint
 from tests.support import ranks
@@ -67,7 +67,7 @@ def loads(rank: int, folder: Path) -> None:
         assert is_sharded(next(loaded.parameters()))
         assert_same(loaded, shared_out(fq.load(net(), path)))
         for own, expected in zip(loaded.parameters(), model.parameters(), strict=True):
-            assert_same_bits(whole(own), expected)
+            assert_same_bits(gathered(own), expected)
         assert_same_bits(loaded(batch()), model(batch()))
 
 

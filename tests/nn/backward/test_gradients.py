@@ -14,7 +14,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 import fakequant as fq
 from fakequant.errors import ConfigError, CoverageWarning
-from fakequant.nn.backward.products import GradientConfig
+from fakequant.nn.backward import GradientConfig
 from fakequant.numerics.philox import draw_seed
 from tests.support.bits import assert_same_bits
 from tests.support.gradient_oracles import GROUPS, PLAIN, by_oracle

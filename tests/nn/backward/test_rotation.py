@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakequant.nn.backward.products import rotated
+from fakequant.nn.backward import rotated
 from tests.support.bits import assert_same_bits
 
 SHAPES = [(37, 6), (32, 16), (5, 40, 3), (40, 5, 2, 3), (0, 6)]

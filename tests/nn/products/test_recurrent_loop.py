@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.nn.products.recurrent_loop import written_as_loops
+from fakequant.nn.recurrent_loop import written_as_loops
 
 IN, HIDDEN, N, STEPS = 5, 6, 3, 4
 

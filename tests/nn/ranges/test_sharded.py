@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fakequant as fq
-from fakequant.distributed import is_sharded, parallel_group, whole
+from fakequant.distributed import gathered, is_sharded, parallel_group
 from fakequant.errors import ConfigError, NoWeightError
 from fakequant.nn.quantized.layers import QuantizedLayer
 from tests.support import ranks
@@ -105,14 +105,14 @@ def assert_same(model: nn.Module, expected: nn.Module, x: Tensor) -> None:
     for one, other in pairs:
         assert (one.scale is None) is (other.scale is None), one.name
         if one.scale is not None and other.scale is not None:
-            assert_same_bits(whole(one.scale), other.scale)
+            assert_same_bits(gathered(one.scale), other.scale)
     for training in (True, False):
         assert_same_bits(model.train(training)(x), expected.train(training)(x))
     for one in (model, expected):
         one.train()(x).square().sum().backward()
     for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert one.grad is not None, name
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(gathered(one.grad), other.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def rules(spec: str) -> list[fq.Config]:

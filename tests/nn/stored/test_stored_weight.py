@@ -6,8 +6,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.nn.stored import weight as stored_weight
-from fakequant.nn.stored.weight import StoredWeight
+from fakequant.nn import stored as stored_weight
+from fakequant.nn.stored import StoredWeight
 from tests.support.bits import assert_same_bits
 
 SPECS = [

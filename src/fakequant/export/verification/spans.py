@@ -27,9 +27,9 @@ from fakequant.export.verification.check import SiteCheck
 from fakequant.export.verification.verdict import Span
 from fakequant.model.execution import simulated
 from fakequant.model.weights import evaluating
-from fakequant.nn.products.recurrent_loop import runs_backwards
+from fakequant.nn.by_value import ByValue, call_again
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.nn.ranges.by_value import ByValue, call_again
+from fakequant.nn.recurrent_loop import runs_backwards
 from fakequant.ops.graph_operators import seen_as_operators
 from fakequant.restore import attributes_of, forwards_of, restore_after
 

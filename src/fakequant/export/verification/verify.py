@@ -45,7 +45,7 @@ from fakequant.export.verification.verdict import Session, VerifyReport, Watch, 
 from fakequant.files import check_path
 from fakequant.model.run.tracing import separate
 from fakequant.model.weights import evaluating
-from fakequant.nn.ranges.by_value import bins_of_call
+from fakequant.nn.by_value import bins_of_call
 from fakequant.nn.wrappers import unwrapped
 from fakequant.restore import Restore, restore_after
 

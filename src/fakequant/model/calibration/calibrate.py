@@ -32,9 +32,9 @@ from fakequant.model.weights import (
     tie_scales,
     warn_of_zeros,
 )
+from fakequant.nn.by_value import By, ByValue, CallEnded, Reader, read_values
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.by_value import By, ByValue, CallEnded, Reader, read_values
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of

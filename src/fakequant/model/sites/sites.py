@@ -24,7 +24,7 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.sizes import exceeds_float
 from fakequant.model.weights import training
-from fakequant.nn.backward.products import GradientConfig
+from fakequant.nn.backward import GradientConfig
 from fakequant.nn.paths import module_at
 from fakequant.nn.quantized.forms import bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer

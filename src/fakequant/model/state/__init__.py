@@ -2,8 +2,8 @@
 
 from fakequant.model.state.applying import apply as apply
 from fakequant.model.state.applying import check_plan as check_plan
+from fakequant.model.state.applying import finish_loading as finish_loading
 from fakequant.model.state.applying import restore_plan as restore_plan
-from fakequant.model.state.applying import settle as settle
 from fakequant.model.state.checkpoint import load as load
 from fakequant.model.state.checkpoint import save as save
 from fakequant.model.state.placing import float_state_dict as float_state_dict

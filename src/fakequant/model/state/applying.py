@@ -44,9 +44,8 @@ from fakequant.model.unregistered import note_floats
 from fakequant.model.weights import mark_ranges_current, quantized_weights, share_learned, warn_stale_scales
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
-from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.nn.ranges.fixed_codes import KEY, is_same
-from fakequant.nn.ranges.sharded import share_mesh
+from fakequant.nn.quantizer import KEY, Quantizer, is_same, quantizers
+from fakequant.nn.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
@@ -162,7 +161,7 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
     follow_values(model)
 
 
-def settle(model: nn.Module, plan: Plan) -> None:
+def finish_loading(model: nn.Module, plan: Plan) -> None:
     """Finish a model that has a plan, and whose tensors something else has loaded.
 
     Raises:

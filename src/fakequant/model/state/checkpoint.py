@@ -50,8 +50,7 @@ from fakequant.model.state.snapshots import (
     write_folder,
 )
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
-from fakequant.nn.quantizer import quantizers
-from fakequant.nn.ranges.fixed_codes import KEY
+from fakequant.nn.quantizer import KEY, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, count_of, integers_of, lowest_of, of_integers, patterns_of
 from fakequant.numerics.granularity import StoredScales

@@ -20,13 +20,13 @@ from fakequant.model.sites.sites import site_path
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.weights import give_values, in_eval_mode
+from fakequant.nn.learned import GLOBAL_SCALE, LearnedRange, QuantizerPart, check_global_scale
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.nn.ranges.learned import GLOBAL_SCALE, LearnedRange, QuantizerPart, check_global_scale
-from fakequant.nn.ranges.sharded import check_parts
-from fakequant.nn.stored.weight import StoredWeight, with_stored
+from fakequant.nn.quantizer import KEY
+from fakequant.nn.sharded import check_parts
+from fakequant.nn.stored import StoredWeight, with_stored
 from fakequant.nn.transforms import first_weights
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import check_codes, integers_of, of_integers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CheckpointError
 from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
 from fakequant.model.state.plan import Plan, layer_entry, plain_of, read_plan, sites_entry
@@ -23,9 +23,8 @@ from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.unregistered import warn_of_new_layers, warn_unregistered
 from fakequant.model.weights import give_values, quantized_weights, warn_stale_scales
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import quantizers
-from fakequant.nn.ranges.fixed_codes import KEY
-from fakequant.nn.stored.weight import StoredWeight, with_stored
+from fakequant.nn.quantizer import KEY, quantizers
+from fakequant.nn.stored import StoredWeight, with_stored
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
 from fakequant.offload import fetched, offloaded
@@ -227,7 +226,7 @@ def _outdated_codes(model: nn.Module) -> set[str]:
     return {
         f"{path}.{KEY}"
         for path, quantizer in fixed.items()
-        if path not in weights or not quantizer.holds(whole(weights[path].tensor))
+        if path not in weights or not quantizer.holds(gathered(weights[path].tensor))
     }
 
 
@@ -252,7 +251,7 @@ class LiveTensors(LazyTensors):
                 path, _, own = elsewhere[name]
                 make = partial(fetched, modules[path], own, tensor)
             elif is_sharded(tensor):
-                make = partial(whole, tensor)
+                make = partial(gathered, tensor)
             else:
                 return tensor
             return LazyTensor.of(tensor, make)

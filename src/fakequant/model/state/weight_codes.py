@@ -15,9 +15,8 @@ from fakequant.errors import QParamsError
 from fakequant.functional import dequantize
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of, module_at
-from fakequant.nn.products.product import Product
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.ranges.fixed_codes import is_same, mark
+from fakequant.nn.products import Product
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, is_same, quantizers, weight_version
 from fakequant.numerics.formats.floats import check_codes
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
@@ -161,7 +160,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         weight, quantizer = first.tensor, first.quantizer
         if quantizer.calibrated or type(weight) is not nn.Parameter or weight.is_inference():
             return weight, _fixed(quantizer, weight)
-        seen = mark(weight), quantizer.spec
+        seen = weight_version(weight), quantizer.spec
         if name not in self._fixed or self._fixed[name][0] != seen:
             self._fixed[name] = seen, _fixed(quantizer, weight)
         return weight, self._fixed[name][1]

@@ -26,10 +26,10 @@ from fakequant.model.run.recorded import Neighbors, find_neighbors
 from fakequant.model.sites.own_products import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
 from fakequant.nn.integer import has_no_hooks
-from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.folded import norm_factor, norm_offset
 from fakequant.nn.quantized.forms import computed_class
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import as_leaf
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name, table
 

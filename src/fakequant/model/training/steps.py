@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepared
 from fakequant.data.digest import digest
-from fakequant.distributed import Ranks, all_processes, is_data_parallel, parallel_group, refuse_sharded, whole
+from fakequant.distributed import Ranks, all_processes, gathered, is_data_parallel, parallel_group, refuse_sharded
 from fakequant.errors import CheckpointError, ConfigError, shown
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -161,13 +161,13 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
     """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
     for name, weight in quantized_weights(model).items():
         quantizer = weight.quantizer
-        if quantizer.dynamic or quantizer.follows:
+        if quantizer.dynamic or quantizer.is_zero_weight:
             continue
         quantizer.holds(weight.tensor)  # a weight whose codes stayed until now gets their values
         if anew and not weight.has_fixed_codes:  # codes that were chosen are where training starts
             quantizer.reset()
         if not quantizer.calibrated:
-            give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))
+            give_range(weight, library.measure(gathered(fresh_weight(weight, name)), quantizer.spec.granularity))
             mark_range_current(weight)
 
 

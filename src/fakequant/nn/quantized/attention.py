@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ShapeError
-from fakequant.nn.backward.products import Factor, LinearSum, WeightedSum, is_trained, matmul, multiplied
+from fakequant.nn.backward import Factor, LinearSum, WeightedSum, is_trained, matmul, multiplied
 from fakequant.nn.integer import Watched
-from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.products.product import InProjection, OutProjection, Product
+from fakequant.nn.products import InProjection, OutProjection, Product
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
-from fakequant.nn.quantizer import Mode
+from fakequant.nn.quantizer import Mode, Proxy, as_leaf
 from fakequant.nn.wrappers import Operand, Role
 
 _torch: Any = F

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CallError, ConfigError
-from fakequant.nn.backward.products import Factor, LinearSum, TurnedSum, WeightedSum, is_trained, multiplied
-from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.products.product import ExpertProduct
+from fakequant.nn.backward import Factor, LinearSum, TurnedSum, WeightedSum, is_trained, multiplied
+from fakequant.nn.products import ExpertProduct
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes_made_by
+from fakequant.nn.quantizer import Proxy, as_leaf
 from fakequant.nn.wrappers import Operand, Role
 
 _ONE_BY_ONE = (None, "eager")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fakequant.errors import ConfigError
-from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantized.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantizedLayer, QuantLinear
+from fakequant.nn.quantizer import as_leaf
 from fakequant.nn.wrappers import inside
 
 _REMEMBERED = 16

@@ -12,10 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import IntegerProduct
-from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.products.product import ExpertProduct, TurnedProduct
-from fakequant.nn.quantized.embedding import QuantEmbedding
-from fakequant.nn.quantized.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
+from fakequant.nn.products import ExpertProduct, TurnedProduct
+from fakequant.nn.quantized.layers import QuantConv2d, QuantEmbedding, QuantizedLayer, QuantLinear, quantizes
+from fakequant.nn.quantizer import Proxy, as_leaf
 from fakequant.nn.wrappers import Operand, Role
 
 quantizes("timm.layers.linear.Linear")(QuantLinear)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fakequant.errors import ConfigError
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer, registered
 from fakequant.nn.quantizer import Quantizer
 
@@ -207,7 +207,7 @@ def product_class(layer: nn.Module) -> type[Product]:
     """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
 
     >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
-    (<class 'fakequant.nn.products.product.MatrixProduct'>, <class 'fakequant.nn.products.product.Product'>)
+    (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)
     """
     forms = (registered(base) for base in type(layer).__mro__ if issubclass(base, nn.Module))
     form = type(layer) if isinstance(layer, QuantizedLayer) else next(filter(None, forms), None)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import CoverageWarning, ExportError, warn_user
-from fakequant.nn.backward.products import Backward, Factor, LinearSum, WeightedSum, is_trained, multiplied
+from fakequant.nn.backward import Backward, Factor, LinearSum, WeightedSum, is_trained, multiplied
 from fakequant.nn.integer import Watched
-from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.products.recurrent_loop import (
+from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
+from fakequant.nn.quantizer import Proxy, as_leaf
+from fakequant.nn.recurrent_loop import (
     GateProduct,
     LoopQuantizers,
     after_step,
@@ -26,7 +27,6 @@ from fakequant.nn.products.recurrent_loop import (
     looped,
     why_no_loop,
 )
-from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
 from fakequant.nn.transforms import first_weights
 from fakequant.nn.wrappers import Operand, Role
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.nn.paths import layer_of, module_at
-from fakequant.nn.products.product import MatrixProduct, Product, TransposedWindowProduct, TurnedProduct, WindowProduct
+from fakequant.nn.products import MatrixProduct, Product, TransposedWindowProduct, TurnedProduct, WindowProduct
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import SITES, sites_of

@@ -24,7 +24,7 @@ from torch.fx._symbolic_trace import is_fx_tracing
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import SiteError
-from fakequant.nn.backward.products import Backward, Factor, LinearSum, Trained, is_trained, matmul, multiplied
+from fakequant.nn.backward import Backward, Factor, LinearSum, Trained, is_trained, matmul, multiplied
 from fakequant.nn.integer import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
@@ -58,7 +58,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         scale: of the scores; by default 1 / sqrt(features).
         enable_gqa: whether several heads of the query share one of key and value.
 
-    >>> from fakequant.nn.backward.products import matmul
+    >>> from fakequant.nn.backward import matmul
     >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
     >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> factors = [Factor(x, x) for x in (q, k, v)]

@@ -27,7 +27,7 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import evaluating, in_eval_mode, quantized_weights
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products.product import Product
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import SITES, Site

@@ -24,7 +24,7 @@ from fakequant.model.run.outputs import Distance, OutputDistance, Place, float_t
 from fakequant.model.run.recorded import Recording, read_together, weight_readers
 from fakequant.model.sizes import spec_bits
 from fakequant.model.weights import evaluating, modes, score_of
-from fakequant.nn.products.product import MatrixProduct, WindowProduct
+from fakequant.nn.products import MatrixProduct, WindowProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode

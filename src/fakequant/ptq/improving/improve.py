@@ -21,7 +21,7 @@ from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.improving.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
 from fakequant.ptq.inputs.stream import (

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from fakequant.distributed import Ranks
 from fakequant.errors import CalibrationError
 from fakequant.model.weights import mark_range_current
-from fakequant.nn.products.product import Matrix, MatrixProduct
+from fakequant.nn.products import Matrix, MatrixProduct
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result

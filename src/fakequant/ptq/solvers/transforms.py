@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fakequant.calibration.lattice import joined, rows_are_apart, search_params, searches
 from fakequant.functional import choose_qparams as qparams_of_tensor
-from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.numerics.granularity import Granularity, PerBlock, Shape, block_axes, blocked

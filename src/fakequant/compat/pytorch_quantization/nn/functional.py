@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fakequant.nn.ranges.learned import straight_through
+from fakequant.nn.learned import straight_through
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization.nn import functional
 from fakequant.errors import shown
-from fakequant.nn.ranges.learned import PreciseModule
+from fakequant.nn.learned import PreciseModule
 
 __all__ = ["Clip"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
-from fakequant.nn.ranges.learned import PreciseModule
+from fakequant.nn.learned import PreciseModule
 
 _BUFFERS = ("_amax", "_pre_quant_scale")
 

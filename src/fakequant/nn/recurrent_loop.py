@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.transforms import InputTransform, first_weights
 from fakequant.numerics.qparams import QParams

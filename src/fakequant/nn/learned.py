@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration.calibrator import registered_in
-from fakequant.distributed import whole
+from fakequant.distributed import gathered
 from fakequant.errors import ConfigError, NoWeightError, QParamsError, nearest, warn_user
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.formats.floats import power_of_two
@@ -329,7 +329,7 @@ def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _not_positive(parameter: Tensor) -> tuple[int, int]:
-    values = whole(parameter.detach())
+    values = gathered(parameter.detach())
     return int((values <= 0).sum()), values.numel()
 
 
