@@ -18,7 +18,7 @@ from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
-from fakequant.ptq.advising.advise import TriedWay
+from fakequant.ptq.advice import TriedWay
 
 LONGEST = 200
 PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule, fq.GradientConfig)

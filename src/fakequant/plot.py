@@ -19,7 +19,7 @@ from fakequant.model.execution import simulated
 from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.ptq.formats.comparison import Comparison, check_axis
+from fakequant.ptq.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
 from fakequant.report.data import Distribution
 from fakequant.report.measure import distribution_of

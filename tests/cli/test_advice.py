@@ -128,7 +128,7 @@ def test_pictures_and_rows_get_their_folders(recipe: Path, tmp_path: Path) -> No
 def test_a_plot_says_before_the_work_that_matplotlib_is_missing(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fakequant.ptq.formats.comparison.find_spec", lambda _: None)
+    monkeypatch.setattr("fakequant.ptq.comparison.find_spec", lambda _: None)
     result = CliRunner().invoke(app, ["compare", str(recipe), "--plot", str(tmp_path / "p.png")])
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fakequant as fq
 from fakequant.delivery import fix_global_scales, llama_cpp_inputs
 from fakequant.nn import cached_weights, fixed_ranges
-from fakequant.ptq.advising.next_step import next_step
-from fakequant.ptq.advising.trial import Halves
+from fakequant.ptq.next_step import next_step
+from fakequant.ptq.trial import Halves
 from tests.support.interruption import Case, failures, failures_by_signals, lines_of, moments
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant import files
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.backward import Factor
-from fakequant.ptq.improving.improve import STEPS
+from fakequant.ptq.improvement import STEPS
 from tests.support.attends import WIDTH, Attends
 from tests.support.bits import assert_same_bits
 from tests.support.weight_specs import WEIGHTS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakequant.ptq.advising.trial import NextStep, Tried
+from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
     Improved,

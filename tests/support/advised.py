@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.ptq.advising.next_step import AdviceContext, next_step
-from fakequant.ptq.advising.trial import Halves, NextStep
+from fakequant.ptq.next_step import AdviceContext, next_step
+from fakequant.ptq.trial import Halves, NextStep
 
 
 def run(model: nn.Module, batch: Any) -> Any:

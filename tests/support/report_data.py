@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fakequant.ptq.advising.trial import NextStep, Tried
+from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
     Channels,

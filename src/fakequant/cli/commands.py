@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fakequant.cli.recipe import Recipe
     from fakequant.ptq import Advice
-    from fakequant.ptq.formats.comparison import Compared
+    from fakequant.ptq.comparison import Compared
 
 RecipeFile = Annotated[
     str,
@@ -53,7 +53,7 @@ def _written(incomplete: str) -> list[str]:
 
 def _engines(incomplete: str) -> list[str]:
     """The engines that `advise` knows; imported when a shell asks, too."""
-    from fakequant.ptq.advising.next_step import ENGINES
+    from fakequant.ptq.next_step import ENGINES
 
     return [name for name in sorted(ENGINES) if name.startswith(incomplete)]
 
@@ -203,7 +203,7 @@ def compare(  # noqa: PLR0913  the command's options
     from fakequant.data.progress import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
-    from fakequant.ptq.formats.comparison import USUAL_WAYS, check_axis, checked_picture
+    from fakequant.ptq.comparison import USUAL_WAYS, check_axis, checked_picture
 
     check_axis(over)
     if plot is not None:

@@ -47,8 +47,8 @@ from fakequant.model.weights import evaluating
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
-from fakequant.ptq.advising.next_step import AdviceContext, places, unknown_gain
-from fakequant.ptq.improving.collector import run_of
+from fakequant.ptq.collector import run_of
+from fakequant.ptq.next_step import AdviceContext, places, unknown_gain
 from fakequant.report import (
     RESULTS,
     Accuracy,

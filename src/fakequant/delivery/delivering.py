@@ -29,7 +29,7 @@ from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
-from fakequant.ptq.advising.next_step import holders
+from fakequant.ptq.next_step import holders
 from fakequant.text import listed
 
 _IN_FLOAT = 32

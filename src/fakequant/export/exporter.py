@@ -45,7 +45,7 @@ from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.recurrent_loop import written_as_loops
 from fakequant.nn.wrappers import accepts_wrapped_model
-from fakequant.ptq.advising.next_step import holders
+from fakequant.ptq.next_step import holders
 from fakequant.restore import attributes_of, forwards_of, restore_after
 from fakequant.text import listed, module_name, table
 from fakequant.version import __version__

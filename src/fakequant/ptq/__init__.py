@@ -7,23 +7,23 @@ calibration data than by rounding to nearest.
 from importlib import import_module
 from typing import Any
 
-from fakequant.ptq.advising.advise import Advice
-from fakequant.ptq.blocks.reconstruction import find_blocks, reconstruct
-from fakequant.ptq.formats.allocation import search
-from fakequant.ptq.formats.comparison import Ways, compare
+from fakequant.ptq.advice import Advice
+from fakequant.ptq.allocation import search
+from fakequant.ptq.comparison import Ways, compare
+from fakequant.ptq.reconstruction import find_blocks, reconstruct
 from fakequant.ptq.solvers.problem import descend, gptq
 
-from .advising.advise import advise
-from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
-from .float_model.equalize import Equalization, EqualizedPair, equalize
-from .float_model.fold_scales import FoldedScale, FoldedScales, fold_scales
-from .float_model.rotate import Rotated, Rotations, rotate
-from .formats.allocation import scores, verify
-from .formats.comparison import Compared, Comparison
-from .formats.mixes import Allocation, Score, Scores
-from .improving.corrections import reestimate_batch_norm
-from .improving.improve import STEPS, improve
+from .advice import advise
+from .allocation import scores, verify
+from .comparison import Compared, Comparison
+from .corrections import reestimate_batch_norm
+from .equalization import Equalization, EqualizedPair, equalize
+from .improvement import STEPS, improve
+from .mixes import Allocation, Score, Scores
+from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
+from .rotation import Rotated, Rotations, rotate
+from .scale_folding import FoldedScale, FoldedScales, fold_scales
 from .solvers.adaround import adaround
 from .solvers.sums import InputSums
 

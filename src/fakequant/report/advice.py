@@ -16,8 +16,8 @@ from torch import nn
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
 from fakequant.model.analysis.summary import breakable
-from fakequant.ptq.advising.next_step import USUAL, AdviceContext, next_step
-from fakequant.ptq.advising.trial import NextStep, Tried
+from fakequant.ptq.next_step import USUAL, AdviceContext, next_step
+from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report.data import Distribution, Layer, ReportData, Section, Verification
 from fakequant.report.measure import CHOSEN, Measured
 
@@ -133,7 +133,7 @@ def advised(
     forward: Forward | None = None,
     known: AdviceContext = USUAL,
 ) -> ReportData:
-    """The report of a model with the next step, which is tried on the model first; see `ptq/advising/`.
+    """The report of a model with the next step, which is tried on the model first; see `ptq/next_step.py`.
 
     Args:
         model: calibrated; it is as it was afterwards.

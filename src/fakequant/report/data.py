@@ -13,7 +13,7 @@ from typing import Any
 from fakequant.errors import OutputError
 from fakequant.files import writable_file, write_whole
 from fakequant.model.state.plan import UnexpectedValue, mapping_of, value_of
-from fakequant.ptq.advising.trial import NextStep
+from fakequant.ptq.trial import NextStep
 
 
 class Section(Enum):

@@ -28,7 +28,7 @@ from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
-from fakequant.ptq.advising.trial import Halves
+from fakequant.ptq.trial import Halves
 from fakequant.report.data import Channels, Clip, Distribution, Layer
 from fakequant.restore import restore_after, state_of
 

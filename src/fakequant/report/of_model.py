@@ -26,7 +26,7 @@ from fakequant.model.analysis.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
-from fakequant.ptq.formats.comparison import Compared, Comparison, read_rows
+from fakequant.ptq.comparison import Compared, Comparison, read_rows
 from fakequant.ptq.results import Improvement
 from fakequant.report.advice import advised, with_advice
 from fakequant.report.data import (
@@ -221,7 +221,7 @@ def report(  # noqa: PLR0913  all but the first four by name
     What the page advises next was tried: changed by every second of the first eight batches, and judged by the error of
     the output on the others, of a single batch on that one. What lowers the error there must do so with the two parts
     exchanged. It is compared with the model calibrated by its own method on the same batches, and is said with the
-    figures before and after, only where it helps; see `ptq/advising/`. Where little is lost that takes a
+    figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost that takes a
     run or two of these batches, else about two dozen, and where ranges and presets do not halve the error once or twice
     the time of `improve(..., "fast")`.
 

@@ -35,8 +35,8 @@ from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import disabled, evaluating, raise_scales
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.ptq.improving.collector import TRANSFORMS
-from fakequant.ptq.improving.improve import Split, check_same, checked_steps, improved
+from fakequant.ptq.collector import TRANSFORMS
+from fakequant.ptq.improvement import Split, check_same, checked_steps, improved
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after

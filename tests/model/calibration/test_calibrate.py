@@ -11,7 +11,7 @@ import fakequant as fq
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.cli import commands
 from fakequant.nn import Quantizer, quantizers
-from fakequant.ptq.advising.trial import METHODS
+from fakequant.ptq.trial import METHODS
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.ptq.improving import collector
+from fakequant.ptq import collector
 from fakequant.ptq.solvers import layer as solver
 from fakequant.ptq.solvers.problem import DAMPING
 from fakequant.ptq.solvers.sums import InputSums

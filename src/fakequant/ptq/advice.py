@@ -1,0 +1,668 @@
+"""From a float model to the smallest quantized one that is good enough."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fakequant.calibration import DEFAULT_METHOD
+from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask, example_arguments, example_in
+from fakequant.data.digest import digest, function_digest
+from fakequant.data.progress import tell
+from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
+from fakequant.files import check_path, locked, writable_folder
+from fakequant.model.analysis.summary import html_result, parameter_bytes
+from fakequant.model.config import find_preset
+from fakequant.model.run.outputs import decibels
+from fakequant.model.training.fuse import fusions_of
+from fakequant.model.weights import evaluating
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.ptq.collector import remove_finished, run_of
+from fakequant.ptq.comparison import (
+    Compared,
+    Preparation,
+    Task,
+    Way,
+    has_static_inputs,
+    keep_row,
+    kept_rows,
+    quantizes_inputs,
+)
+from fakequant.ptq.mixes import check_budget
+from fakequant.ptq.next_step import ENGINES, find_engine, holders, places
+from fakequant.ptq.trial import CLEARLY, METHODS
+from fakequant.registry import import_waiting
+from fakequant.text import table
+
+EVERY = 2
+"""The second of every two batches judges. People give few batches: with fewer judges, chance would choose."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """How models of a search are made.
+
+    Args:
+        preparation: what `prepare` gets.
+        held: the numbers of the batches that judge; none if a single batch does both.
+        count: of all batches.
+        inputs, forward, mask: as for `calibrate`.
+    """
+
+    preparation: Preparation
+    held: Sequence[int]
+    count: int
+    inputs: Inputs | None = None
+    forward: Forward | None = None
+    mask: Mask | None = None
+
+    def of(self, way: Way) -> str:
+        """The code for one way; `model` and `batches` are as they were given, and both stay as they are.
+
+        >>> print(Code(Preparation(), [1, 3], 4).of(Way("INT4_GROUP32", "mse", "fast")))
+        import copy
+        import fakequant as fq
+        <BLANKLINE>
+        made = [batch for number, batch in enumerate(batches) if number % 2 != 1]  # the others judged
+        quantized = copy.deepcopy(model).eval()
+        fq.prepare(quantized, "int4_group32")
+        fq.calibrate(quantized, made, unseen="float")
+        fq.ptq.improve(quantized, made, "fast")
+        """
+        own, lines = self.preparation, ["import copy", "import fakequant as fq", "", self._made()]
+        lines.append("quantized = copy.deepcopy(model).eval()")
+        example, part = self._example(), "" if own.inputs is None else f", inputs={_shown(own.inputs, 'inputs')}"
+        if own.folds:
+            lines.append(f"fq.fuse_batch_norm(quantized, {example}{part})")
+        given = f", {example}{part}" if example else ""
+        target = f', target="{own.target}"' if own.target and has_static_inputs(way.preset) else ""
+        lines.append(f'fq.prepare(quantized, "{way.preset.lower()}"{given}{target})')
+        how = {"inputs": self.inputs, "forward": self.forward, "mask": self.mask}
+        rest = "".join(f", {name}={_shown(value, name)}" for name, value in how.items() if value is not None)
+        method = "" if way.method == DEFAULT_METHOD else f', "{way.method}"'
+        lines.append(f'fq.calibrate(quantized, made{method}{rest}, unseen="float")')
+        if way.steps:
+            lines.append(f'fq.ptq.improve(quantized, made, "{way.steps}"{rest})')
+        return "\n".join(lines)
+
+    def _made(self) -> str:
+        if not self.held:
+            return "made = [*batches]"
+        last = f" or number > {self.held[-1]}" if self.held[-1] + EVERY < self.count else ""
+        rule = f"number % {EVERY} != 1{last}"
+        return f"made = [batch for number, batch in enumerate(batches) if {rule}]  # the others judged"
+
+    def _example(self) -> str:
+        example = self.preparation.example
+        if example is None:
+            return ""
+        return f"made[0][:{len(example)}]" if self.inputs is None and isinstance(example, (tuple, list)) else "made[0]"
+
+
+def _shown(value: Any, name: str) -> str:
+    """A value in code; a function has the name of its argument."""
+    return repr(value) if isinstance(value, (int, str, slice)) else name
+
+
+SAME_SIZE = 1.15
+"""Up to this multiple of the bytes models count as of one size: weights of 4 bits take 4.0 to 4.5 with their scales."""
+_NO_HOPE = 25.0
+"""Decibels below the floor from which only presets are tried, except in the best size: the most that methods and
+`improve` gained in any model of the benchmarks is 18, a CNN with gates and weights of 4 bits."""
+_LITTLE = 3.0
+"""Decibels below the floor up to which `improve` by "best" is tried: it takes 7 times "fast" for at most 1.5 more."""
+_TWO = 2
+"""How many presets of a size are tried by more than the default."""
+TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
+"""In the order of their cost."""
+
+
+class SizeClass(NamedTuple):
+    """Presets of one kind that give models of one size.
+
+    Attributes:
+        bytes: of all parameters, of the smallest.
+        presets: their names.
+    """
+
+    bytes: int
+    presets: tuple[str, ...]
+
+
+def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> list[SizeClass]:
+    """Presets by size, the smallest first, and of one size by kind.
+
+    Args:
+        bytes_of: the bytes of all parameters, by preset.
+        kinds: the presets of each kind, the one first that engines run faster.
+
+    >>> [size.presets for size in sizes_of({"a": 100, "b": 112, "c": 200, "d": 201}, ["d", "abc"])]
+    [('a', 'b'), ('d',), ('c',)]
+    """
+    found: list[list[str]] = []
+    for name in sorted(bytes_of, key=bytes_of.__getitem__):
+        if not found or bytes_of[name] > SAME_SIZE * bytes_of[found[-1][0]]:
+            found.append([])
+        found[-1].append(name)
+    kinds = [*kinds]
+    parts = [tuple(name for name in names if name in kind) for names in found for kind in kinds]
+    return [SizeClass(bytes_of[part[0]], part) for part in parts if part]
+
+
+@dataclass
+class SearchOrder:
+    """The search for the smallest model that meets a floor.
+
+    Args:
+        sizes: the smallest first.
+        static: presets whose inputs get ranges by calibration.
+        floor: of the score, larger is better.
+        has_metric: whether the score is a metric of the user's, in which decibels mean nothing.
+
+    Attributes:
+        rows: what was measured, by way.
+        met: the number of the smallest size that meets the floor; that of all sizes if none does.
+    """
+
+    sizes: Sequence[SizeClass]
+    static: Sequence[str]
+    floor: float
+    has_metric: bool = False
+    rows: dict[Way, Compared] = field(default_factory=dict)
+    met: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.met = len(self.sizes)
+
+    def ways(self) -> Iterator[tuple[Way, str]]:
+        """What to try next, and what may follow; the caller puts each result into `rows` before it asks again.
+
+        All presets come first, from the smallest size up to the first that meets the floor. Then what costs more is
+        tried in the sizes below it, from the smallest one up.
+        """
+        for tier in range(len(TIERS)):
+            for number, size in enumerate(self.sizes[: self.met]):
+                tried = self._of(tier, size)
+                for place, way in enumerate(tried):
+                    yield way, self._follows(tier, number, len(tried) - place - 1)
+                if self.meets(self.best_of(size.presets)):
+                    self.met = number
+                    break
+
+    def score(self, row: Compared) -> float:
+        """The metric of a way, without one the signal over the error in dB; larger is better."""
+        if self.has_metric:
+            return -math.inf if row.metric is None else row.metric
+        return -math.inf if math.isnan(row.error) else decibels(row.error)
+
+    def meets(self, row: Compared | None) -> bool:
+        """Whether a way meets the floor."""
+        return row is not None and self.score(row) >= self.floor
+
+    def best_of(self, presets: Collection[str]) -> Compared | None:
+        """The best way of some presets: what costs more must be clearly better than what costs less."""
+        best: Compared | None = None
+        for row in self.rows.values():
+            if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):
+                best = row
+        return best
+
+    @property
+    def answer(self) -> Compared | None:
+        """The best way of the smallest size that meets the floor; the best of all if none does, None before any."""
+        if self.met < len(self.sizes):
+            return self.best_of(self.sizes[self.met].presets)
+        best = [row for size in self.sizes if (row := self.best_of(size.presets)) is not None]
+        return max(best, key=self.score, default=None)
+
+    def _is_better(self, row: Compared, best: Compared) -> bool:
+        if self.has_metric and self.score(row) != self.score(best):
+            return self.score(row) > self.score(best)
+        if self.score(best) == -math.inf:
+            return self.score(row) > -math.inf
+        costs_more = (row.steps, row.method != DEFAULT_METHOD) != (best.steps, best.method != DEFAULT_METHOD)
+        return row.error < (CLEARLY if costs_more else 1.0) * best.error
+
+    def _of(self, tier: int, size: SizeClass) -> list[Way]:
+        """The ways of a tier for a size; those of later tiers start from what is best so far."""
+        if tier == 0:
+            return [Way(preset) for preset in size.presets]
+        best = self.best_of(size.presets)
+        if best is None:
+            return []
+        if not self.has_metric and self.score(best) < self.floor - _NO_HOPE and best is not self.answer:
+            return []
+        if tier == 1:
+            static = [preset for preset in size.presets if preset in self.static]
+            return [Way(row.preset, method) for row in self._leading(static) for method in METHODS[1:]]
+        if tier == 2:
+            return [row.way._replace(steps="fast") for row in self._leading(size.presets)]
+        if not self.has_metric and self.score(best) < self.floor - _LITTLE:
+            return []
+        return [best.way._replace(steps="best")]
+
+    def _leading(self, presets: Sequence[str]) -> list[Compared]:
+        """The best way so far of each preset, the best presets first; of those that give the same model the first."""
+        best = [row for preset in presets if (row := self.best_of([preset])) is not None]
+        unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
+        return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
+
+    def _follows(self, tier: int, number: int, left: int) -> str:
+        """What may follow a way."""
+        sizes = len(self.sizes[: self.met]) - number - 1
+        parts = [f"{left} more of this size"] if left else []
+        parts += [f"{sizes} larger size{'s' * (sizes > 1)}"] if sizes else []
+        parts += TIERS[tier + 1 :]
+        return f"then at most: {', '.join(parts)}" if parts else "the last"
+
+
+_HEADER = ("", "preset", "method", "improve", "bits", "MB", "{}", "seconds")
+_NUMBERS = range(4, len(_HEADER))
+
+
+@dataclass(frozen=True)
+class TriedWay:
+    """One way that `advise` tried.
+
+    Attributes:
+        measured: its figures; `bits` count codes and scales of the quantized weights.
+        bytes: of all parameters, quantized or not.
+        score: the metric, without one the signal over the error of the output in dB; -inf where it failed.
+    """
+
+    measured: Compared
+    bytes: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The result of `advise`; prints as a table of at most 80 columns, the smallest model first.
+
+    Attributes:
+        rows: what was tried.
+        best: the answer: the best way of the smallest size that meets the floor, of all ways if none does.
+        meets: whether it meets the floor.
+        floor: of the score.
+        unit: of the score, "dB" without a metric.
+        reason: why it is the answer, in a sentence or two.
+        call: the code that makes the same model, with `model` and `batches` as they were given.
+        target: the engine, "" for none.
+        speed: of the answer in the target, or that it was not measured.
+        judged: the batches that judged, as text.
+        quantizers: the paths of the quantizers of the answer.
+        folds: whether batch normalisations were folded first.
+        float_bytes: of the model in float.
+        interrupted: whether an interrupt ended the search.
+        negated: whether scores are shown with the other sign, as the figures of which smaller is better.
+    """
+
+    rows: Sequence[TriedWay]
+    best: TriedWay
+    meets: bool
+    floor: float
+    unit: str
+    reason: str
+    call: str
+    target: str
+    speed: str
+    judged: str
+    quantizers: Sequence[str]
+    folds: bool
+    float_bytes: int
+    interrupted: bool = False
+    negated: bool = False
+
+    def __str__(self) -> str:
+        return table([self._header(), *self._cells()], ["", *self._below()], numbers=_NUMBERS, width=80)
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+    def _repr_html_(self) -> str:
+        rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
+        return html_result(list(self._header()), rows, self._below(), numbers=_NUMBERS)
+
+    def _header(self) -> list[str]:
+        return [name.format(self.unit) for name in _HEADER]
+
+    def _cells(self) -> list[list[str]]:
+        shown = sorted(self.rows, key=lambda row: (bool(row.measured.failed), row.bytes, -row.score))
+        cells = []
+        for row in shown:
+            own = row.measured
+            method = own.method if has_static_inputs(own.preset) else "-"
+            way = ["*" if row is self.best else "", own.preset, method, own.steps or "-"]
+            figures = [
+                f"{own.bits:.2f}",
+                f"{row.bytes / 1e6:.3g}",
+                number(-row.score if self.negated else row.score),
+                f"{own.seconds:.1f}",
+            ]
+            cells.append([*way, *(["failed"] if own.failed else figures)])
+        return cells
+
+    def _below(self) -> list[str]:
+        failed = dict.fromkeys(
+            f"{row.measured.preset}: {row.measured.failed}" for row in self.rows if row.measured.failed
+        )
+        stopped = ["Interrupted: what follows is of what was tried until then."] if self.interrupted else []
+        return [*failed, *stopped, self.reason, f"Judged {self.judged}.", self.speed]
+
+
+def number(score: float) -> str:
+    """A score in a table.
+
+    >>> number(23.456), number(0.98765), number(float("inf"))
+    ('23.5', '0.9877', 'inf')
+    """
+    return f"{score:.1f}" if 10 <= abs(score) < math.inf else f"{score:.4g}"
+
+
+def shown_way(way: Way) -> str:
+    """A way as text.
+
+    >>> shown_way(Way("INT8", "entropy", "fast"))
+    'INT8 by entropy with improve "fast"'
+    """
+    method = "" if way.method == DEFAULT_METHOD else f" by {way.method}"
+    return way.preset + method + (f' with improve "{way.steps}"' if way.steps else "")
+
+
+def told(row: Compared, score: float, metric: NamedMetric | None) -> str:
+    """A way with its score."""
+    return f"{shown_way(row.way)}, {_shown_score(score, metric)}"
+
+
+def _shown_score(score: float, metric: NamedMetric | None) -> str:
+    return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
+
+
+def judged_by(held: HeldOut) -> str:
+    """On which batches models were measured."""
+    if held.count == 1:
+        return "on the one batch there is, which also made them"
+    count, made = len(held.held), held.count - len(held.held)
+    batches = "batch" if count == 1 else "batches"
+    return f"on {count} {batches} held back; {made} {'batch' if made == 1 else 'batches'} made the models"
+
+
+def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) -> str:
+    """Why the answer is the answer."""
+    best = ladder.answer
+    assert best is not None, "an answer is there after the first result"
+    shown = partial(_shown_score, metric=metric)
+    name, score, floor = shown_way(best.way), ladder.score(best), shown(ladder.floor)
+    if ladder.meets(best):
+        alike = ladder.sizes[ladder.met].presets
+        smaller = [one for one in alike[: alike.index(best.preset)] if ladder.meets(ladder.best_of([one]))]
+        found = f"{name} is the smallest that meets the floor of {floor}: it has {shown(score)}."
+        if smaller:
+            found = f"{name} meets the floor of {floor}: it has {shown(score)}, the best of the sizes within "
+            found += f"{SAME_SIZE - 1:.0%} of the smallest, {smaller[0]}."
+        below = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
+        if below is not None:
+            other = told(below, ladder.score(below), metric)
+            found += f" What is smaller, or faster, is worse: {other} at best."
+    else:
+        found = f"None meets the floor of {floor}: {name} is nearest with {shown(score)}, and misses it by "
+        found += f"{number(ladder.floor - score)}."
+    if target is None and not quantizes_inputs(best.preset):
+        found += " Inputs stay in float: without target=, an engine that gains by quantizing them is not known."
+    return found
+
+
+def speed(target: str | None) -> str:
+    """What is known of the speed of a target."""
+    if target is None:
+        return "Speed: not measured, for no target was given."
+    engine = ENGINES[target]
+    page = f"; docs/engines/{engine.page}.md says more" if engine.page else ""
+    return f"Speed in {target}: not measured{page}. {engine.known}".rstrip()
+
+
+FLOOR = 20.0
+"""The signal over the error of the output in dB that is enough by default: an error of 1 % of the output's energy."""
+_MAY_LOSE = 0.01
+"""The share of the float model's metric that may be lost by default."""
+_ROWS = "rows.jsonl"
+
+
+@accepts_wrapped_model
+def advise(  # noqa: PLR0913  all but the first two by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    target: str | None = None,
+    floor: float | None = None,
+    metric: Metric | None = None,
+    presets: Sequence[str] | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    work: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Advice:
+    """Find the smallest quantized form of a model that is good enough, by trying presets, methods and `improve`.
+
+    Every second batch, up to eight of them, is held back and judges; the others make the models. All presets are
+    tried first, from the smallest models up, until one meets the floor. In the sizes below it follows what costs more:
+    the methods of calibration, `improve` by "fast", and by "best". Models of one size differ by at most 15 % of their
+    bytes: among them the one with the least error is taken. What the files of the target cannot hold, as `deliver` and
+    `export_onnx` would say, is not tried. Ctrl-C ends the search, and what was found until then is
+    returned.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: as for `calibrate`; they are kept as a list.
+        target: the engine that will run it, which decides what is tried: "onnxruntime", "openvino", "tensorrt", "qnn",
+            "xnnpack", "vllm", "sglang", "llama.cpp", "transformers" or "torchao". None tries weights alone.
+        floor: what is good enough, of the metric; without one, of the signal over the error of the output in dB. By
+            default 99 % of the float model's metric, or 20 dB, an error of 1 % of the output's energy.
+        metric: called as metric(model), larger is better. It should use none of the batches.
+        presets: names of presets to try, in place of the target's.
+        inputs, forward, mask: as for `calibrate`.
+        work: a folder that keeps what was measured: the same call goes on from there, to the same answer.
+        progress: whether to say before each trial what may follow; by default on a terminal and in a notebook.
+
+    Raises:
+        ConfigError: an unknown target or preset, a prepared model, a floor or a metric of the float model that is no
+            number, no preset that the model can have, a folder of another search, or `forward` with a target that
+            places quantizers, which needs an example.
+        CalibrationError: no batches, or the float model fails on one or gives NaN.
+        OutputError: the folder cannot be written, or another process works in it.
+        KeyboardInterrupt: before the first result.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> advice = advise(model, [torch.randn(16, 32) for _ in range(4)], floor=30)
+    >>> advice.best.measured.preset, advice.meets
+    ('INT8_WEIGHT_ONLY', True)
+    >>> advice.reason.split(":")[0]
+    'INT8_WEIGHT_ONLY is the smallest that meets the floor of 30.0 dB'
+    """
+    check_float_model(model, "advise", "advise(model, batches)", "try presets on")
+    check_metric(metric, "advise")
+    check_budget("floor", floor, any_number=True)
+    kinds = find_engine(target).kinds if presets is None else _kinds_of(presets)
+    if work is not None:
+        check_path(work, "advise(model, batches, work='search')")
+    folder = None if work is None else writable_folder(work)
+    given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask).kept()
+    held = HeldOut(given.numbered, EVERY)
+    made = given.part([*held])
+    preparation = _preparation(model, made, inputs, forward, target)
+    scorer = None if metric is None else named(metric)
+    task = Task(model, made, given.part(held.held), scorer, preparation, mask, times=False)
+    exact = _float_score(task)
+    enough = float(floor) if floor is not None else FLOOR if exact is None else exact - _MAY_LOSE * abs(exact)
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
+        search = _WaySearch(task, kinds, enough, progress, scorer, find_engine(target).files)
+        if folder is not None:
+            stack.enter_context(locked(folder, wait=False))
+            measure = function_digest(metric), exact
+            search.keep_in(folder, digest([run_of(model, given), measure, str(target), preparation.folds]))
+        interrupted = search.run()
+        code = Code(preparation, [*held.held] if len(given) > 1 else [], len(given), inputs, forward, mask)
+        return search.advice(code, target, judged_by(held), interrupted)
+
+
+def _kinds_of(presets: Sequence[str]) -> list[list[str]]:
+    """Presets of the user's, in two kinds: with inputs of few bits, and without."""
+    if isinstance(presets, str) or not isinstance(presets, Sequence) or not presets:
+        raise ConfigError(f"presets takes a list of names, got {shown(presets)}; write presets=['int8', 'fp8']")
+    names = list(dict.fromkeys(find_preset(name).name for name in presets))
+    return [[name for name in names if quantizes_inputs(name) is has_inputs] for has_inputs in (True, False)]
+
+
+def _preparation(
+    model: nn.Module, made: KeptBatches, inputs: Inputs | None, forward: Forward | None, target: str | None
+) -> Preparation:
+    """What `prepare` gets for a target, with the first batch as the example."""
+    if forward is not None:
+        if places(target):
+            raise ConfigError(
+                f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
+                "called with a batch; give inputs= in its place"
+            )
+        return Preparation()
+    first = next(iter(made))
+    example = example_in(model, first) if inputs is None else first
+    if not places(target):
+        return Preparation(example, inputs)
+    with evaluating(model):
+        folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
+    return Preparation(example, inputs, target, folds)
+
+
+def _float_score(task: Task) -> float | None:
+    """The metric of the float model; None without one."""
+    found = task.score(task.model)
+    if found is not None and not math.isfinite(found):
+        raise ConfigError(f"metric(model) gives {found} for the float model; it must be a finite number")
+    return found
+
+
+class _WaySearch:
+    """The trials of `advise`, and what they found.
+
+    Args:
+        task: makes and measures models.
+        kinds: the names of presets, see `EngineFormats`.
+        floor: of the score.
+        progress: whether to say before each trial what may follow.
+        metric: of the task, with its name.
+        files: what the target reads, see `EngineFormats`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        kinds: Sequence[Sequence[str]],
+        floor: float,
+        progress: bool | None,
+        metric: NamedMetric | None,
+        files: str = "",
+    ) -> None:
+        self.task, self._progress, self._metric = task, progress, metric
+        self._folder: Path | None = None
+        self._known: Mapping[Way, Compared] = {}
+        self.bytes: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+        """By preset, why the model cannot have it."""
+        presets = [name for kind in kinds for name in kind]
+        import_waiting()  # files say what they can hold
+        for name in presets:
+            try:
+                twin = task.prepared(name)
+                for check in holders:
+                    check(files, twin)
+                self.bytes[name] = parameter_bytes(twin)[1]
+            except (FakeQuantError, RuntimeError) as error:  # torch's own are RuntimeErrors, as of memory
+                details = str(error).strip().splitlines()[1:2]  # of an error that lists parts, the first
+                self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])
+        if not self.bytes:
+            name, why = next(iter(self.refused.items()))
+            raise ConfigError(f"the model can have none of {', '.join(presets)}; {name}: {why}")
+        static = [name for name in self.bytes if has_static_inputs(name)]
+        self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, task.metric is not None)
+
+    def keep_in(self, folder: Path, fingerprint: str) -> None:
+        """Keep what is measured in a folder, and take from it what an earlier run measured."""
+        self._folder, self._known = folder, kept_rows(folder / _ROWS, fingerprint)
+
+    def run(self) -> bool:
+        """Try what the ladder asks for; returns whether an interrupt ended it.
+
+        Raises:
+            KeyboardInterrupt: before the first result.
+            ConfigError: every way failed.
+        """
+        rows = self.ladder.rows
+        try:
+            for way, follows in self.ladder.ways():
+                if (row := self._known.get(way)) is None:
+                    best = self.ladder.answer
+                    so_far = (
+                        "" if best is None else f"; best so far: {told(best, self.ladder.score(best), self._metric)}"
+                    )
+                    tell(f"trying {shown_way(way)}{so_far}; {follows}", self._progress)
+                    row = self._measured(way)
+                rows[way] = row
+        except KeyboardInterrupt:
+            if self.ladder.answer is None:
+                raise
+            return True
+        if self.ladder.answer is None:
+            way, row = next(iter(rows.items()))
+            raise ConfigError(f"nothing could be measured; {shown_way(way)}: {row.failed}")
+        return False
+
+    def _measured(self, way: Way) -> Compared:
+        own = None if self._folder is None or not way.steps else self._folder / f"improve-{'-'.join(way)}"
+        try:
+            row = self.task.measured(way, **({} if own is None else {"checkpoint": own}))
+        except Exception as error:  # a user's metric, and torch, may raise anything
+            row = Compared(*way, failed=first_line(error))
+        if self._folder is not None:
+            keep_row(self._folder / _ROWS, row)
+            if own is not None:
+                remove_finished(own)
+        return row
+
+    def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:
+        """The answer, with the code that makes it and its reason."""
+        ladder, float_bytes = self.ladder, sum(p.numel() * p.element_size() for p in self.task.model.parameters())
+        rows = {way: TriedWay(row, self.bytes[way.preset], ladder.score(row)) for way, row in ladder.rows.items()}
+        best = ladder.answer
+        assert best is not None, "an answer is there after the first result"
+        failed = [TriedWay(Compared(*Way(name), failed=why), 0, -math.inf) for name, why in self.refused.items()]
+        return Advice(
+            [*rows.values(), *failed],
+            rows[best.way],
+            ladder.meets(best),
+            ladder.floor,
+            "dB" if self._metric is None else self._metric.name,
+            reason(ladder, self._metric, target),
+            code.of(best.way),
+            target or "",
+            speed(target),
+            judged,
+            [*quantizers(self.task.prepared(best.preset))],
+            self.task.preparation.folds,
+            float_bytes,
+            interrupted,
+            self._metric is not None and self._metric.negated,
+        )

@@ -1,1 +1,0 @@
-"""Advice that was tried before it is given."""

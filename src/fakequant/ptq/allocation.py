@@ -1,0 +1,513 @@
+"""A format for each layer under a budget: what each choice costs in the output, and the best mix for every size."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.arguments import Metric, check_float_model, check_metric, measured, named
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.progress import track
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.config import Config, Rule
+from fakequant.model.prepare import prepare
+from fakequant.model.presets import find_preset
+from fakequant.model.run.outputs import Distance, OutputDistance, Place, float_tensors, named_tensors, record
+from fakequant.model.run.recorded import Recording, read_together, weight_readers
+from fakequant.model.sizes import spec_bits
+from fakequant.model.weights import evaluating, modes, score_of
+from fakequant.nn.products import MatrixProduct, WindowProduct
+from fakequant.nn.quantized.forms import product_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import Mode
+from fakequant.ops import library
+from fakequant.ptq.mixes import Allocation, Score, Scores, check_budget
+from fakequant.ptq.stream import LayerCall
+from fakequant.restore import attributes_of, restore_after
+from fakequant.text import module_name
+
+_PROBES = 16
+"""Random directions of the output, for each batch."""
+
+
+def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) -> Metric:
+    """The mean Kullback-Leibler divergence from the model's logits to those of another model.
+
+    Args:
+        model: in float, in eval mode; its first floating output holds logits.
+        batches: those to compare on.
+        axis: of the classes; None for the last one of up to three.
+
+    Raises:
+        ConfigError: there are no logits, or they have more axes than three and the axis is not given.
+    """
+    with torch.no_grad(), batches.one_pass(model):
+        wanted = [_logits(batches.run(model, batch), axis) for batch in batches]
+
+    def loss(other: nn.Module) -> float:
+        with batches.one_pass(other):
+            found = [_logits(batches.run(other, batch), axis) for batch in batches]
+        pairs = zip(found, wanted, strict=True)
+        total = sum(float(nn.functional.kl_div(own, one, log_target=True, reduction="sum")) for own, one in pairs)
+        return total / max(sum(one.numel() // max(one.shape[-1 if axis is None else axis], 1) for one in wanted), 1)
+
+    return loss
+
+
+def _logits(outputs: Any, axis: int | None) -> Tensor:
+    found = float_tensors(outputs)
+    if not found or not found[0].dim():
+        raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; give a function as measure=')
+    if axis is None and found[0].dim() > 3:
+        raise ConfigError(
+            f'measure="kl" of logits {list(found[0].shape)}: which axis has the classes? Give measure=("kl", 1) for '
+            'maps [N, classes, H, W], or ("kl", -1)'
+        )
+    return found[0].double().log_softmax(-1 if axis is None else axis)
+
+
+@torch.no_grad()
+def losses_alone(
+    model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
+) -> dict[tuple[str, str], Tensor]:
+    """What quantizing one layer alone adds to a loss, by layer and choice, as errors in directions of their own.
+
+    A layer that lowers the loss counts as 0.
+
+    Args:
+        model: in float.
+        quantized: calibrated copies by choice.
+        layers: names of those to try.
+        loss: called as loss(model), smaller is better.
+        progress: whether to show a progress bar.
+    """
+    with evaluating(model):
+        before = measured(loss, model)
+    found: dict[tuple[str, str], Tensor] = {}
+    tried = [(place, layer, name) for place, layer in enumerate(layers) for name in quantized]
+    for place, layer, name in track(tried, "scoring layers", len(tried), progress):
+        twin, prefix = quantized[name], f"{layer}." if layer else ""
+        with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
+            added = measured(loss, twin) - before
+        if math.isnan(added):
+            raise ConfigError(f"the loss with {module_name(layer)} alone in {name} is NaN")
+        found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
+        found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
+    return found
+
+
+@torch.no_grad()
+def arriving_errors(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    quantized: Mapping[str, nn.Module],
+    batches: KeptBatches,
+) -> dict[tuple[str, str], Tensor]:
+    """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
+
+    Several outputs give the mean of their shares.
+
+    Raises:
+        CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
+        ConfigError: no output depends on a layer by a gradient, or all are 0.
+    """
+    parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
+    energies = {place: energy for place, energy in _energies(model, batches).items() if energy}
+    if not energies:
+        raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
+    least = min(energies.values())
+    weights = {place: (least / energy) ** 0.5 for place, energy in energies.items()}  # at most 1, for half precision
+    # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
+    with batches.one_pass(model), restore_after(attributes_of(model.parameters(), "requires_grad")):
+        model.requires_grad_(requires_grad=False)
+        for number, batch in enumerate(batches.tracked("scoring layers")):
+            _add_errors(layers, quantized, lambda b=batch: batches.run(model, b), parts, (number, weights))
+            if not all(bool(values[-1].isfinite().all()) for values in parts.values()):
+                raise _nan(number)
+    # The mean of squares over all samples and directions times their number for one direction is the error's energy.
+    share = 1 / (_PROBES * least * len(energies))
+    return {key: torch.cat(values) * (len(torch.cat(values)) * share) ** 0.5 for key, values in parts.items()}
+
+
+def _energies(model: nn.Module, batches: KeptBatches) -> dict[Place, float]:
+    """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
+    found = Distance()
+    with torch.no_grad(), batches.one_pass(model):
+        for number, batch in enumerate(batches):
+            outputs = named_tensors(batches.run(model, batch))
+            if any(bool(y.isnan().any()) for y in outputs.values()):
+                raise _nan(number)
+            found.add(outputs, outputs)
+    return found.energies
+
+
+def _nan(number: int) -> CalibrationError:
+    return CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
+
+
+def _add_errors(
+    layers: Mapping[str, Any],
+    quantized: Mapping[str, nn.Module],
+    call: Callable[[], Any],
+    parts: dict[tuple[str, str], list[Tensor]],
+    drawn: tuple[int, Mapping[Place, float]],
+) -> None:
+    """Add the errors of one batch that arrive in random directions of its outputs.
+
+    Args:
+        drawn: the seed of the directions, and the factor of those of each output.
+    """
+    seed, weights = drawn
+    calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
+
+    def see(name: str, x: Tensor, y: Tensor) -> Tensor:
+        errors = {(name, choice): _error(twin.get_submodule(name), x.detach()) for choice, twin in quantized.items()}
+        y = y if y.requires_grad else y.detach().requires_grad_()  # the gradients begin at the first layers
+        calls.append((errors, y))
+        return y.clone()  # which the model may write into
+
+    with _outputs_replaced(layers, see), torch.inference_mode(mode=False), torch.enable_grad():
+        found = {place: y for place, y in named_tensors(call()).items() if y.requires_grad and place in weights}
+        result, scales = [*found.values()], [weights[place] for place in found]
+        if not result:
+            raise ConfigError("no output of the model has a gradient for its layers; give measure=")
+        examples = max(len(result[0]), 1) if result[0].dim() else 1  # a detector may find nothing
+        random = torch.Generator().manual_seed(seed)
+        for _ in range(_PROBES):
+            signs = [
+                (torch.randint(0, 2, y.shape, generator=random).to(y.device, y.dtype) * 2 - 1) * scale
+                for y, scale in zip(result, scales, strict=True)
+            ]
+            outputs = [y for _, y in calls]
+            gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
+            sums = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+            for (errors, _), gradient in zip(calls, gradients, strict=True):
+                for key, error in errors.items() if gradient is not None else ():
+                    sums[key] += _by_example((gradient * error).double(), examples)
+            for key, values in sums.items():
+                parts[key].append(values)
+
+
+@contextmanager
+def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Replace what layers give by see(name, input, output)."""
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, args, kwargs, y, name=name: see(name, LayerCall(args, kwargs).first, y), with_kwargs=True
+        )
+        for name, layer in layers.items()
+    ]
+    with restore_after(lambda: [hook.remove() for hook in hooks]):
+        yield
+
+
+def _by_example(values: Tensor, examples: int) -> Tensor:
+    """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
+    if not values.numel():
+        return torch.zeros(examples, dtype=torch.float64)
+    if values.dim() and len(values) == examples:
+        return values.reshape(examples, -1).sum(1).cpu()
+    return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
+
+
+@torch.no_grad()
+def _error(layer: nn.Module, x: Tensor) -> Tensor:
+    """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
+    if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
+        return torch.zeros(())
+    (product,) = layer.products()
+    assert isinstance(product, MatrixProduct)
+    weight, quantizer = product.tensor, product.quantizer
+    rounded = library.fake_quantize(weight, quantizer.qparams(weight), quantizer.spec)
+    return product.product(rounded, layer.quantized_input(x)) - product.product(weight, x)
+
+
+def scores(
+    model: nn.Module,
+    batches: Iterable[Any],
+    choices: Sequence[str] | str = ("INT8", "INT4_GROUP32"),
+    *,
+    measure: Metric | str | tuple[str, int] | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    progress: bool | None = None,
+) -> Scores:
+    """Measure what every choice costs every layer, each alone, in the output of the model.
+
+    The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
+    model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator), as a
+    share of the output's energy; of several outputs it is the mean share.
+    With `measure` the model runs with each layer and choice alone instead, and the losses of a mix add up.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: what a data loader gives; a few are enough.
+        choices: names of presets.
+        measure: "kl", the divergence from the float model's logits [..., classes]; ("kl", 1) where axis 1 has the
+            classes, as in maps [N, classes, H, W]; or called as measure(model), smaller is better, such as 1 less an
+            accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
+        inputs, forward, progress: as for `calibrate`.
+
+    Raises:
+        ConfigError: an unknown preset or measure, no preset, or a model without linear layers and convolutions.
+        CalibrationError: no batches, or an output with NaN (numbers the batch).
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> found = scores(model, [torch.randn(16, 32)], ["INT8_WEIGHT_ONLY", "INT4_GROUP32"])
+    >>> found.allocate(bits=6).choices
+    {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
+    """
+    check_float_model(model, "scores", "scores(model, batches)", "score the layers of")
+    given = Batches(batches, "scores", inputs=inputs, forward=forward, progress=progress).kept()
+    choices = [choices] if isinstance(choices, str) else [*choices]
+    if not choices:
+        raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
+    if not layers:
+        raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
+    quantized = {name: quantized_copy(model, find_preset(name), given) for name in choices}
+    with evaluating(model):
+        ran = record(model, lambda: given.run_first(model))
+        siblings = read_together(ran, layers)
+        reached = [layer for layer in layers if layer in siblings]
+        if measure is None:
+            arriving = arriving_errors(model, layers, quantized, given)
+        else:
+            name, axis = measure if isinstance(measure, tuple) and len(measure) == 2 else (measure, None)
+            chosen = divergence(model, given, axis) if name == "kl" else measure
+            if not callable(chosen):
+                raise ConfigError(f'expected measure="kl", ("kl", axis) or a function of the model, got {measure!r}')
+            arriving = losses_alone(model, quantized, reached, chosen, progress)
+    products = {layer: ran.multiplications[layer] for layer in layers}
+    weights, found = _weights(layers, reached), dict[str, dict[str, Score]]()
+    for layer in reached:
+        twins = {name: twin.get_submodule(layer) for name, twin in quantized.items()}
+        found[layer] = {
+            name: _score(own, float(arriving[layer, name].square().mean()), products[layer], weights[layer])
+            for name, own in twins.items()
+            if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None
+        }
+    return Scores(
+        found,
+        weights,
+        _ties(layers, siblings),
+        arriving,
+        products,
+        _left(model, reached, ran),
+        _bytes_in_float(model, [layers[layer] for layer in reached]),
+        frozenset(layer for layer in reached if _parameter(layers[layer]) is None),
+    )
+
+
+def _parameter(layer: nn.Module) -> nn.Parameter | None:
+    """The weight of a layer; None where it is computed."""
+    return layer._parameters.get("weight")
+
+
+def _weights(layers: Mapping[str, Any], reached: Sequence[str]) -> dict[str, int]:
+    """How many weights each layer has; 0 where an earlier one holds the same parameter."""
+    found, seen = dict[str, int](), set[nn.Parameter]()
+    for name in reached:
+        parameter = _parameter(layers[name])
+        found[name] = 0 if parameter in seen else layers[name].weight.numel()
+        seen |= set() if parameter is None else {parameter}
+    return found
+
+
+def _ties(layers: Mapping[str, Any], siblings: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """The groups of layers that get one choice: they read the same tensor, or hold the same parameter."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name in siblings:
+        if (parameter := _parameter(layers[name])) is not None:
+            holders.setdefault(parameter, []).append(name)
+    found = {name: [name] for name in siblings}
+    for group in (*siblings.values(), *holders.values()):
+        joined = list(dict.fromkeys(other for name in group for other in found[name]))
+        found |= dict.fromkeys(joined, joined)
+    return [list(group) for group in dict.fromkeys(map(tuple, found.values()))]
+
+
+def _bytes_in_float(model: nn.Module, scored: Sequence[nn.Module]) -> dict[str, int]:
+    """The bytes of all other parameters than the weights of layers with scores, by the module that holds them."""
+    found, seen = dict[str, int](), {_parameter(layer) for layer in scored}
+    for path, module in model.named_modules():
+        own = set(module.parameters(recurse=False)) - seen
+        seen |= own
+        if own:
+            found[path] = sum(p.numel() * p.element_size() for p in own)
+    return found
+
+
+def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
+    """Why layers with weights of two axes or more have no scores.
+
+    Args:
+        recording: of the first batch.
+    """
+    matrices = {
+        name: module
+        for name, module in model.named_modules()
+        if any(p is not None and p.dim() > 1 for p in module._parameters.values()) and name not in reached
+    }
+    uncalled = [module for module in matrices.values() if _is_scored(module)]
+    readers = weight_readers(model, recording, uncalled)
+
+    def why(module: nn.Module) -> str:
+        if module in readers:
+            return f"{module_name(readers[module])} uses its weight in float"
+        return "the first batch does not reach it" if _is_scored(module) else f"a {type(module).__name__} has no score"
+
+    return {name: why(module) for name, module in matrices.items()}
+
+
+def _score(layer: Any, loss: float, products: int, weights: int) -> Score:
+    """The score of a quantized layer.
+
+    Args:
+        layer: quantized.
+        loss: of the model's output.
+        products: how many multiply-accumulates it has for the first batch.
+        weights: how many weights it has; 0 where an earlier layer holds them.
+    """
+    weight, x = layer.weight_quantizer.spec, layer.input_quantizer
+    bits = spec_bits(weight, tuple(layer.weight.shape))
+    each = weight.format.bits * (32 if x is None else x.spec.format.bits)
+    return Score(loss, bits.codes + bits.scales if weights else 0, products * each)
+
+
+def quantized_copy(model: nn.Module, config: Config, batches: KeptBatches) -> nn.Module:
+    """A quantized copy of a model, calibrated and in eval mode; what has no scores stays in float."""
+    twin = prepare(copy.deepcopy(model), config.with_rule(*_left_in_float(model)))
+    calibrate(twin, batches, forward=batches.run, progress=False, unseen="float")
+    return twin.eval()
+
+
+def _is_scored(module: nn.Module) -> bool:
+    return product_class(module) in (MatrixProduct, WindowProduct)
+
+
+def _left_in_float(model: nn.Module) -> list[Rule]:
+    """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
+    kinds = {type(module).__name__ for module in model.modules() if not _is_scored(module)}
+    return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
+
+
+def verify(
+    model: nn.Module,
+    batches: Iterable[Any],
+    allocations: Iterable[Allocation],
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> list[Allocation]:
+    """The allocations with the measured error of the output of a model with their choices.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate and to measure on.
+        allocations: such as points of `Scores.curve`.
+        inputs, forward: as for `calibrate`.
+    """
+    given, found = Batches(batches, "verify", inputs=inputs, forward=forward).kept(), []
+    outputs = OutputDistance(model, given)
+    outputs.check()
+    for allocation in allocations:
+        twin = quantized_copy(model, allocation.config(), given)
+        found.append(replace(allocation, measured=outputs.of(twin).mean))
+    return found
+
+
+def search(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    choices: Sequence[str] | str = ("INT8_WEIGHT_ONLY", "INT4_GROUP32"),
+    *,
+    bits: float | None = None,
+    size: float | None = None,
+    loss: float | None = None,
+    metric: Metric | None = None,
+    floor: float | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> Allocation:
+    """Choose a preset for each layer under one budget: the mix with the least error of the model's output.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate and measure on; a few are enough.
+        choices: names of presets.
+        bits: the largest number of bits per weight of the layers that get a preset, with scales; what stays in float
+            does not count.
+        size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
+            float.
+        loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
+        metric: called as metric(model), larger is better; only with `floor`.
+        floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
+        inputs, forward: as for `calibrate`.
+
+    Returns:
+        The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
+
+    Raises:
+        ConfigError: not exactly one budget, one that is no number, a floor without a metric, or nothing fits
+            (names the nearest).
+        CalibrationError: no batches, or the model fails on one (names it, and the layer).
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> mix = search(model, [torch.randn(16, 32)], bits=6)
+    >>> mix.choices
+    {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
+    """
+    check_float_model(model, "search", "search(model, batches, bits=5)", "search a mix of presets for")
+    check_metric(metric, "search")
+    if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
+        raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
+    if (metric is None) != (floor is None):
+        raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
+    for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
+        check_budget(name, value, any_number=name == "floor")
+    given = Batches(batches, "search", inputs=inputs, forward=forward).kept()
+    found = scores(model, given, choices, forward=given.run)
+    if metric is None or floor is None:
+        mix = found.allocate(bits=bits, size=size, loss=loss)
+    else:
+        mix = _smallest(model, given, found.curve(), metric, floor)
+    return replace(verify(model, given, [mix], forward=given.run)[0], metric=mix.metric)
+
+
+def _smallest(
+    model: nn.Module, batches: KeptBatches, curve: list[Allocation], metric: Metric, floor: float
+) -> Allocation:
+    """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
+
+    def score(mix: Allocation) -> float:
+        return score_of(metric, quantized_copy(model, mix.config(), batches))
+
+    best = replace(curve[-1], metric=score(curve[-1]))
+    if best.metric is None or not best.metric >= floor:
+        asked, found = (named(metric).shown(value) for value in (floor, best.metric or 0.0))
+        raise ConfigError(
+            f"no mix of these choices keeps {asked:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
+            f"gives {found:.6g}; give other choices or another floor"
+        )
+    low, high = 0, len(curve) - 1
+    while low < high:
+        middle = (low + high) // 2
+        value = score(curve[middle])
+        if value >= floor:
+            high, best = middle, replace(curve[middle], metric=value)
+        else:
+            low = middle + 1
+    return best

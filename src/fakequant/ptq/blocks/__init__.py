@@ -1,1 +1,0 @@
-"""`reconstruct`: weights of a block that learn its output."""

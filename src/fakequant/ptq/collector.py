@@ -1,0 +1,675 @@
+"""What the layers of a model get at their stages, and what is chosen by it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fakequant.data.again import unchanged
+from fakequant.data.batches import KeptBatches, input_named
+from fakequant.data.digest import NoDigestError, digest
+from fakequant.distributed import Ranks
+from fakequant.errors import CheckpointError, ConfigError
+from fakequant.files import read_whole, remove_abandoned, writable_folder, write_whole
+from fakequant.model.run.outputs import named_tensors
+from fakequant.model.state.plan import value_of
+from fakequant.model.weights import disabled, evaluating
+from fakequant.nn.by_value import call_again
+from fakequant.nn.products import MatrixProduct
+from fakequant.nn.quantizer import Mode
+from fakequant.nn.transforms import InputTransform, make_transform
+from fakequant.numerics.qparams import QParams
+from fakequant.ptq.results import LayerResult
+from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
+from fakequant.ptq.solvers.problem import structured_zeros
+from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, stacked
+from fakequant.ptq.solvers.transforms import (
+    ROWS_PER_CHANNEL,
+    WIDEST_HALVED,
+    Parts,
+    parts_of,
+    put,
+    searched_input,
+    set_params,
+    take_transform,
+    transform,
+)
+from fakequant.ptq.stream import CallOrder, LayerCall, Stage
+from fakequant.version import __version__
+
+_SUFFIX = ".layer"
+_DAMAGE = (AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, ConfigError, pickle.PickleError)
+"""Errors that a file of another content raises, even if its digest is right."""
+_DIGEST = hashlib.sha256().digest_size
+
+
+class InputChoice(NamedTuple):
+    """What was chosen for the input of layers that get one tensor.
+
+    Attributes:
+        transform: None where none was chosen.
+        params: of the quantizer; None where they stay.
+        left: by step, the share of the error of the layers' outputs that is left after it.
+    """
+
+    transform: InputTransform | None
+    params: QParams | None
+    left: dict[str, float]
+
+    def values(self) -> dict[str, Any]:
+        """What it is made of, on the CPU."""
+        transform, cpu = self.transform, torch.device("cpu")
+        state = {} if transform is None else {name: value.to(cpu) for name, value in transform.state_dict().items()}
+        return {
+            "transform": transform and (transform.kind, transform.options(), state),
+            "input": self.params and _on(self.params[:2], cpu)[:2],
+            "left": self.left,
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], product: MatrixProduct) -> InputChoice:
+        """The choice with these values, on the device of a weight."""
+        transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
+        if values["transform"] is not None:
+            kind, options, state = values["transform"]
+            transform = make_transform(kind, product.layer, **options)
+            transform.load_state_dict(state)
+        return cls(transform, None if params is None else _on(params, product.tensor.device), left)
+
+
+class ChosenLayersFolder:
+    """The chosen layers of a run, one file for each; files are written whole or not at all.
+
+    Args:
+        folder: None keeps nothing.
+        run: what the run depends on, by name, as texts. A folder that holds another run is refused.
+
+    Raises:
+        CheckpointError: the folder holds another run, or a damaged file.
+        OutputError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
+        self._folder = None if folder is None else writable_folder(folder)
+        self._run = dict(run)
+        if self._folder is not None:
+            for path in sorted(self._folder.glob(f"*{_SUFFIX}"))[:1]:
+                self._read(path)
+
+    def get(self, number: int, name: str, product: MatrixProduct) -> tuple[InputChoice, Choice] | None:
+        """What was chosen for a layer as the number-th one, or None.
+
+        Raises:
+            CheckpointError: the file is damaged, or holds another layer.
+        """
+        if self._folder is None or not (path := self._path(self._folder, number)).exists():
+            return None
+        found = self._read(path)
+        if (held := found.get("name")) != name:
+            raise CheckpointError(f"{path} holds the layer {held!s:.80}, and {name} is next; give another folder")
+        try:
+            device, values, bias = product.tensor.device, found["values"], found["bias"]
+            if values.shape != product.tensor.shape or not values.is_floating_point():
+                raise ValueError(f"values of shape {list(values.shape)} for a weight of {list(product.tensor.shape)}")
+            own, place = product.bias
+            if bias is not None and (own is None or bias.shape != own[place].shape):
+                raise ValueError("the change of a bias has another shape")
+            chosen = Choice(
+                _on(found["params"], device),
+                values.to(device),
+                None if bias is None else bias.to(device),
+                value_of(found["result"], "result", LayerResult),
+            )
+            return InputChoice.of(found, product), chosen
+        except _DAMAGE as error:
+            raise CheckpointError(f"{path} is damaged: {error}; remove it, and its layer is chosen again") from error
+
+    def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
+        """Keep what was chosen for a layer."""
+        if self._folder is None:
+            return
+        values = {
+            "run": self._run,
+            "name": name,
+            **own.values(),
+            "params": choice.params[:2],
+            "values": choice.values,
+            "bias": choice.bias,
+            "result": asdict(choice.result),
+        }
+        buffer = io.BytesIO()
+        torch.save(values, buffer)
+        data = buffer.getvalue()
+        write_whole(self._path(self._folder, number), hashlib.sha256(data).digest() + data)
+
+    @staticmethod
+    def _path(folder: Path, number: int) -> Path:
+        return folder / f"{number:05}{_SUFFIX}"
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            data = read_whole(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; give another folder") from error
+        if not _is_whole(data):
+            raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
+        try:
+            found = torch.load(io.BytesIO(data[_DIGEST:]), map_location="cpu", weights_only=True)
+            held = {**found["run"]}
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{path} holds no chosen layer ({type(error).__name__}); give another folder"
+            ) from error
+        if other := [what for what in self._run if held.get(what) != self._run[what]]:
+            other = [what for what in other if what != _OUTPUT] or other  # it follows from the others
+            raise CheckpointError(
+                f"{path.parent} holds a run of improve with {_listed(other)}; continue with what it had, or give "
+                "another folder"
+            )
+        return found
+
+
+def remove_finished(folder: Path) -> None:
+    """Remove the layers that a run of `improve` keeps in a folder, and the folder if nothing else is in it."""
+    with suppress(OSError):
+        remove_abandoned(folder)
+        for path in folder.glob(f"*{_SUFFIX}"):
+            if path.is_file() and _is_whole(path.read_bytes()):
+                path.unlink()
+        folder.rmdir()
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether the content of a file begins with the digest of the rest, as those of `ChosenLayersFolder` do."""
+    return hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(f"another {name}" for name in names)
+
+
+def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
+    scale, zero_point = params
+    return QParams(scale.to(device), None if zero_point is None else zero_point.to(device))
+
+
+_OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
+
+
+def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
+    """What a run of `improve` or `compare` depends on, as texts.
+
+    Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
+    them.
+
+    Args:
+        model: before the run.
+        batches: all of them.
+        steps: their names.
+
+    Raises:
+        NoDigestError: a batch holds an object that is not plain.
+
+    >>> from fakequant.data.batches import Batches
+    >>> net = nn.Linear(2, 2)
+    >>> one, other = (run_of(net, Batches([x], "improve").kept()) for x in (torch.ones(2), torch.zeros(2)))
+    >>> [what for what in one if one[what] != other[what]][0]
+    'set of batches'
+    """
+    try:
+        of_batches = digest([*batches])
+    except NoDigestError as error:
+        raise NoDigestError(f"in a batch, {error}, or leave out the folder or file") from error
+    with unchanged(model), evaluating(model), disabled(model), torch.no_grad():
+        torch.manual_seed(0)
+        output = batches.run_first(model)
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        "version of fakequant": __version__,
+        "model": digest([repr(model), *state.items()]),
+        "set of batches": of_batches,
+        "list of steps": ", ".join(steps),
+        "mask": digest([mask for mask in batches.masks.values() if mask is not None]),
+        _OUTPUT: _of_output(output),
+    }
+
+
+def _of_output(output: Any) -> str:
+    try:
+        return digest(output)
+    except NoDigestError:  # such as a cache beside the logits
+        return digest(named_tensors(output))
+
+
+Calls = Mapping[int, list[LayerCall]]
+
+
+class ChoicesForSiblings(NamedTuple):
+    """Choices for layers that were expected to get the inputs of an earlier one.
+
+    Attributes:
+        calls: of that layer by the number of the batch.
+        wanted: its calls in the float model; None where that did not run.
+        choices: by the name of the layer; the same names in all processes.
+    """
+
+    calls: Calls
+    wanted: Calls | None
+    choices: Mapping[str, Choice]
+
+    @classmethod
+    def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
+        """Choices by the inputs of a stage, whose calls are kept while there are any."""
+        if not choices:
+            return cls({}, None, {})
+        return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
+
+    def choice(self, stage: Stage, wanted: Stage | None, processes: Ranks) -> Choice | None:
+        """What was chosen for the layer of a stage; None where a process sees other inputs than were expected."""
+        if stage.name not in self.choices:
+            return None
+        is_same = _are_same(self.calls, stage.calls) and _are_same(self.wanted, wanted and wanted.calls)
+        return self.choices[stage.name] if all(processes.all(is_same)) else None
+
+
+def _are_same(calls: Calls | None, others: Calls | None) -> bool:
+    if calls is None or others is None:
+        return calls is others
+    return calls.keys() == others.keys() and all(
+        len(own) == len(others[number]) and all(one.has_input_of(b) for one, b in zip(own, others[number], strict=True))
+        for number, own in calls.items()
+    )
+
+
+StepsOf = Callable[[str], Sequence[str]]
+"""Gives the steps for a layer by its name."""
+TRANSFORMS = "smooth", "rotate"
+"""The steps that put a transform before inputs."""
+_OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
+_WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
+
+
+def _of_few_rows(rows: int, columns: int) -> list[str]:
+    """How many more examples are wanted."""
+    if rows >= ROWS_PER_CHANNEL * columns:
+        return []
+    more = -(-ENOUGH_ROWS * columns // rows)
+    return [
+        f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more, and no channel "
+        f"is divided; give {more} times as many examples"
+    ]
+
+
+class Collector:
+    """What the layers of a model get at their stages, and the sums over it.
+
+    Args:
+        layers: what multiplies, by the path of the weight's quantizer.
+        batches: of this process, with their masks.
+        recorded: of the same model and batches.
+        processes: they choose together; the first one chooses transforms and ranges of inputs.
+        halves: whether the sums of layers of up to 2,048 columns are kept for two halves of the rows.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, MatrixProduct],
+        batches: KeptBatches,
+        recorded: CallOrder,
+        processes: Ranks,
+        *,
+        halves: bool = False,
+    ) -> None:
+        self._layers, self._batches, self._siblings = layers, batches, recorded.siblings
+        self._added_to = recorded.added
+        self._processes, self._halves = processes, halves
+        self._with_input = set[str]()
+        """The layers whose input was chosen, or will not be."""
+        self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
+        self._ahead = ChoicesForSiblings({}, None, {})
+
+    def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
+        """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
+        own = self._choose_input_together(stage, steps_of(stage.name))
+        product, choice = self._layers[stage.name], self._ahead.choice(stage, wanted, self._processes)
+        if choice is None:
+            names = [stage.name, *self._alike(stage)]
+            choice, *others = self._choose_together(names, stage, wanted, steps_of)
+            self._ahead = ChoicesForSiblings.of(stage, wanted, dict(zip(names[1:], others, strict=True)))
+        if not any(choice.rows):
+            return own, None
+        count, without = Parts.of(product).count, choice.rows.count(0)
+        remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
+        remarks += _of_few_rows(min(filter(None, choice.rows)), product.columns // count)
+        if (zeros := structured_zeros(product.tensor)) is not None:
+            remarks.append(f"its zeros stay, {float(zeros.float().mean()):.0%} of its weight")
+        remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
+        remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
+        if without:
+            remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
+        return own, choice._replace(result=replace(choice.result, remarks=remarks))
+
+    def _choose_together(
+        self, names: Sequence[str], stage: Stage, wanted: Stage | None, steps_of: StepsOf
+    ) -> list[Choice]:
+        """What loses least for weights that get the inputs of a stage; processes share the weights."""
+
+        def sums() -> Iterator[tuple[str, Iterable[InputSums]]]:
+            for name in names:
+                at, other = (one and one._replace(name=name) for one in (stage, wanted))
+                assert at is not None
+                found = self.sums(at, other)
+                yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
+
+        def solve(given: tuple[str, Iterable[InputSums]], together: Ranks) -> Choice:
+            name, product = given[0], self._layers[given[0]]
+            return choose(product.row_name(name), product, given[1], steps_of(name), together)
+
+        return [on_device(own, self._layers[stage.name].tensor.device) for own in self._processes.share(sums(), solve)]
+
+    def _alike(self, stage: Stage) -> list[str]:
+        """The layers after that of a stage that will get the same inputs, as they are now; none for one process."""
+        if self._processes.group is None:
+            return []
+        first, names, found = self._layers[stage.name], self._siblings.get(stage.name, [stage.name]), list[str]()
+        calls = stage.all_calls
+        for name in names[names.index(stage.name) + 1 :] if all(call.has_input_of(call) for call in calls) else []:
+            own = self._layers[name]
+            is_fixed = name in self._with_input or (own.input_quantizer is None and own.input_transform is None)
+            is_fixed = is_fixed and not own.is_stack and name not in self._added_to  # what it is added to comes later
+            if is_fixed and calls and self._sees_same(first, own, calls[0]):
+                found.append(name)
+        everywhere = self._processes.all(found)
+        return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
+
+    def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
+        """The unmasked tokens of a layer's unquantized inputs, for each call by the number of the batch."""
+        layer = self._layers[stage.name]
+        return {
+            number: [self._unmasked(stage.name, layer.inputs(call), self._batches.masks[number]) for call in calls]
+            for number, calls in stage.calls.items()
+        }
+
+    def _unmasked(self, name: str, inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+        """The unmasked tokens of the inputs of a call; those that are one tensor stay one."""
+        layer = self._layers[name]
+        found = {id(x): layer.with_axis(self._batches.mask.select(name, layer.layer, x, mask)) for x in inputs}
+        return tuple(found[id(x)] for x in inputs)
+
+    def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
+        """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
+        group = self._take_same_input(stage)
+        if not group:
+            return InputChoice(None, None, {})
+        own = group[0].input_quantizer
+        assert own is not None
+        seen = [[x for x, *_ in calls if x.numel()] for calls in self.inputs(stage).values()]
+        inputs = [calls for calls in seen if calls]
+        if not inputs:
+            return InputChoice(None, None, {})
+        if len(inputs) == 1:  # each part is judged by what the others make, as each batch else
+            inputs = parts_of(inputs[0])
+        left, params = dict[str, float](), None
+        if "input" in steps and not own.dynamic:
+            params, before, after = searched_input(group, inputs)
+            set_params(group, params)
+            left["input"] = after / before if before else 1.0
+        asked = [step for step in TRANSFORMS if step in steps]
+        if asked and group[0].input_transform is None and take_transform(group):
+            chosen = transform(group, inputs, asked)
+            left |= {step: chosen.after / chosen.before if step == chosen.step else 1.0 for step in asked}
+            if chosen.transform is not None:
+                return InputChoice(chosen.transform, chosen.params, left)
+        return InputChoice(None, params, left)
+
+    def _choose_input_together(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
+        group = self._processes.group
+        if group is None:
+            return self.choose_input(stage, steps)
+        values = self.choose_input(stage, steps).values() if group.rank() == 0 else {}
+        own = InputChoice.of(self._processes.all(values)[0], self._layers[stage.name])
+        if group.rank():
+            self.put_input(stage, own)
+        return own
+
+    def put_input(self, stage: Stage, chosen: InputChoice) -> None:
+        """Give the layers of a stage what was chosen for their input."""
+        group = self._take_same_input(stage)
+        if chosen.transform is not None:
+            put(group, chosen.transform)
+        if chosen.params is not None:
+            set_params(group, chosen.params)
+
+    def _take_same_input(self, stage: Stage) -> list[MatrixProduct]:
+        """The layers whose input is chosen at a stage, this once: none if it was chosen at an earlier one."""
+        layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
+        if stage.name in self._with_input:
+            return []
+        alike = [
+            name for name in names if name not in self._with_input and _takes_same_input(self._layers[name], layer)
+        ]
+        self._with_input |= {stage.name, *alike}
+        own = layer.input_quantizer
+        if own is not None and own.by_value is not None:  # `improve` says so
+            return []
+        if own is None or own.pinned or own.learned is not None or own.mode is Mode.OFF:
+            return []
+        return [self._layers[name] for name in alike]
+
+    def sums(self, stage: Stage, wanted: Stage | None) -> Iterator[InputSums]:
+        """For each matrix of a weight the sums of its quantized inputs."""
+        product, own = self._layers[stage.name], self.inputs(stage)
+        seen = self._of_sibling(stage)
+        self._last = None  # what it holds is freed before new sums are made
+        seen = None if None in self._processes.all(seen and True) else seen
+        others = self._float_inputs(stage, wanted, own)
+        with_drift = any(self._processes.all(bool(others)))
+        calls = self._calls(stage, own, others) if with_drift or seen is None else []
+        if product.is_stack:  # one matrix at a time
+            for place in product.reads:
+                one = self._sums(stage, calls, (place,))
+                yield self._with_drift(stage, calls, one, {}) if with_drift else stacked(one.sums)
+            return
+        if seen is None:
+            seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]))
+        if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
+            self._last = stage.name, stage.all_calls, seen
+        yield self._with_drift(stage, calls, seen, self._added(stage, wanted)) if with_drift else stacked(seen.sums)
+
+    def _calls(
+        self,
+        stage: Stage,
+        own: Mapping[int, Sequence[tuple[Tensor, ...]]],
+        others: Mapping[int, Sequence[tuple[Tensor, ...]]],
+    ) -> list[_Call]:
+        def rounded(number: int, call: int) -> Sequence[Tensor]:
+            with call_again(stage.calls[number][call].bins):
+                return self._layers[stage.name].quantized_inputs(own[number][call])
+
+        return [
+            _Call(number, inputs, rounded(number, call), others[number][call] if others else None)
+            for number, calls in own.items()
+            for call, inputs in enumerate(calls)
+        ]
+
+    def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
+        """The sums of the inputs at some places, without a drift."""
+        product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
+        seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
+        is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
+        parts, count = Parts.of(product), 2 if (self._halves or is_few) and product.columns <= WIDEST_HALVED else 1
+        found = {index: HalvedSums([InputSums() for _ in range(count)]) for index in dict.fromkeys(firsts)}
+        for call in calls:
+            with input_named(product.row_name(stage.name), call.number):
+                for index, sums in found.items():
+                    for x in product.pieces(call.rounded[reads[index]]):
+                        sums.add(parts.rows(product.rows(x)))
+        self._merge(found.values(), product)
+        joined = {index: sums.joined() for index, sums in found.items()}
+        return _ReadSums(reads, [joined[index] for index in firsts])
+
+    def _merge(self, sums: Iterable[HalvedSums], product: MatrixProduct) -> None:
+        self._processes.all(None)  # none of them failed
+        for own in sums:
+            if self._processes.group is not None:
+                own.merge_processes(self._processes.group, product.tensor.device)
+
+    def _added(self, stage: Stage, wanted: Stage | None) -> dict[int, Tensor]:
+        """How far the values that the layer's result is added to are from those of the float model, by batch.
+
+        Rows of each group of outputs [groups, rows, outputs]; none where a process does not see all of them.
+        """
+        product, found = self._layers[stage.name], dict[int, Tensor]()
+        for number, own in stage.added.items() if Parts.of(product).count == 1 else ():
+            other = None if wanted is None else wanted.added.get(number)
+            if other is None or other.shape != own.shape:
+                continue
+            masks = self._batches.mask, self._batches.masks[number]
+            far = product.with_axis(masks[0].select(stage.name, product.layer, (other - own).float(), masks[1]))
+            rows = product.channels_last(far).flatten(0, -2)
+            found[number] = rows.unflatten(1, (product.groups, -1)).movedim(1, 0)
+        return found if all(self._processes.all(found.keys() == stage.calls.keys())) else {}
+
+    def _with_drift(
+        self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
+    ) -> InputSums:
+        """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
+        product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
+        weights = _weights(product, parts, seen.reads)
+        gathered = [HalvedSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
+        for call in calls:
+            assert call.floats is not None
+            beside = added.get(call.number)
+            with input_named(product.row_name(stage.name), call.number):
+                for sums, read, weight in zip(gathered, seen.reads, weights, strict=True):
+                    floats = product.pieces(_transformed(product, call.floats[read]))
+                    for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
+                        rows, others = (parts.rows(product.rows(own)) for own in (x, wanted))
+                        count = rows.shape[1]
+                        sums.add_drift(rows, others, weight, None if beside is None else beside[:, :count])
+                        beside = None if beside is None else beside[:, count:]
+        self._merge(gathered, product)
+        found = [sums.joined() for sums in gathered]
+        return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
+
+    def _float_inputs(
+        self, stage: Stage, wanted: Stage | None, own: Mapping[int, list[tuple[Tensor, ...]]]
+    ) -> Mapping[int, list[tuple[Tensor, ...]]]:
+        """The inputs in the float model; none if a process has none, or rows that cannot be compared with its own."""
+        found = {} if wanted is None else self.inputs(wanted)
+        is_alike = tree_map(_shape, found) == tree_map(_shape, own)
+        if all(self._processes.all(is_alike)):
+            return found
+        return {}
+
+    def _reads(self, product: MatrixProduct, calls: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
+        """The places of the inputs for which there are sums: one if all inputs are one tensor in all processes.
+
+        Where the tensors at two places are the same in all calls, it is the first of them.
+        """
+        own = first_places([tuple(id(inputs[place]) for inputs in calls) for place in product.reads], product.reads)
+        reads = first_places([*zip(*self._processes.all(own), strict=True)], product.reads)
+        return reads[:1] if len({*reads}) == 1 else reads
+
+    def _of_sibling(self, stage: Stage) -> _ReadSums | None:
+        """The sums of the last layer if it got the same inputs and made the same rows of them."""
+        if self._last is None:
+            return None
+        last, calls, sums = self._last
+        one, other, seen = self._layers[last], self._layers[stage.name], stage.all_calls
+        same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
+        return sums if same and self._sees_same(one, other, seen[0]) else None
+
+    def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
+        """Whether two layers multiply the same rows of the input of a call."""
+        alike = one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
+        with call_again(call.bins):
+            return alike and _same_transform(one, other) and _same_quantizer(one, other, call.first)
+
+
+class _Call(NamedTuple):
+    """The inputs of one call."""
+
+    number: int
+    """That of the batch."""
+    inputs: Sequence[Tensor]
+    rounded: Sequence[Tensor]
+    """Inputs as the product sees them."""
+    floats: Sequence[Tensor] | None
+    """Inputs in the float model."""
+
+
+class _ReadSums(NamedTuple):
+    """For each place of an input that groups of outputs read, the sums of its rows."""
+
+    reads: tuple[int, ...]
+    sums: list[InputSums]
+
+
+def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:
+    """The matrices [groups, outputs, columns] that multiply the inputs at some places."""
+    weight = product.tensor.detach()
+    if product.is_stack:
+        found: Sequence[Tensor] = [product.matrix(weight[place]) for place in reads]
+    else:
+        found = parts.split(product.matrix(weight)).chunk(len(reads))
+    return [own.reshape(product.groups * parts.count, -1, product.columns // parts.count) for own in found]
+
+
+def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:
+    """For each column, the place of the first one that equals it.
+
+    >>> first_places(["a", "b", "a"], (0, 1, 2))
+    (0, 1, 0)
+    """
+    return tuple(places[columns.index(column)] for column in columns)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _transformed(layer: MatrixProduct, x: Tensor) -> Tensor:
+    return x if layer.input_transform is None else layer.input_transform(x)
+
+
+def _takes_same_input(one: MatrixProduct, other: MatrixProduct) -> bool:
+    """Whether two layers with the same input tensor can have one transform and one range for it."""
+    first, second = one.input_quantizer, other.input_quantizer
+    return (
+        first is not None
+        and second is not None
+        and (first.spec, first.dynamic, first.pinned) == (second.spec, second.dynamic, second.pinned)
+        and first.learned is None
+        and one.makes_same_rows(other)
+    )
+
+
+def _same_transform(one: MatrixProduct, other: MatrixProduct) -> bool:
+    first, second = one.input_transform, other.input_transform
+    if first is None or second is None:
+        return first is second
+    return type(first) is type(second) and all(map(torch.equal, first.buffers(), second.buffers()))
+
+
+def _same_quantizer(one: MatrixProduct, other: MatrixProduct, x: Tensor) -> bool:
+    first, second = one.input_quantizer, other.input_quantizer
+    if first is None or second is None:
+        return first is second
+    if (first.spec, first.dynamic, first.mode) != (second.spec, second.dynamic, second.mode):
+        return False
+    return first.dynamic or all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(first.qparams(x)[:2], second.qparams(x)[:2], strict=True)
+    )

@@ -1,1 +1,0 @@
-"""Transforms of the float model that keep its function."""

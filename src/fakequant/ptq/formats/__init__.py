@@ -1,1 +1,0 @@
-"""A format for each layer under a budget, and comparisons of ways."""

@@ -1,0 +1,543 @@
+"""Choose ranges and codes of all weights of a model by the error of its layers, in the order in which they run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
+from fakequant.data.digest import digest
+from fakequant.data.progress import track
+from fakequant.distributed import Ranks, processes_of
+from fakequant.errors import CalibrationWarning, ConfigError, nearest, shown, warn_user
+from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
+from fakequant.nn.paths import layer_of
+from fakequant.nn.products import MatrixProduct, Product
+from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.ptq.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.solvers.layer import SOLVERS, write
+from fakequant.ptq.solvers.transforms import memory
+from fakequant.ptq.stream import (
+    NOT_REPEATED,
+    CallOrder,
+    FloatTwin,
+    Stage,
+    added_operands,
+    call_order,
+    check_side_by_side,
+)
+from fakequant.ptq.weights import (
+    COMPUTED,
+    SURE,
+    SURE_OF_PART,
+    calibrated_weights,
+    computed_weights,
+    fixed_parameters,
+    helps,
+)
+from fakequant.restore import Restore, in_order, restore_on_error, state_of, state_of_parts, structure_of
+from fakequant.text import listed, module_name
+
+_EVERY = 8
+"""The second of every eight batches judges: what chooses wants many."""
+_MEASURED = 4
+"""Batches on which the error of the output is measured if all batches choose."""
+_WORSE = 1.01
+"""How much larger the error may become on these without a warning."""
+_GROUPS = 16
+"""Parts of the layers, in order, that are judged each where all together do not help."""
+
+
+class Judging(NamedTuple):
+    """The batches on which the error of the output is measured, and whether they chose nothing."""
+
+    batches: KeptBatches
+    chose_nothing: bool
+
+
+class Split(NamedTuple):
+    """All batches; those that choose; and those that judge and choose nothing.
+
+    >>> split = Split.of(Batches(list("abcd"), "improve"), None)
+    >>> split.fit.numbered, split.held.numbered
+    ({0: 'a', 2: 'c', 3: 'd'}, {1: 'b'})
+    """
+
+    all: KeptBatches
+    fit: KeptBatches
+    held: KeptBatches
+
+    @classmethod
+    def of(cls, batches: Batches, judge: Iterable[Any] | None) -> Split:
+        """Hold batches back to judge, unless they are given; `[]`: none judges."""
+        given = batches.kept()
+        if judge is not None:
+            both = given.followed_by(judge)
+            return cls(both, given, both.part(range(len(given), len(both))))
+        numbers = HeldOut(given.numbered, _EVERY)
+        fit = given.part(numbers)
+        return cls(given, fit, given.part(number for number in numbers.held if number not in fit.numbered))
+
+    def judging(self, processes: Ranks) -> Judging:
+        """The batches that judge. If a process has none, nothing goes back, and the first ones that choose measure."""
+        if all(processes.all(bool(self.held))):
+            return Judging(self.held, chose_nothing=True)
+        return Judging(self.fit.part([*self.fit.numbered][:_MEASURED]), chose_nothing=False)
+
+
+class Effect:
+    """The error of a model's output before and after a change, the mean over processes; a note says why there is none.
+
+    Args:
+        model: quantized, before the change.
+        judging: on which batches, see `Split.judging`.
+        recorded: whether their outputs repeat.
+        processes: they judge together.
+    """
+
+    def __init__(self, model: nn.Module, judging: Judging, recorded: CallOrder, processes: Ranks) -> None:
+        self._model, self._processes, (judged, self._judges) = model, processes, judging
+        self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
+        self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
+        self._before, own = math.nan, None
+        why_not = None if recorded.outputs_repeat else NOT_REPEATED
+        if why_not is None:
+            with disabled(model):
+                self._outputs = OutputDistance(model, judged)
+            own = self._outputs.errors_of(model)
+            self._before = own.distance.mean
+            if not self._outputs.has_outputs:
+                why_not = "the model gives no floats"
+            elif not math.isfinite(self._before):
+                why_not = "it was NaN or infinite before"
+        self._why_not = next(filter(None, processes.all(why_not)), None)
+        if self._why_not is None and own is not None:
+            self._now = self._shared(own)
+
+    def keep_what_helps(
+        self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
+    ) -> set[nn.Module]:
+        """Take back changes of modules if they do not lower the error, but those that do in their order.
+
+        Args:
+            changed: by module, in the order of the changes, what restores it as it was before all of them.
+            state: returns a function that restores a module as it is now.
+
+        Returns:
+            The modules that are as they were before.
+        """
+        if self._why_not:
+            return set()
+        before, self._now = self._now, self._measured()
+        if not self._judges or helps(before.rows, self._now.rows, SURE):
+            return set()
+        redo, self._now = {module: state(module) for module in changed}, before
+        for undo in changed.values():
+            undo()
+        modules, undone = [*changed], set[nn.Module]()
+        size = -(-len(modules) // _GROUPS)
+        for start in range(0, len(modules), size or 1):
+            group = modules[start : start + size]
+            for module in group:
+                redo[module]()
+            if helps(self._now.rows, (now := self._measured()).rows, SURE_OF_PART):
+                self._now = now
+                continue
+            undone |= set(group)
+            for module in group:
+                changed[module]()
+        return undone
+
+    def put_into(self, result: Improvement, caller: str) -> None:
+        """Put the error before and now into a result, or why there is none; warn where nothing judged and it grew."""
+        if self._why_not:
+            result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
+            return
+        now = self._now.distance
+        before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
+        result.before, result.after = sum(before) / len(before), sum(after) / len(after)
+        result.judged, result.is_judged, result.worst = self._where, self._judges, now.shown_worst
+        if not self._judges and result.after > _WORSE * result.before:
+            warn_user(
+                f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
+                "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
+                "of which some judge, or other settings",
+                CalibrationWarning,
+            )
+
+    def _measured(self) -> OutputErrors:
+        return self._shared(self._outputs.errors_of(self._model))
+
+    def _shared(self, own: OutputErrors) -> OutputErrors:
+        """The errors of this process, with the rows of all."""
+        return own._replace(rows=torch.cat(self._processes.all(own.rows)))
+
+
+STEPS = ("input", "smooth", "rotate", "ranges", "damping", *SOLVERS, "drift", "bias")
+"""All steps in their order."""
+_NAMED_STEPS = {
+    "best": ("input", "smooth", "rotate", "ranges", "damping", "gptq", "descend", "drift", "bias"),
+    "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
+}
+_NO_STEPS = "nearest: improve has no steps for a"
+_OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
+
+
+@accepts_wrapped_model
+def improve(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    steps: str | Sequence[str] = "best",
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    judge: Iterable[Any] | None = None,
+    group: Any = None,
+    progress: bool | None = None,
+) -> Improvement:
+    """Lower the error that quantized weights make, without training: ranges, codes and biases, layer after layer.
+
+    Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
+    in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
+
+    The sums over a layer's inputs are some matrices of float64 with a row and a column for each of its columns
+    (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
+    their matrices take 32 MB together, and their errors count as independent, which a remark says.
+
+    The batches run three times in all, however many layers there are, and side by side while layers are chosen: see
+    `fakequant.ptq.stream`. A model that keeps values from batch to batch, or draws random numbers, finds there
+    what it found in the first run. The first two run once more, to see that the model gives the same side by side, and
+    those that judge once more. Where no batch judges, as with `judge=[]` or a single batch, up to four run three times
+    more; a `checkpoint` runs the first one once more. A layer that a batch calls several times, and those after it, get
+    no `drift`.
+
+    Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
+    these does not fall by more than chance explains, the choices go back, except for the layers that lower it. To find
+    these, the batches that judge run once more for each of up to 16 parts of the layers.
+
+    Args:
+        model: prepared, and calibrated if its inputs are quantized.
+        batches: what a data loader gives; a few hundred examples. They are kept as a list.
+        steps: "best", "fast" (without "rotate", "damping" and "descend"), or names of `fakequant.ptq.STEPS`.
+        inputs, forward, mask: as for `calibrate`.
+        checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
+            so that only the other layers are chosen; the result is the same to the bit.
+        judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
+            nothing goes back.
+        group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
+            The sums are those of all batches, and all processes get the same weights. The first process chooses for
+            the inputs (`smooth`, `rotate`, `input`), by its own batches.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The error of the model's output on batches that were held back, before and after, and those of all layers.
+        Layers without a weight matrix, that share their weight, or whose choice went back, are listed with the reason.
+
+    Raises:
+        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
+            batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses.
+        CalibrationError: an input that holds NaN or inf in a batch that chooses (names the layer), inputs that are not
+            calibrated, or a batch on which the model fails.
+        CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
+            Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
+
+    The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = prepare(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4_WEIGHT_ONLY")
+    >>> found = fq.ptq.improve(model, [torch.randn(32, 16) for _ in range(4)])
+    >>> found.remaining_error < 0.8
+    True
+    """
+    check_model(model, "improve", "improve(model, batches)")
+    warn_of_new_layers(model)
+    processes = Ranks(processes_of(model, group))
+    with processes:  # an error of one process is raised in all
+        if processes.group is not None and checkpoint is not None:
+            raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
+        weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
+        check_same(
+            processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
+        )
+        kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask).kept()
+        distinct = kept.distinct()  # a batch that repeats one that chose would judge what it chose itself
+        split = Split.of(distinct, judge)
+        finished = ChosenLayersFolder(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
+    undo = [structure_of([model])]
+    with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
+        result = improved(
+            model, weights, split, chosen_steps, processes, finished=finished, progress=progress, undo=undo
+        )
+        if repeats := len(kept) - len(distinct):
+            result.notes.append(f"{repeats} of {len(kept)} batches repeat earlier ones, and count once")
+        raise_scales(model)
+    return result
+
+
+def improved(  # noqa: PLR0913  all but the first five by name
+    model: nn.Module,
+    weights: Mapping[str, Product],
+    split: Split,
+    steps: tuple[str, ...],
+    processes: Ranks,
+    *,
+    finished: ChosenLayersFolder | None = None,
+    floats: KeptBatches | None = None,
+    progress: bool | None = None,
+    undo: list[Restore] | None = None,
+) -> Improvement:
+    """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
+
+    Args:
+        model: the model, or a module that is called with the inputs of a part.
+        weights: by the paths of their quantizers.
+        split: the batches, by those that choose and those that judge.
+        steps: in their order.
+        processes: that choose together.
+        finished: what an earlier run chose.
+        floats: what the float model is called with where that is something else, by the same numbers.
+        progress: see `improve`.
+        undo: gets what restores the weights after an error, as first; None: nothing does, and the error of the output
+            is not measured.
+    """
+    names = {path: own.row_name(path) for path, own in weights.items()}
+    with evaluating(model), exact_products(), torch.no_grad():
+        judging = split.judging(processes) if undo is not None else None
+        layers, recorded, fixed, result = _looked_at(model, weights, split.all)
+        check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
+        before = {} if judging is None else _states(layers.values())
+        if undo is not None:
+            undo.insert(0, in_order(*before.values()))
+        tie_scales(model, weights)
+        effect = None if judging is None else Effect(model, judging, recorded, processes)
+        with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
+        own = {name: layer_of(name) for name in with_drift if layers[name].is_result}
+        recorded.added = added_operands(recorded.first, own)
+        collector = Collector(layers, split.all, recorded, processes, halves="damping" in steps)
+        choices = _LayerLoop(layers, steps, collector, finished or ChosenLayersFolder(None, {}), fixed)
+        stages = FloatTwin(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
+        choices.make(stages, recorded.order, progress)
+        result.layers += choices.results.values()
+        split.all.mask.warn_unmasked()
+        now = _digests(weights, processes)
+        check_same(processes, now, "computed other weights; their processors round otherwise")
+        if effect is not None:
+            changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
+            undone = effect.keep_what_helps(changed, choices.state_of)
+            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
+            effect.put_into(result, "improve")
+        result.notes += [
+            *_by_value(layers.values(), steps),
+            *_parted(stages.parted),
+            *remarks_of(result.layers),
+            *_chosen_by_part(stages.reached_later),
+        ]
+        result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
+    return result
+
+
+class _LayerLoop:
+    """Chooses one layer after the other, or takes what an earlier run chose.
+
+    Args:
+        layers: what is chosen, by the paths of the quantizers.
+        steps: their names.
+        collector: chooses.
+        finished: what an earlier run chose.
+        fixed: parameters that stay, with the reason.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, MatrixProduct],
+        steps: tuple[str, ...],
+        collector: Collector,
+        finished: ChosenLayersFolder,
+        fixed: Mapping[nn.Parameter, str],
+    ) -> None:
+        self._layers, self._steps, self._fixed = layers, steps, fixed
+        self._collector, self._finished = collector, finished
+        self.parts: dict[str, nn.Module] = {path: own.layer for path, own in layers.items()}
+        self.results: dict[str, LayerResult] = {}
+
+    def make(self, stages: FloatTwin, order: Sequence[str], progress: bool | None) -> None:
+        """Choose the layers of all stages."""
+        sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
+        with stages:
+            for stage, wanted in track(stages, f"choosing weights, {sums}", len(order), progress):
+                self._add(stage, wanted, stages.keep)
+
+    def state_of(self, layer: nn.Module) -> Restore:
+        """What restores a layer, its weights and their biases as they are now."""
+        return _states(own for own in self._layers.values() if own.layer is layer)[layer]
+
+    def _why_no_bias(self, name: str) -> str | None:
+        product = self._layers[name]
+        bias = product.bias[0]
+        return None if "bias" not in self._steps else product.why_no_bias if bias is None else self._fixed.get(bias)
+
+    def _steps_of(self, name: str) -> tuple[str, ...]:
+        no_bias = self._why_no_bias(name) is not None
+        return tuple(step for step in self._steps if not (no_bias and step == "bias"))
+
+    def _add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
+        """Choose the layer of a stage, and write what was chosen; `keep` is called before that."""
+        name, product = stage.name, self._layers[stage.name]
+        number, no_bias = len(self.results), self._why_no_bias(name)
+        earlier = self._finished.get(number, name, product)
+        own, choice = earlier or self._collector.choose(stage, wanted, self._steps_of)
+        if choice is None:
+            return
+        if earlier is not None:
+            self._collector.put_input(stage, own)
+        keep(name, [product.parameter, product.bias[0]])
+        write(product.row_name(name), product, choice)
+        if earlier is None:
+            self._finished.put(number, name, own, choice)
+        remarks = [*choice.result.remarks, *([f'the step "bias" was left out: {no_bias}'] if no_bias else [])]
+        self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
+
+
+def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
+    """The layers that may make good the drift of their inputs, and why others may not.
+
+    When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
+    and of what is computed of them, is not what it will be.
+    """
+    if not all(processes.all(recorded.outputs_repeat)):
+        return [], [f'"drift" was left out: {NOT_REPEATED}']
+    before, after = recorded.parts(processes)
+    if not after:
+        return before, []
+    return before, [
+        f'"drift" was left out for {len(after)} of {len(recorded.order)} layers, from {layer_of(after[0])} on: a batch '
+        "calls it several times, and its weight is chosen before the last call"
+    ]
+
+
+def _by_value(products: Iterable[MatrixProduct], steps: Sequence[str]) -> list[str]:
+    """What is left out where a value of the batch chooses the range of an input."""
+    own = [one.input_quantizer for one in products if one.input_quantizer is not None]
+    held = {one.by_value.name for one in own if one.by_value is not None}
+    left = [f'"{step}"' for step in steps if step in ("input", *TRANSFORMS)]
+    if not held or not left:
+        return []
+    where = f"inputs with ranges by {', '.join(sorted(held))}"
+    return [f"{', '.join(left)}: left out for {where}; call improve before calibrate with by="]
+
+
+def _parted(path: str) -> list[str]:
+    return [f'"drift" was left out from {layer_of(path)} on: the float model calls other layers'] if path else []
+
+
+def _chosen_by_part(paths: Iterable[str]) -> list[str]:
+    if not (names := listed([layer_of(path) for path in paths])):
+        return []
+    return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
+
+
+def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
+    """For each quantizer, the digest of its weight and its format; none where one process is alone."""
+    if processes.group is None:
+        return {}
+    return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
+
+
+def check_same(processes: Ranks, values: Mapping[str, str], else_they: str) -> None:
+    """Raise if the processes have other values, or have them in another order, and name the first layer."""
+    own = [*values.items()]
+    for rank, others in enumerate(processes.all(own)):
+        if others != own:
+            places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
+            name = next(one[0] or other[0] for one, other in places if one != other)
+            raise ConfigError(f"the processes {else_they}: rank {rank} at {module_name(name or '')}")
+
+
+def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
+    """The steps of a name, or given by their names, in their order; raises ConfigError for others."""
+    if isinstance(steps, str):
+        if steps not in _NAMED_STEPS:
+            known = f"; write steps=[{steps!r}]" if steps in STEPS else nearest(steps, [*_NAMED_STEPS])
+            raise ConfigError(f"unknown steps {steps!r}{known}")
+        return _NAMED_STEPS[steps]
+    if not isinstance(steps, Sequence):
+        raise ConfigError(f'steps are "best", "fast" or a list of {", ".join(STEPS)}; got {shown(steps)}')
+    if unknown := [step for step in steps if step not in STEPS]:
+        raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
+    for step, what in (("drift", "moves what a solver comes close to"), ("damping", "is that of a solver")):
+        if step in steps and not set(SOLVERS) & set(steps):
+            raise ConfigError(f'the step "{step}" {what}; add one of {", ".join(SOLVERS)}')
+    return tuple(step for step in STEPS if step in steps)
+
+
+class _LookedAt(NamedTuple):
+    layers: dict[str, MatrixProduct]
+    """What is chosen."""
+    recorded: CallOrder
+    fixed: dict[nn.Parameter, str]
+    result: Improvement
+    """With a row for each other weight."""
+
+
+def _looked_at(model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches) -> _LookedAt:
+    """Run all batches, to see how the model calls its layers, and which products are what they seem."""
+    layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
+    recorded = call_order(model, layers, batches)
+    fixed = fixed_parameters(model, recorded.first)
+    notes = {path: _why_not(product, fixed) for path, product in weights.items()}  # calls show what functions compute
+    layers = {path: own for path, own in layers.items() if notes[path] is None}
+
+    def see(stage: Stage) -> None:
+        own = layers[stage.name]
+        if own.has_own_forward and not all(own.computes_product(call.first) for call in stage.all_calls):
+            others[stage.name] = _OTHER_FORWARD
+
+    others, recorded = dict[str, str](), recorded.of(layers)
+    check_side_by_side(model, layers, batches, recorded, see)
+    computed = dict.fromkeys(computed_weights(model, weights), f"nearest: {COMPUTED}")
+    result = Improvement(
+        [
+            LayerResult(weights[path].row_name(path) if path in weights else layer_of(path), note=note)
+            for path, note in (*notes.items(), *computed.items(), *others.items())
+            if note
+        ]
+    )
+    layers = {path: own for path, own in layers.items() if path not in others}
+    return _LookedAt(layers, recorded.of(layers), fixed, result)
+
+
+def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
+    """For each layer, what restores it, its weights and their biases as they are now."""
+    beside: dict[nn.Module, set[nn.Parameter]] = {}
+    for own in products:
+        held = (own.parameter, own.bias[0])
+        beside.setdefault(own.layer, set()).update(parameter for parameter in held if parameter is not None)
+    return {
+        layer: state_of_parts(layer, [layer, *(others - {*layer.parameters()})]) for layer, others in beside.items()
+    }
+
+
+def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:
+    """Why nothing is chosen for a weight, or None."""
+    if not product.is_matrix:
+        return f"{_NO_STEPS} {product.kind}"
+    if product.parameter is None:
+        return "nearest: its weight is computed"
+    if product.parameter in fixed:
+        return f"nearest: {fixed[product.parameter]}"
+    if product.quantizer.learned is not None or product.quantizer.dynamic:
+        return "nearest: its range is not fixed"
+    return None

@@ -1,1 +1,0 @@
-"""`improve`: every layer in turn, judged by the output, and resumed."""

@@ -1,1 +1,0 @@
-"""What layers get: a run of all batches that stops before each layer."""

@@ -1,0 +1,640 @@
+"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
+from fakequant.data.arguments import Metric
+from fakequant.data.batches import Arguments, Forward
+from fakequant.errors import CalibrationError, ConfigError, nearest, shown
+from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
+from fakequant.model.presets import presets
+from fakequant.model.presets import presets as named_presets
+from fakequant.model.sites.targets import targets
+from fakequant.model.sizes import weight_bits
+from fakequant.model.training.fuse import fuse_found, fusions_of
+from fakequant.model.weights import evaluating, fresh_weight, is_searched, nearest_params, quantized_weights
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.forms import quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.sites.sites import SITES
+from fakequant.numerics.qparams import choose_qparams as qparams_of_range
+from fakequant.numerics.qparams import fill_empty_groups
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ptq.improvement import improve
+from fakequant.ptq.trial import CLEARLY, METHODS, Aim, Change, Halves, NextStep, Trial, Tried
+from fakequant.restore import restore_after
+from fakequant.text import listed
+
+_GROUPS = "INT4_GROUP128", "INT4_GROUP64", "INT4_GROUP32"
+
+
+class EngineFormats(NamedTuple):
+    """What an engine takes.
+
+    Attributes:
+        kinds: the names of presets by how the engine multiplies, those first that it runs faster: of models of one size
+            only presets of one kind are compared with each other.
+        page: of the documentation, "" for none.
+        known: what was seen of the speed, as a sentence; "" for nothing.
+        others: what the names of other presets begin with that it also runs.
+        files: what it reads: the name of a format of `fakequant.deliver`, or of a style of ONNX files.
+    """
+
+    kinds: tuple[tuple[str, ...], ...]
+    page: str = ""
+    known: str = ""
+    others: str | None = None
+    files: str = ""
+
+
+_WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *_GROUPS
+ANY = EngineFormats(((*_WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY"),))
+"""Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
+
+_BLOCKS = "MXFP4", "NVFP4"
+"""GPUs that multiply one of them multiply the other, too."""
+
+_STATIC = EngineFormats((("INT8", "INT8_AFFINE"),))
+_SERVERS = EngineFormats((("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)), "vllm", files="compressed-tensors")
+_GGUF = "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"
+
+# As the pages in docs/engines say. ONNX Runtime multiplies codes with zero points in every layer; those of tokens were
+# not counted, and convolutions with them compute in float.
+ENGINES = {
+    "onnxruntime": EngineFormats(
+        (("INT8_AFFINE",), ("INT8_PER_TOKEN",), _WEIGHTS),
+        "onnxruntime",
+        "Convolutions run on integers under INT8_AFFINE, and in float under the other presets (1.31.1).",
+        files="portable",
+    ),
+    "openvino": EngineFormats((*_STATIC.kinds, ("INT8_WEIGHT_ONLY",)), "openvino", files="portable"),
+    "tensorrt": EngineFormats(
+        (("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")), "tensorrt", files="trt"
+    ),
+    "qnn": _STATIC._replace(files="portable"),
+    "xnnpack": _STATIC,
+    "vllm": _SERVERS,
+    "sglang": _SERVERS,
+    "llama.cpp": EngineFormats((tuple(f"GGUF_{name}" for name in _GGUF),), "llamacpp", others="GGUF_", files="gguf"),
+    "transformers": EngineFormats(
+        (("W8A8_TRANSFORMERS", "FP8"), (*_WEIGHTS, "NVFP4_WEIGHT_ONLY")), "transformers", files="compressed-tensors"
+    ),
+    "torchao": EngineFormats(((*_WEIGHTS, "NVFP4_WEIGHT_ONLY"),), "torchao", files="torchao"),
+}
+
+
+holders: list[Callable[[str, nn.Module], None]] = []
+"""Each raises if files of a name, see `EngineFormats`, cannot hold a prepared model; added where files are written."""
+
+
+def find_engine(name: str | None) -> EngineFormats:
+    """The engine of a name; None for no engine in particular.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_engine("vllm").kinds
+    (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
+    """
+    if name is None:
+        return ANY
+    if not isinstance(name, str):
+        raise ConfigError(f"target takes the name of an engine, such as 'onnxruntime', got {shown(name)}")
+    if name not in ENGINES:
+        raise ConfigError(f"unknown target {name!r}{nearest(name, sorted(ENGINES))}")
+    return ENGINES[name]
+
+
+def rivals(names: Iterable[str]) -> set[str]:
+    """The presets that are compared with any of some presets, for any engine.
+
+    >>> sorted(rivals(["W8A8_DYNAMIC"]))
+    ['FP8', 'W8A8_DYNAMIC']
+    """
+    kinds = [_BLOCKS, *(kind for engine in (ANY, *ENGINES.values()) for kind in engine.kinds)]
+    wanted = {*names}
+    return {name for kind in kinds if wanted & {*kind} for name in kind}
+
+
+def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
+    """A sentence where some presets are none that an engine is known to run; "" for all others, and for no engine.
+
+    >>> unknown_gain("sglang", ["FP8"])
+    ''
+    >>> unknown_gain("vllm", ["INT4_GROUP32"])
+    'It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128: docs/engines/vllm.md.'
+    """
+    if name is None:
+        return ""
+    engine = find_engine(name)
+    known = [preset for kind in engine.kinds for preset in kind]
+    unknown = [one for one in presets if one not in known and not (engine.others and one.startswith(engine.others))]
+    page = f": docs/engines/{engine.page}.md" if engine.page else ""
+    return f"It is not known that {name} gains by {listed(unknown)}. It takes {listed(known)}{page}." if unknown else ""
+
+
+def places(name: str | None) -> bool:
+    """Whether an engine says where quantizers are, and folds batch normalisations."""
+    return name in targets()
+
+
+_MOST = 0.5
+"""The share of the scales of weights that a method must give: some are raised afterwards, so that biases fit."""
+
+
+def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers of inputs whose ranges come from calibration, by path; those that are off are in float."""
+    return {
+        name: one
+        for name, one in quantizers(model).items()
+        if one.kind is Kind.INPUT and not (one.dynamic or one.pinned) and one.mode is not Mode.OFF
+    }
+
+
+def methods_of(held: Iterable[Quantizer]) -> list[str]:
+    """The methods with default options that give all ranges, from what the quantizers keep, the likely one first.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
+    >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
+    >>> methods_of(static_inputs(model).values())
+    ['entropy']
+    """
+    held = list(held)
+    last = [one.collected.method for one in held[:1] if one.collected is not None]
+    names = sorted((*METHODS, "entropy"), key=lambda method: method not in last)
+    return [method for method in names if all(_gives(one, method) for one in held)]
+
+
+def weight_methods_of(model: nn.Module) -> list[str | None]:
+    """The first method that gives the weights the scales that they have, None for the default; empty after training."""
+    held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
+    try:
+        tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
+    except CalibrationError:  # the weight of a function that no call has shown
+        return []
+    for method in dict.fromkeys([None, "max", *METHODS, "entropy"]):
+        same = total = 0
+        for path, one in held.items():
+            found = _scale_of(tensors[path], one.quantizer.spec, method)
+            same, total = same + int((found == one.quantizer.scale).sum()), total + found.numel()
+        if same >= _MOST * total:
+            return [method]
+    return []
+
+
+def _scale_of(weight: Tensor, spec: QuantSpec, method: str | None) -> Tensor:
+    if is_searched(spec, method):
+        return nearest_params(weight, spec).scale
+    calibrator = make_calibrator(method or "max", spec)
+    calibrator.observe(weight)
+    return _scale(calibrator)
+
+
+def keeps_enough(quantizer: Quantizer, method: str) -> bool:
+    """Whether what a quantizer keeps of its calibration gives the range by a method."""
+    return _calibrator(quantizer, method) is not None
+
+
+def _calibrator(quantizer: Quantizer, method: str) -> Calibrator | None:
+    if quantizer.collected is None:
+        return None
+    calibrator = make_calibrator(method, quantizer.spec)
+    try:
+        calibrator.load_from(quantizer.collected)
+    except ConfigError:  # it collected less
+        return None
+    return calibrator
+
+
+def _gives(quantizer: Quantizer, method: str) -> bool:
+    calibrator, scale = _calibrator(quantizer, method), quantizer.scale
+    return calibrator is not None and scale is not None and torch.equal(_scale(calibrator).to(scale.device), scale)
+
+
+def _scale(calibrator: Calibrator) -> Tensor:
+    return qparams_of_range(fill_empty_groups(calibrator.compute_range(), calibrator.spec), calibrator.spec).scale
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The preset of all quantized layers of a model, and the layers in float that it would quantize."""
+
+    preset: Config
+    skip: tuple[str, ...] = ()
+
+    @property
+    def relatives(self) -> list[Config]:
+        """The presets of as many bits: those with the same weights and other inputs, and then their rivals."""
+        own = self.preset.layer_rules[0]
+        rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
+        same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
+        names = rivals(one.name for one in (self.preset, *same))
+        return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
+
+    def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
+        """The call of `prepare` for a model, by this preset or another, with more layers in float."""
+        name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
+        return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
+
+
+def made_by(model: nn.Module) -> Provenance | None:
+    """The preset that quantized every layer of a model; None if there is no such preset, or functions are quantized.
+
+    >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
+    >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'W8A8_TRANSFORMERS', 'FP8'])
+    """
+    if has_sites(model):
+        return None
+    held = {layer: _held(layer) for layer in quantized_layers(model).values()}
+    floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
+    for preset in presets().values():
+        if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
+            return Provenance(
+                preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float)
+            )
+    return None
+
+
+def has_sites(model: nn.Module) -> bool:
+    """Whether the model has quantized functions; `prepare` finds these with an example."""
+    return any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules())
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The quantized layers of a model by path."""
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+def rule_of(preset: Config, layer: nn.Module) -> Rule:
+    """The rule of a preset for a float or quantized layer."""
+    classes = {base.__name__ for base in getattr(type(layer), "float_class", type(layer)).__mro__}
+    rules = [rule for rule in preset.layer_rules if not rule.layers or not classes.isdisjoint(rule.layers)]
+    return rules[-1]
+
+
+def _bits(rule: Rule) -> list[int]:
+    """The bits of a weight and of an input, 0 for one in float."""
+    return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
+
+
+def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:
+    held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+    return {name: TensorConfig(q.spec, q.dynamic) for name, q in held.items() if q is not None}
+
+
+def requantize(model: nn.Module, preset: Config) -> None:
+    """Give all quantized layers of a model the quantizers of a preset, without ranges, in place."""
+    for path, layer in quantized_layers(model).items():
+        requantize_layer(layer, rule_of(preset, layer), path)
+
+
+def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
+    """Give a quantized layer the quantizers of a rule, without ranges, in place."""
+    configs = configs_of(type(layer), layer, rule)
+    for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
+        setattr(layer, attribute, quantizer)
+
+
+NO_SIGNAL = 0.5
+"""The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
+LITTLE = 1e-3
+"""The share below which an error is little: 30 dB."""
+LOST_LITTLE = 0.01
+"""The share of the float model's metric below which little is lost; with a metric it decides, and not the error."""
+_LARGE, _WIDER = 1 / 3, 1.5
+"""A layer is tried with fewer bits if it takes this share of the bytes, at this multiple of the bits of the others."""
+_NAMES = {
+    "float_model": "the model before prepare",
+    "config": "what prepare got",
+    "example": "one input of the model, or a tuple or dict of inputs",
+}
+"""What the names in code mean that stand for the user's own."""
+_MUCH = 0.5
+"""If a step leaves less than this share of the error, longer steps are not tried."""
+_WORST = 2
+"""Layers that are tried in float: those that hurt the output most."""
+
+
+Command = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class AdviceContext:
+    """What is known of a model before something is advised.
+
+    Args:
+        lost: the share of the float model's metric that it lost; None without a metric.
+        worst: paths of its layers, the one that hurts the output most first.
+        metric: called as metric(model), larger is better.
+        score: what it gives for the model.
+        improved: whether its weights were chosen before.
+        arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
+        call: the positional and keyword arguments of a call of the model; None if they are not known.
+        command: returns the command that makes the model with another preset=, method=, improve= or float=, another
+            rule= or folds=True; None where the code is Python.
+        target: the engine that will run it; None for no engine in particular.
+    """
+
+    lost: float | None = None
+    worst: Sequence[str] = ()
+    metric: Metric | None = None
+    score: float | None = None
+    improved: bool = False
+    arguments: str = ""
+    call: Arguments | None = None
+    command: Command | None = None
+    target: str | None = None
+
+
+USUAL = AdviceContext()
+
+
+def next_step(model: nn.Module, parts: Halves, run: Forward, known: AdviceContext = USUAL) -> NextStep | None:
+    """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
+
+    Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
+    the methods of calibration and presets of as many bits; where the error is not halved by then, `improve` by "fast"
+    and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
+    the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
+    calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
+    more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
+    made again with the two parts exchanged, and helps if it does so there, too. With the presets of the package there
+    are at most twelve changes, however many layers there are.
+
+    Args:
+        model: calibrated.
+        parts: the batches.
+        run: called as run(model, batch).
+        known: what was measured before.
+
+    Returns:
+        What was tried; None where the model gives no floats that could have an error.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
+    >>> used = calibrate(model, [torch.ones(1, 4)])
+    >>> next_step(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
+    'on the one batch there is, which also made it'
+    """
+    trial = Trial(model, parts, run, known.metric, known.score)
+    if not trial.judges:
+        return None
+    changes = _Changes(model, run, known)
+    has_signal = trial.error < NO_SIGNAL
+    little = trial.error < LITTLE if known.lost is None else known.lost <= LOST_LITTLE
+    tried, best = list[Tried](), None
+    if changes.method is not None and not little:
+        trial.take_ranges_by(changes.take_ranges)
+    if has_signal or little:
+        best = _best_of(trial, changes.of_size(), tried)
+    if best is None and not little:
+        best = _best_of(trial, changes.of_ranges(), tried)
+        if best is None or tried[best].after >= _MUCH * trial.error:
+            best = _best_of(trial, changes.of_layers(), tried, best)
+    if best is None:
+        best = _best_of(trial, changes.of_fusions(), tried)
+    return NextStep(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
+
+
+def _best_of(trial: Trial, changes: Iterable[Change], tried: list[Tried], best: int | None = None) -> int | None:
+    """Try changes; the number of the best, which is clearly better than an earlier one, as later ones cost more."""
+    for change in changes:
+        tried.append(trial.of(change))
+        if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
+            best = len(tried) - 1
+    return best
+
+
+@dataclass
+class _Changes:
+    """The changes that are open to a model."""
+
+    model: nn.Module
+    run: Forward
+    known: AdviceContext
+    made_by: Provenance | None = field(init=False)
+    fresh: bool = field(init=False)
+    """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
+    method: str | None = field(init=False)
+    """The method by which `calibrate` found the ranges of the inputs; None if there are none, or it is not known."""
+    has_example: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made_by = made_by(self.model)
+        self.has_example = has_sites(self.model)
+        learned = any(one.learned is not None for one in quantizers(self.model).values())
+        chosen = self.known.improved or any(own.has_fixed_codes for own in quantized_weights(self.model).values())
+        self._inputs = {} if learned else static_inputs(self.model)
+        self._methods = methods_of(self._inputs.values()) if self._inputs else []
+        self.method = next(iter(self._methods), None)
+        weights = [] if learned or chosen else weight_methods_of(self.model)
+        self.fresh, self._weights = bool(weights), next(iter(weights), None)
+        self._seen = dict[int, dict[str, Calibrator]]()  # by the list of batches
+
+    def take_ranges(self, batches: list[Any], method: str | None = None) -> None:
+        """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
+        if (key := id(batches)) not in self._seen:
+            self._seen[key] = self._collected(batches)
+        recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
+
+    def of_ranges(self) -> Iterator[Change]:
+        """Those that change ranges of inputs alone: they cost no bytes, and little time."""
+        yield from self.of_methods()
+        yield from self.of_presets()
+
+    def of_methods(self) -> Iterator[Change]:
+        """Other methods of calibration for inputs than the one that the model has."""
+        if self.known.command is not None and not self.fresh:  # the command would choose or train weights anew
+            return
+        if self._inputs and self.method is None:
+            yield Change("Calibrate the inputs by another method", "", _refuse_unknown)
+            return
+        for method in METHODS if self._inputs else ():
+            if method not in self._methods:
+                anew = f', method="{method}"'
+                kept = all(keeps_enough(one, method) for one in self._inputs.values())
+                yield Change(
+                    f"Calibrate the inputs by {method!r}",
+                    self._code(
+                        f"used = fq.recalibrate(model{anew})" if kept else self._calibrated(anew), method=method
+                    ),
+                    partial(self.take_ranges, method=method),
+                )
+
+    def of_presets(self) -> Iterator[Change]:
+        """Presets with as many bits that the target is known to run: other ranges of inputs, or another format."""
+        own = self.made_by
+        for preset in own.relatives if own and self.fresh else []:
+
+            def make(batches: list[Any], preset: Config = preset) -> None:
+                requantize(self.model, preset)
+                self._calibrate(batches)
+
+            dynamic = any(rule.input is not None and rule.input.dynamic for rule in preset.rules)
+            if own is None or not (dynamic or self.method or not self._inputs):
+                continue
+            if unknown_gain(self.known.target, [preset.name]):
+                continue
+            what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
+            if (weight := preset.layer_rules[0].weight) and weight != own.preset.layer_rules[0].weight:
+                what += f", with weights of {weight.spec.format.name}"
+            how = {} if self.method is None else {"method": self.method}
+            code = self._code(self._anew(own.code(preset), dynamic=dynamic), preset=preset.name.lower(), **how)
+            yield Change(what, code, make)
+
+    def of_fusions(self) -> Iterator[Change]:
+        """Batch normalisations in the quantized layers before them, where engines put them."""
+        try:
+            with evaluating(self.model):
+                found = fusions_of(self.model, self.known.call)
+        except ConfigError:  # torch.fx cannot trace the model, and there is no call of it
+            return
+
+        layers = quantized_layers(self.model)
+        found = replace(found, fused={norm: layer for norm, layer in found.fused.items() if layer in layers})
+
+        def make(_: list[Any]) -> None:
+            fuse_found(self.model, found)
+            for layer in {self.model.get_submodule(path) for path in found.fused.values()}:
+                for one in layer.children():
+                    if isinstance(one, Quantizer) and one.kind is Kind.WEIGHT:
+                        one.reset()  # the range follows the weight
+
+        if found.fused and self.fresh and self.made_by is not None:
+            code = self.made_by.code(model="fq.fuse_batch_norm(float_model, example)")
+            count = len(found.fused)
+            what = f"Fold {count} batch normalisation{'s' if count > 1 else ''} into the layers before, as engines do"
+            yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
+
+    def of_layers(self) -> Iterator[Change]:
+        """Weights chosen by the error of their layers; then the worst layers in float, but none with most weights."""
+        if not self.fresh:
+            return
+        if quantized_weights(self.model):
+            yield Change(
+                "Choose the weights by the error of their layers",
+                self._code(f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))', improve="fast"),
+                lambda batches: improve(self.model, batches, "fast", forward=self.run, progress=False),
+            )
+        layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
+        for path in [path for path in self.known.worst if path in layers][:_WORST]:
+            if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else it is the model that is in float
+                example = ", example" if self.has_example else ""
+                call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and what was in skip'
+                code = self.made_by.code(skip=(path,)) if self.made_by else call
+                held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
+                code = self._code(self._anew(code), float=path)
+                yield Change(f"Leave {path} in float", code, lambda _, held=held: _set_off(held))
+
+    def of_size(self) -> Iterator[Change]:
+        """A large layer with the weights of the others, if these have fewer bits."""
+        sizes = {path: found for path, layer in self.model.named_modules() if (found := _sizes(layer)) is not None}
+        largest = max(sizes, key=lambda path: sizes[path][1], default=None)
+        if largest is None or self.made_by is None or not self.fresh:
+            return
+        elements, bits = (sum(column) for column in zip(*sizes.values(), strict=True))
+        count, size = sizes[largest]
+        if size < _LARGE * bits or count == elements or size / count < _WIDER * (bits - size) / (elements - count):
+            return
+        spec = self.made_by.preset.layer_rules[0].weight
+        left = [path for path in self.made_by.skip if path != largest]
+        own = [str(one.spec) for one in self.model.get_submodule(largest).children() if isinstance(one, Quantizer)]
+        for weight in dict.fromkeys([spec, TensorConfig("int8 per_channel(0)")]):
+            alone = _weights_alone(weight)
+            if str(weight) in own or (self.known.command is not None and alone is None):
+                continue
+            config = f'fq.presets.{self.made_by.preset.name}.with_rule(fq.Rule("{largest}", weight="{weight}"))'
+            code = self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})")
+            yield Change(
+                f"Give {largest}, which has {size / bits:.0%} of the bytes of all layers, the weights {weight}",
+                self._code(code, rule=f"{largest}={alone}"),
+                partial(self._narrow, largest, Rule(largest, weight=weight)),
+                Aim.SIZE,
+            )
+
+    def _narrow(self, path: str, rule: Rule, _: list[Any]) -> None:
+        """Quantize a layer by a rule, which may be quantized already."""
+        layer = self.model.get_submodule(path)
+        if isinstance(layer, QuantizedLayer):
+            requantize_layer(layer, rule, path)
+        else:
+            quantize_layer(layer, rule, path)
+
+    def _code(self, python: str, **changed: Any) -> str:
+        """The code of a change, in the language of the user."""
+        return python if self.known.command is None else self.known.command(**changed)
+
+    def _anew(self, code: str, *, dynamic: bool = False) -> str:
+        """Code that makes the model anew, and says what its names are."""
+        said = "; ".join(f"{name}: {what}" for name, what in _NAMES.items() if name in code)
+        method = "" if dynamic or self.method in (None, DEFAULT_METHOD) else f', method="{self.method}"'
+        unknown = self._inputs and self.method is None and not dynamic
+        own = "  # with the method that the model was calibrated by" if unknown else ""
+        return f"# {said}\n{code}\n{self._calibrated(method)}{own}"
+
+    def _calibrated(self, method: str) -> str:
+        weights = "" if self._weights is None else f', weight_method="{self._weights}"'
+        return f"used = fq.calibrate(model, batches{self.known.arguments}{method}{weights})"
+
+    def _calibrate(self, batches: list[Any], method: str | None = None) -> dict[str, Calibrator]:
+        how: dict[str, Any] = {"forward": self.run, "progress": False, "unseen": "float"}
+        return calibrate(
+            self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
+        )
+
+    def _collected(self, batches: list[Any]) -> dict[str, Calibrator]:
+        """What a calibration on batches collects of the inputs; the ranges stay."""
+        found = quantizers(self.model)
+        owners = [self.model.get_submodule(layer_of(name)) for name in found]
+        with restore_after(ranges_of(found.values(), owners)):
+            used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
+        return {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+
+
+def _weights_alone(weight: TensorConfig | None) -> str | None:
+    """The preset that quantizes weights in this way, and nothing else; None if there is none."""
+    for name, preset in named_presets().items():
+        rule = preset.layer_rules[0]
+        if rule.input is None and rule.weight == weight:
+            return name.lower()
+    return None
+
+
+def _refuse_unknown(_: list[Any]) -> None:
+    raise ConfigError(
+        "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so that "
+        "methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
+    )
+
+
+def _set_off(held: Sequence[Quantizer]) -> None:
+    for one in held:
+        one.mode = Mode.OFF
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """The elements and the bits of the weights of a layer that is quantized or could be; None for others."""
+    if isinstance(layer, QuantizedLayer):
+        weights = layer.products()
+    elif (form := quantized_class(layer)) is not None:
+        weights = form.products_of(layer)
+    else:
+        return None
+    elements = bits = 0
+    for weight in weights:
+        if (parameter := weight.parameter) is not None:
+            found = weight_bits(weight)
+            elements += parameter.numel()
+            bits += 8 * parameter.numel() * parameter.element_size() if found is None else found.codes + found.scales
+    return (elements, bits) if elements else None

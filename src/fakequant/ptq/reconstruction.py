@@ -1,0 +1,612 @@
+"""Learn the rounding, the ranges and the input scales of one block by the error of its output.
+
+One engine serves the published methods; a preset says what is learned, and how. Only the values of the block's
+quantized weights and the scales change: biases and normalisations stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.progress import track
+from fakequant.distributed import Ranks
+from fakequant.errors import CalibrationError, ConfigError, nearest
+from fakequant.model.run.outputs import float_tensors
+from fakequant.model.weights import evaluating, in_eval_mode, quantized_weights
+from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.sites.sites import SITES, Site
+from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.numerics.qparams import QParams, Range, choose_qparams
+from fakequant.ops import library
+from fakequant.ptq.improvement import Effect, Split
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.solvers.layer import Choice, write
+from fakequant.ptq.solvers.problem import WeightGrid, of_elements
+from fakequant.ptq.solvers.sums import MOST_DRIFT
+from fakequant.ptq.stream import CallOrder, FloatTwin, LayerCall, Stage, call_order, check_side_by_side
+from fakequant.ptq.weights import calibrated_weights, fixed_parameters
+from fakequant.restore import attributes_of, in_order, restore_after, restore_on_error, state_of, structure_of
+from fakequant.text import listed, module_name
+
+_LOW, _HIGH = -0.1, 1.1  # the ends of AdaRound's stretched sigmoid
+_MOST = torch.finfo(torch.float32).max
+
+
+def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, Product]:
+    """The weights whose values can be chosen, by the names of their parameters in a block."""
+    names = {parameter: name for name, parameter in block.named_parameters()}
+    weights = list(quantized_weights(block).values())
+    used = Counter(weight.parameter for weight in weights)
+    return {
+        names[parameter]: weight
+        for weight in weights
+        if (parameter := weight.parameter) is not None and weight.tensor is parameter and used[parameter] == 1
+        if parameter not in fixed and not _moves(weight)
+    }
+
+
+def _moves(weight: Product) -> bool:
+    quantizer = weight.quantizer
+    return quantizer.dynamic or quantizer.pinned or quantizer.learned is not None
+
+
+class LearnedWeight:
+    """A weight, its rounding and the factors of its ranges.
+
+    Args:
+        weight: of a layer; its quantizer is as calibrated, or follows the weight.
+        mode: how rounding is learned; None for nearest.
+    """
+
+    def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
+        parameter = weight.parameter
+        assert parameter is not None
+        with torch.no_grad():
+            self._mode, self._dtype, self.spec = mode, parameter.dtype, weight.quantizer.spec
+            self._weight = parameter.detach().float().clone()
+            self._params = weight.quantizer.qparams(parameter.detach())
+            matrix = self._weight.reshape(len(self._weight), -1)
+            sides = WeightGrid(self.spec, self._params, self._weight.shape).neighbours(matrix)
+            self._low, high = (side.reshape(self._weight.shape) for side in sides)
+            self._gap = high - self._low
+            self._range = self._whole_range()
+        self.factor = torch.ones_like(self._range.hi, requires_grad=True)
+        """What each group's range is multiplied by."""
+        self.rounding = torch.zeros_like(self._weight)
+        """Offsets in steps, or shares before their sigmoid."""
+        if mode == "relaxed":
+            share = torch.where(self._gap > 0, (self._weight - self._low) / self._gap, 0.0).clamp(0, 1)
+            self.rounding = ((share - _LOW) / (_HIGH - share)).log()
+        self.rounding.requires_grad_()
+
+    def _whole_range(self) -> Range:
+        """The range of each group, from the largest values that the operator gives."""
+        hi = library.measure(
+            self._rounded(torch.full_like(self._weight, _MOST), self._params), self.spec.granularity
+        ).hi
+        lo = library.measure(
+            self._rounded(torch.full_like(self._weight, -_MOST), self._params), self.spec.granularity
+        ).lo
+        if not self.spec.symmetric:
+            return Range(lo, hi)
+        amax = torch.where(hi > 0, hi, -lo)
+        return Range(-amax, amax)
+
+    def _rounded(self, x: Tensor, params: QParams) -> Tensor:
+        return library.fake_quantize(x, params, self.spec)
+
+    def params(self) -> QParams:
+        """The parameters of the quantizer by the factors; those from before where no factor has moved."""
+        factor = self.factor.detach()
+        if bool((factor == 1).all()):
+            return self._params
+        return choose_qparams(Range(self._range.lo * factor, self._range.hi * factor), self.spec)
+
+    def hard(self) -> Tensor:
+        """The values that the weight would get, in its dtype."""
+        with torch.no_grad():
+            if self._mode == "relaxed":
+                return torch.where(self.rounding >= 0, self._low + self._gap, self._low).to(self._dtype)
+            return self._rounded(self._weight + self.rounding * self._gap, self.params()).to(self._dtype)
+
+    def soft(self) -> Tensor:
+        """The values for training: `hard` with straight-through gradients, or between two values of the grid."""
+        if self._mode == "relaxed":
+            return (self._low + self._share() * self._gap).to(self._dtype)
+        x, params = self._weight + self.rounding * self._gap, self.params()
+        with torch.no_grad():
+            values = self._rounded(x, params)
+            ends = [self._rounded(torch.full_like(x, end), params) for end in (-_MOST, _MOST)]
+            inside = ((x >= ends[0]) & (x <= ends[1])).float()
+            by_factor = values - x * inside
+        blocks = self.spec.granularity.block_shape(x.shape)
+        factor = of_elements(self.factor, x.shape, blocks).reshape(x.shape)
+        # The value itself; its gradient by x is 1 inside, and by a factor f that of a step which grows with f.
+        moved = (x - x.detach()) * inside + (factor / factor.detach() - 1) * by_factor
+        return (values + moved).to(self._dtype)
+
+    def _share(self) -> Tensor:
+        return (self.rounding.sigmoid() * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+
+    def undecided(self, progress: float) -> Tensor:
+        """AdaRound's regularizer: how many values are not on the grid, more sharply as the power falls from 20 to 2."""
+        if progress < 0.2:
+            return self.rounding.new_zeros(())
+        power = 2 + 18 * (1 - (progress - 0.2) / 0.8)
+        return (1 - (2 * self._share() - 1).abs() ** power).sum()
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_CHECKS = 20
+"""How often the loss over all inputs is measured with the values that a weight would get."""
+_REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every value, as in `adaround`
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a block learns.
+
+    Learning rates are given by how far a value can go if all steps have one direction. Those of steps by sign fall to 0
+    along a line; those of Adam stay.
+
+    Args:
+        rounding: "offset": each weight moves by up to half of a step before it is rounded (AutoRound); "relaxed": each
+            goes up or down, by a share that a regularizer drives to 0 or 1 (AdaRound); None: nearest.
+        ranges: how far the factor of a group's range goes; 0.0 keeps ranges.
+        inputs: the same of the scale of a static input quantizer, as a share of it.
+        reach: how far rounding goes: offsets in steps, relaxed shares before their sigmoid.
+        sign: whether steps have the sign of the gradient and one length; else Adam.
+    """
+
+    rounding: Literal["offset", "relaxed"] | None
+    ranges: float = 0.0
+    inputs: float = 0.0
+    reach: float = 0.5
+    sign: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounding == "relaxed" and self.ranges:
+            raise ConfigError('a preset with rounding="relaxed" goes up or down on a fixed grid; leave ranges at 0.0')
+
+
+PRESETS = {
+    # arXiv 2309.05516, where ranges reach 0.5: too far for few data.
+    "autoround": Preset("offset", ranges=0.2, sign=True),
+    "omniquant": Preset(None, ranges=0.5),  # its learned clipping, arXiv 2308.13137
+    "brecq": Preset("relaxed", inputs=0.1, reach=12.0),  # arXiv 2102.05426
+    "lsq": Preset(None, inputs=0.2),  # arXiv 1902.08153, on fixed weights
+}
+"""What is learned, by the names of the methods."""
+
+
+def preset_of(given: str | Preset) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if isinstance(given, Preset):
+        return given
+    if given not in PRESETS:
+        raise ConfigError(f"unknown preset {given!r}{nearest(str(given), [*PRESETS])}")
+    return PRESETS[given]
+
+
+def reconstruct_block(
+    block: nn.Module,
+    inputs: Sequence[Arguments],
+    targets: Sequence[Tensor],
+    preset: str | Preset = "autoround",
+    *,
+    iterations: int = 200,
+    seed: int = 0,
+    fixed: frozenset[nn.Parameter] = frozenset(),
+) -> LayerResult:
+    """Learn what the quantizers of a block do to its weights, so that its output comes close to targets.
+
+    Each iteration takes one of the inputs, in an order drawn by the seed. The best values of several checks over all
+    inputs stay, and those from before where nothing is better. The loss is the mean squared error.
+
+    Args:
+        block: a prepared module, calibrated if its inputs are quantized.
+        inputs: positional and keyword arguments of its calls.
+        targets: for each call the first float tensor of the output that is wanted.
+        preset: one of `PRESETS`, or one of your own.
+        iterations: how many steps.
+        seed: of the order.
+        fixed: parameters that must stay as they are.
+
+    Returns:
+        The loss before and after, as shares of the mean square of the targets.
+
+    Raises:
+        ConfigError: an unknown preset, or numbers of inputs and targets that differ.
+        CalibrationError: the loss is not finite.
+
+    The block is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> block = prepare(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4_WEIGHT_ONLY")
+    >>> x = torch.randn(64, 16)
+    >>> with fq.disabled(block):
+    ...     wanted = block(x)
+    >>> found = reconstruct_block(block, [((x,), {})], [wanted.detach()])
+    >>> found.after < 0.8 * found.before
+    True
+    """
+    chosen = preset_of(preset)
+    if not inputs or len(inputs) != len(targets) or iterations < 1:
+        raise ConfigError(
+            f"{len(inputs)} inputs, {len(targets)} targets and {iterations} iterations: give one target for each "
+            "input, and at least one of all"
+        )
+    weights = learnable_weights(block, fixed) if chosen.rounding or chosen.ranges else {}
+    steps = _learnable_inputs(block) if chosen.inputs else []
+    saved = state_of([block])
+    with restore_on_error(saved), in_eval_mode(block):
+        found = _Learning(block, list(zip(inputs, targets, strict=True)), chosen, weights, steps)
+        if not weights and not steps:
+            before = found.loss() / found.energy
+            return LayerResult("", before, before, note="nothing of it can be learned by this preset")
+        with found.learning():
+            before, after = found.run(iterations, seed)
+        if after < before:
+            found.write()
+        else:
+            saved()
+    return LayerResult("", before / found.energy, after / found.energy)
+
+
+def _learnable_inputs(block: nn.Module) -> list[Quantizer]:
+    """The quantizers of activations with a scale that can be learned."""
+    return [
+        quantizer
+        for quantizer in quantizers(block).values()
+        if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None
+        if quantizer.spec.is_plain and not (quantizer.dynamic or quantizer.pinned)
+    ]
+
+
+class _AtOneRate(NamedTuple):
+    """Tensors that are learned at one rate."""
+
+    tensors: list[Tensor]
+    rate: float
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+
+class _Learning:
+    """The tensors that a block learns, and its loss as a function of them."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        examples: list[tuple[Arguments, Tensor]],
+        preset: Preset,
+        weights: dict[str, Any],
+        steps: list[Quantizer],
+    ) -> None:
+        self._block, self._examples, self._preset, self._steps = block, examples, preset, steps
+        self._weights = weights
+        self._learned = {name: LearnedWeight(weight, preset.rounding) for name, weight in weights.items()}
+        self.energy = max(sum(float(y.float().square().mean()) for _, y in examples) / len(examples), 1e-30)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """A context in which weights are computed here, and input scales are parameters; gradients are in float."""
+        own = [weight.quantizer for weight in self._weights.values()]
+        layers = [layer for layer in self._block.modules() if isinstance(layer, (QuantizedLayer, Site))]
+        with restore_after(in_order(attributes_of(own, "mode"), attributes_of(layers, "gradient"))):
+            for quantizer in own:
+                quantizer.mode = Mode.OFF
+            for layer in layers:
+                layer.gradient = None
+            for quantizer in self._steps:
+                quantizer.learn("lsq", gradient_factor=False)
+            yield
+            for quantizer in self._steps:
+                quantizer.stop_learning()
+
+    def loss(self) -> float:
+        """The loss over all inputs, with the values that the weights would get."""
+        with torch.no_grad():
+            values = {name: learned.hard() for name, learned in self._learned.items()}
+            losses = [float(self._error(values, *example)) for example in self._examples]
+        if not all(map(math.isfinite, losses)):
+            raise CalibrationError("the error of its output is not finite; leave out the batch that makes it")
+        return sum(losses) / len(losses)
+
+    def _error(self, values: dict[str, Tensor], arguments: Arguments, target: Tensor) -> Tensor:
+        # A copy, because a block may write into its arguments: an activation in place, a cache of keys.
+        args, kwargs = copy.deepcopy(arguments)
+        output = float_tensors(functional_call(self._block, values, args, kwargs))[0]
+        return F.mse_loss(output.float(), target.float())
+
+    def run(self, iterations: int, seed: int) -> tuple[float, float]:
+        """Learn, and go back to the best values; the loss before and after."""
+        groups = self._groups()
+        tensors = [tensor for group in groups for tensor in group.tensors]
+        before = best = self.loss()
+        kept = [tensor.detach().clone() for tensor in tensors]
+        order = _drawn(len(self._examples), iterations, seed)
+        options = [{"params": group.tensors, "lr": 0.0} for group in groups]
+        optimizer = torch.optim.SGD(options, lr=1.0) if self._preset.sign else torch.optim.Adam(options)
+        unit = self._count() / max(before, 1e-30)
+        for step, number in enumerate(order):
+            self._step(tensors, self._examples[number], unit, step / iterations)
+            for group, options_of in zip(groups, optimizer.param_groups, strict=True):
+                options_of["lr"] = group.rate / iterations * (2 - 2 * step / iterations if self._preset.sign else 1)
+            optimizer.step()
+            for group in groups:
+                for tensor in group.tensors:
+                    tensor.data.clamp_(group.lowest, group.highest)
+            is_checked = (step + 1) % max(1, iterations // _CHECKS) == 0 or step + 1 == iterations
+            if is_checked and (loss := self.loss()) < best:
+                best, kept = loss, [tensor.detach().clone() for tensor in tensors]
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.data.copy_(value)
+            tensor.grad = None
+        return before, best
+
+    def _step(self, tensors: list[Tensor], example: tuple[Arguments, Tensor], unit: float, progress: float) -> None:
+        """Set the gradients of one input's loss."""
+        with torch.enable_grad():
+            values = {name: learned.soft() for name, learned in self._learned.items()}
+            loss = self._error(values, *example) * unit
+            if self._preset.rounding == "relaxed":
+                loss = loss + _REGULARIZER * sum(learned.undecided(progress) for learned in self._learned.values())
+            # Not backward(), which would leave gradients in the block's biases.
+            found = torch.autograd.grad(loss, tensors, allow_unused=True)
+        for tensor, gradient in zip(tensors, found, strict=True):
+            gradient = torch.zeros_like(tensor) if gradient is None else gradient
+            tensor.grad = gradient.sign() if self._preset.sign else gradient
+
+    def _groups(self) -> list[_AtOneRate]:
+        preset, groups = self._preset, []
+        if preset.rounding:
+            ends = (-0.5, 0.5) if preset.rounding == "offset" else (-math.inf, math.inf)
+            groups.append(_AtOneRate([learned.rounding for learned in self._learned.values()], preset.reach, *ends))
+        if preset.ranges:
+            groups.append(_AtOneRate([learned.factor for learned in self._learned.values()], preset.ranges, 0.2, 1.2))
+        for quantizer in self._steps:
+            step: Any = quantizer.learned.step  # type: ignore[union-attr]
+            size = float(step.detach().abs().mean())
+            groups.append(_AtOneRate([step], preset.inputs * size, float(step.detach().min()) * 0.2))
+        return [group for group in groups if group.tensors]
+
+    def _count(self) -> int:
+        return max(1, sum(learned.rounding.numel() for learned in self._learned.values()))
+
+    def write(self) -> None:
+        """Put the values into the weights."""
+        for name, weight in self._weights.items():
+            with torch.no_grad():
+                params, values = self._learned[name].params(), self._learned[name].hard()
+            write(name.rpartition(".")[0], weight, Choice(params, values, None, LayerResult(name)))
+
+
+def _drawn(count: int, iterations: int, seed: int) -> list[int]:
+    """Numbers of inputs: all of them in a drawn order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(count, generator=generator) for _ in range(math.ceil(iterations / count))]
+    return torch.cat(rounds)[:iterations].tolist()
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+@accepts_wrapped_model
+def reconstruct(  # noqa: PLR0913  all but the first four by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    blocks: Sequence[str] | None = None,
+    preset: str | Preset = "autoround",
+    *,
+    iterations: int = 200,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    judge: Iterable[Any] | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Improvement:
+    """Learn rounding, ranges or input scales block after block, by the error of each block's output.
+
+    The wanted output of a block is that of the float model. Its inputs are those of the quantized model, whose earlier
+    blocks have their learned values. The values stay in the weights with fixed scales. A block that a batch calls
+    several times, and those after it, learn the output of the float block for their quantized inputs.
+
+    Args:
+        model: prepared, and calibrated if its inputs are quantized.
+        batches: what a data loader gives; they are kept as a list and run side by side.
+        blocks: names of modules; by default those of `find_blocks`.
+        preset: "autoround", "omniquant", "brecq", "lsq", or a `Preset` of your own.
+        iterations: for each block; one takes one batch.
+        inputs, forward: as for `calibrate`.
+        judge: batches that teach nothing and judge, as for `improve`.
+        seed: of the order of batches.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The error of the model's output before and after, and those of the blocks. What was learned goes back where the
+        error on the batches that judge does not fall, as by `improve`. Weights that something else reads too stay as
+        they are; a line names them.
+
+    Raises:
+        ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
+        CalibrationError: no batches, inputs that are not calibrated, or an error that is not finite (names the block).
+
+    The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> model = prepare(nn.Sequential(net, nn.Linear(4, 4)), "INT4_WEIGHT_ONLY")
+    >>> found = fq.ptq.reconstruct(model, [torch.randn(32, 16) for _ in range(4)], ["0", "1"])
+    >>> [block.layer for block in found.layers], found.remaining_error < 0.8
+    (['0', '1'], True)
+    """
+    weights = calibrated_weights(model, "reconstruct")
+    data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
+    split, preset = Split.of(data, judge), preset_of(preset)
+    found = find_blocks(model) if blocks is None else _named(model, blocks)
+    result, others, alone = Improvement(), list[str](), Ranks(None)
+    before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
+    state = in_order(structure_of([model]), *before.values())
+    with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
+        judging = split.judging(alone)
+        recorded = call_order(model, found, split.all)
+        check_side_by_side(model, found, split.all, recorded)
+        fixed = fixed_parameters(model, recorded.first)
+        learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
+        effect, (with_float, late) = Effect(model, judging, recorded, alone), recorded.parts(alone)
+        with FloatTwin(model, found, found, split.fit, recorded, with_float) as stages:
+            for stage, wanted in track(stages, "learning blocks", len(recorded.order), progress):
+                block = found[stage.name]
+                if wanted is not None and not _is_alike(wanted, stage):
+                    wanted = None
+                if wanted is None and stage.name not in late:
+                    others.append(stage.name)
+                targets = _targets(stage.name, block, (wanted or stage).all_calls, stages.in_float)
+                stages.keep(stage.name, [weight.parameter for weight in quantized_weights(block).values()])
+                if (learned := _learned(block, stage, targets, learn)) is not None:
+                    result.layers.append(learned)
+        undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
+        reached = {row.layer for row in result.layers}
+        result.take_back(name for name, block in found.items() if block in undone)
+        effect.put_into(result, "reconstruct")
+        result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
+        result.notes += _notes(others, recorded, late) + _notes_of_fixed(weights, fixed)
+    return result
+
+
+def _notes(others: Sequence[str], recorded: CallOrder, late: Sequence[str]) -> list[str]:
+    """Which blocks learn another target than what the float model gives."""
+    notes = list[str]()
+    if others:
+        notes.append(
+            f"{listed(others)}: learn what they give in float for their quantized inputs, because the float model "
+            "calls other blocks there, or gives them other rows"
+        )
+    if late:
+        notes.append(
+            f"{len(late)} of {len(recorded.order)} blocks, from {module_name(late[0])} on, learn what they give in "
+            "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
+        )
+    return notes
+
+
+def _notes_of_fixed(weights: Mapping[str, Product], fixed: Mapping[nn.Parameter, str]) -> list[str]:
+    """Which weights keep their values, and why."""
+    return remarks_of(
+        LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])
+        for path, weight in weights.items()
+        if weight.parameter is not None and weight.parameter in fixed
+    )
+
+
+def _learned(
+    block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
+) -> LayerResult | None:
+    """What a block learned at its first stage; None where all its inputs are empty."""
+    # An expert that gets no rows of a batch learns nothing from it.
+    examples = [(call, y) for call, y in zip(stage.all_calls, targets, strict=True) if y.numel()]
+    if not examples:
+        return None
+    try:
+        with examples[0][0].surroundings():
+            learned = learn(block, [(call.args, call.kwargs) for call, _ in examples], [y for _, y in examples])
+    except CalibrationError as error:
+        raise CalibrationError(f"{module_name(stage.name)}: {error}") from error
+    return replace(learned, layer=stage.name)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The items of lists and sequences of modules that hold quantized weights, and quantized layers outside of them.
+
+    A sequence in a sequence is looked into; any other item is a block, whatever it holds.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(2, 1, 4)))
+    >>> list(find_blocks(prepare(net, "INT4_WEIGHT_ONLY")))
+    ['0', '1.0', '1.1']
+    """
+    holders = {weight.layer for weight in quantized_weights(model).values()}
+    layers = {layer for layer in holders if isinstance(layer, QuantizedLayer)}
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module, *, is_item: bool) -> None:
+        is_container = type(module) in _CONTAINERS
+        if module in layers or (is_item and not is_container):
+            if module not in found.values() and not holders.isdisjoint(module.modules()):
+                found[name] = module
+            return
+        for key, child in module.named_children():
+            if key != SITES:
+                look(f"{name}.{key}" if name else key, child, is_item=is_container)
+
+    look("", model, is_item=False)
+    return found
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if isinstance(names, str) or not names:
+        raise ConfigError(f"blocks={names!r}: give a list of names, such as {[*find_blocks(model)][:2]}")
+    for name in names:
+        if name not in modules:
+            raise ConfigError(f"the model has no module {name!r} for blocks={nearest(str(name), [*modules])}")
+        if not quantized_weights(modules[name]):
+            raise ConfigError(f"the block {name!r} holds no quantized weights; leave it out")
+    found = {name: modules[name] for name in names}
+    for name, block in found.items():
+        for other, inner in found.items():
+            if name != other and inner in set(block.modules()):
+                raise ConfigError(f"the block {other!r} is inside of {name!r}; leave one of them out")
+    return found
+
+
+def _targets(
+    name: str, block: nn.Module, calls: Sequence[LayerCall], in_float: Callable[[Callable[[], list[Any]]], list[Any]]
+) -> list[Tensor]:
+    """What a block gives in float for calls."""
+    outputs = in_float(lambda: [_called(block, call) for call in calls])
+    if without := [output for output in outputs if not float_tensors(output)]:
+        raise ConfigError(f"the block {name!r} returns a {type(without[0]).__name__} without a float tensor")
+    return [float_tensors(output)[0] for output in outputs]
+
+
+def _called(block: nn.Module, call: LayerCall) -> Any:
+    """What a block gives for a copy of the arguments of a call, which it may write into."""
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    with call.surroundings():
+        return block(*args, **kwargs)
+
+
+def _is_alike(one: Stage, other: Stage) -> bool:
+    """Whether a block gets inputs of the same shapes in two models, and not of unrelated rows."""
+    gap = size = 0.0
+    for own, seen in zip(one.all_calls, other.all_calls, strict=True):
+        firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))
+        if [x.shape for x in firsts] != [x.shape for x in seconds]:
+            return False
+        for x, y in zip(firsts[:1], seconds[:1], strict=True):
+            gap += float((x.double() - y.double()).square().sum())
+            size += float((x.double() - x.double().mean()).square().sum())
+    return gap <= MOST_DRIFT * size or not size

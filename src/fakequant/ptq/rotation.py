@@ -1,0 +1,548 @@
+"""Rotations of residual streams and of heads, put into the weights: no operation at run time."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.arguments import check_float_model
+from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.errors import ConfigError, nearest
+from fakequant.model.run.outputs import record
+from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached, has
+from fakequant.nn.integer import has_no_hooks
+from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
+from fakequant.nn.transforms import hadamard
+from fakequant.ptq.scale_folding import OutputCheck
+from fakequant.ptq.weights import shared_parameters
+from fakequant.restore import restore_on_error, state_of_parts
+from fakequant.text import listed, table
+
+
+@dataclass(eq=False)
+class Residual:
+    """Values with the same channels: sums of what its makers give.
+
+    Attributes:
+        makers: linear layers, convolutions, embeddings and parameters whose last results are added up.
+        readers: linear layers that multiply the values, with the normalisation between, if there is one.
+        norms: the normalisations that read the values.
+        read_by: what else reads the values.
+    """
+
+    makers: dict[nn.Module | nn.Parameter, None] = field(default_factory=dict)
+    readers: dict[nn.Module, nn.Module | None] = field(default_factory=dict)
+    norms: dict[nn.Module, None] = field(default_factory=dict)
+    read_by: list[str] = field(default_factory=list)
+
+
+class Heads(NamedTuple):
+    """A layer that makes the values of attention, and the one that reads the heads' results."""
+
+    maker: nn.Linear
+    reader: nn.Linear
+    size: int
+    """Channels of a head."""
+
+
+class Streams(NamedTuple):
+    """The residual streams and heads of a run."""
+
+    residuals: list[Residual]
+    heads: list[Heads]
+
+
+def follow(model: nn.Module, recording: Recording) -> Streams:
+    """Follow the results of linear layers, convolutions, embeddings and parameters.
+
+    Args:
+        model: as it ran.
+        recording: of the run.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), torch.ones(1, 4)
+    >>> found = follow(model, record(model, lambda: model(x)))
+    >>> [len(one.readers) for one in found.residuals]
+    [1]
+    """
+    walk = _StreamWalk(model, recording)
+    for step, one in recording.steps():
+        walk.call(one) if step is RunStep.CALL else walk.module(one, entered=step is RunStep.ENTER)
+    for value in recording.outputs:
+        walk.read(value, "the model's output")
+    found = list(dict.fromkeys(walk.root(group) for group in walk.groups))
+    uses = Counter(layer for one in walk.heads for layer in (one.maker, one.reader))
+    heads = [one for one in walk.heads if one.maker not in walk.not_heads and uses[one.maker] == uses[one.reader] == 1]
+    return Streams([one for one in found if one.readers], heads)
+
+
+class _Value(NamedTuple):
+    """What is known of a value."""
+
+    group: Residual
+    norm: nn.Module | None = None
+    maker: nn.Module | None = None
+    """The layer whose values these are, as long as heads may be cut from them."""
+    head: int = 0
+    """Channels of a head behind attention."""
+
+
+class _StreamWalk:
+    """Goes through a run and notes what is made of values."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self.groups: list[Residual] = []
+        self.heads: list[Heads] = []
+        self.not_heads: set[nn.Module] = set()
+        self._shapes: list[tuple[int, ...]] = [value.shape if value.is_float else () for value in recording.values]
+        self._modules = dict(model.named_modules())
+        self._parameters = {number: parameter for parameter, number in recording.numbers(model).items()}
+        self._into: dict[Residual, Residual] = {}
+        self._values: dict[int, _Value] = {}
+        self._of: dict[nn.Module | nn.Parameter, Residual] = {}
+        self._running = 0  # layers and normalisations
+
+    def root(self, group: Residual) -> Residual:
+        """The group that a group has become a part of."""
+        while group in self._into:
+            group = self._into[group]
+        return group
+
+    def read(self, value: int, what: str) -> None:
+        """Note that something reads a value that no rotation can follow."""
+        if (known := self._values.get(value)) is not None:
+            self.root(known.group).read_by.append(what)
+            self._drop_heads(known)
+
+    def module(self, one: ModuleCall, *, entered: bool) -> None:
+        """Note the start or the end of a module's call."""
+        module = self._modules[one.path]
+        if not (_makes(module) or is_vector_norm(module)):
+            return
+        if entered:
+            self._enter(one, module)
+            self._running += 1
+            return
+        self._running -= 1
+        if one.output is None:
+            return
+        if _makes(module):
+            self._values[one.output] = _Value(self._group_of(module), maker=module)
+            return
+        value = self._values.get(one.inputs[0]) if one.inputs else None
+        if value is not None and value.norm is None:
+            self._values[one.output] = _Value(value.group, norm=module)
+
+    def _enter(self, one: ModuleCall, module: nn.Module) -> None:
+        first, rest = one.inputs[:1], one.inputs[1:]
+        value = self._values.get(first[0]) if first else None
+        if value is not None:
+            group = self.root(value.group)
+            if isinstance(module, nn.Linear) and value.head and isinstance(value.maker, nn.Linear):
+                self.heads.append(Heads(value.maker, module, value.head))
+            elif isinstance(module, nn.Linear):
+                if group.readers.get(module, value.norm) is not value.norm:
+                    group.read_by.append(f"{one.path}, with and without a normalisation before it,")
+                group.readers[module] = value.norm
+                self._drop_heads(value)
+            elif is_vector_norm(module) and value.norm is None:
+                group.norms[module] = None
+                self._drop_heads(value)
+            else:
+                self.read(first[0], one.path)
+        for other in rest:
+            self.read(other, one.path)
+
+    def call(self, call: FunctionCall) -> None:
+        """Note what a function makes of values; within layers nothing needs to be known."""
+        if self._running:
+            return
+        name = call.function.partition(" ")[0]
+        if has(name, Trait.SUMS) or has(name, Trait.CHANNELS):
+            for value in call.inputs:
+                if value in self._parameters and value not in self._values:
+                    self._values[value] = _Value(self._group_of(self._parameters[value]))
+        known = [value for value in call.inputs if value in self._values]
+        if not known:
+            return
+        result = self._result(name, call, known) if len(call.outputs) == 1 else None
+        if result is not None:
+            self._values[call.outputs[0]] = result
+            return
+        for value in known:
+            self.read(value, f"torch.{name}")
+
+    def _result(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
+        """What is known of a function's result; None where no rotation can follow it."""
+        if has(name, Trait.CHANNELS):
+            others = [value for value in call.inputs if value != known[0]]
+            divides = name == "div" and "input" not in call.operands  # `1 / x`
+            alone = len(known) == 1 and not divides and not any(self._shapes[value] for value in others)
+            return self._values[known[0]] if alone else None
+        if has(name, Trait.SUMS):
+            return self._sum(call, known)
+        if has(name, Trait.HEADS):
+            return self._attention(name, call, known)
+        return None
+
+    def _attention(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
+        values = {operand.name for operand in SITE_FUNCTIONS[name].operands if operand.reduction == -2}
+        number = next((value for operand, value in call.operands.items() if operand in values), None)
+        for one in known:
+            if one != number:
+                self.read(one, f"torch.{name}")
+        value = None if number is None else self._values.get(number)
+        if number is None or value is None or value.maker is None or value.head:
+            return None
+        self.root(value.group).read_by.append("attention")
+        return value._replace(head=self._shapes[number][-1])
+
+    def _sum(self, call: FunctionCall, known: list[int]) -> _Value | None:
+        values = [self._values[value] for value in known]
+        groups = [self.root(value.group) for value in values]
+        if len(known) < len(call.inputs) or any(value.norm is not None or value.head for value in values):
+            return None
+        first = groups[0]
+        for other in groups[1:]:
+            if other is not first:
+                self._into[other] = first
+                first.makers |= other.makers
+                first.readers |= other.readers
+                first.norms |= other.norms
+                first.read_by += other.read_by
+        for value in values:
+            self._drop_heads(value)
+        return _Value(first)
+
+    def _group_of(self, maker: nn.Module | nn.Parameter) -> Residual:
+        if maker not in self._of:
+            self._of[maker] = Residual({maker: None})
+            self.groups.append(self._of[maker])
+        return self.root(self._of[maker])
+
+    def _drop_heads(self, value: _Value) -> None:
+        if value.maker is not None:
+            self.not_heads.add(value.maker)
+
+
+def _makes(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
+def is_vector_norm(module: nn.Module) -> bool:
+    """Whether a module may be a normalisation: all that it holds are vectors of one length."""
+    held = [p for p in module._parameters.values() if p is not None]
+    own = next(module.children(), None) is None and "weight" in module._parameters
+    return own and bool(held) and all(p.dim() == 1 and p.shape == held[0].shape for p in held)
+
+
+KINDS = ("hadamard", "random")
+_SAME = 1e-4
+"""How far a normalisation may be from one whose rotation commutes with it; eps makes it differ a little."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """One row of `Rotations`: rotated values, or the reason against it.
+
+    Attributes:
+        what: "residual stream" or "heads".
+        width: the size of the rotation.
+        makers: the paths of the layers and parameters that make the values.
+        readers: the paths of the layers that multiply them.
+        note: why they stay; "" where they are rotated.
+    """
+
+    what: str
+    width: int
+    makers: tuple[str, ...]
+    readers: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass
+class Rotations:
+    """The result of `rotate`; prints as a table."""
+
+    rows: list[Rotated] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing to rotate: no torch.nn.Linear reads a residual stream or heads of attention"
+        lines = [["values", "width", "made by", "read by", "what"]]
+        for row in self.rows:
+            made, read = listed(row.makers, 3), listed(row.readers, 3)
+            lines.append([row.what, str(row.width), made, read, f"stays: {row.note}" if row.note else "rotated"])
+        return table(lines)
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+
+def rotate(
+    model: nn.Module,
+    batch: Any,
+    *,
+    kind: str = "hadamard",
+    seed: int = 0,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> Rotations:
+    """Rotate the residual streams and the heads of attention of a float model, in place (QuaRot, arXiv 2404.00456).
+
+    The layers that make the values are multiplied by an orthogonal matrix, and those that read them by its inverse. The
+    function of the model stays, which a run with the batch checks, and large channels are spread over all. One run
+    finds the layers, by the identity of tensors. The weight and bias of a normalisation go into the layers behind it.
+    A LayerNorm becomes a torch.nn.RMSNorm: the layers before it take over its subtraction of the mean.
+
+    Args:
+        model: a float model; call this before `prepare`.
+        batch: what a data loader gives.
+        kind: "hadamard": with random signs, times a random rotation where the width is no power of two; or "random".
+        seed: of the random numbers.
+        inputs, forward: as for `calibrate`. If the model also returns a cache of keys and values, let `forward` return
+            the output alone: rotated heads change the cache.
+
+    Raises:
+        ConfigError: an unknown kind, a prepared or sharded model, or one whose output is not the same in a second run,
+            or is not finite.
+
+    The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    >>> print(rotate(model, torch.arange(9)))
+    values           width  made by  read by  what
+    residual stream  8      0        2        rotated
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
+    check_float_model(model, "rotate", "rotate(model, batch)", "rotate")
+    outputs = OutputCheck(model, Batches([batch], "rotate", inputs=inputs, forward=forward).kept())
+    job = _Rotation(model, outputs, kind, seed)
+    with restore_on_error(job.restore):
+        return Rotations(job.rows())
+
+
+class _Rotation:
+    """Rotates streams and heads of a model; a row for each, with the reason if it cannot.
+
+    Args:
+        model: a float model.
+        outputs: what its output is checked by.
+        kind: of rotations, one of `KINDS`.
+        seed: of the random numbers.
+
+    Attributes:
+        restore: takes all changes back.
+    """
+
+    def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, seed: int) -> None:
+        recording = record(model, outputs.run)
+        self._model, self._outputs, self._kind = model, outputs, kind
+        self._generator = torch.Generator().manual_seed(seed)
+        self._names: dict[Any, str] = {module: name or "(model)" for name, module in model.named_modules()}
+        self._names |= {parameter: name for name, parameter in model.named_parameters()}
+        self._shared, self._unreached = shared_parameters(model), Unreached(model, recording)
+        self._found = follow(model, recording)
+        touched = [part for one in self._found.heads for part in (one.maker, one.reader)]
+        touched += [part for one in self._found.residuals for part in (*one.makers, *one.readers, *one.norms)]
+        self.restore = state_of_parts(model, touched)
+
+    def rows(self) -> list[Rotated]:
+        """Rotate all, in place; the widest first."""
+        rows = [self.heads(one) for one in self._found.heads] + [self.residual(one) for one in self._found.residuals]
+        return sorted(rows, key=lambda row: -row.width)
+
+    def residual(self, one: Residual) -> Rotated:
+        """Rotate a residual stream (R1)."""
+        width = cast("Any", next(iter(one.readers))).in_features
+        why = self._why_not([*one.makers, *one.readers, *one.norms])
+        if one.read_by:
+            why = f"{one.read_by[0]} reads the values too"
+        forms = {norm: form for norm in one.norms if (form := _form_of(norm, width)) is not None}
+        if why is None and (unknown := [norm for norm in one.norms if norm not in forms]):
+            why = f"{self._names[unknown[0]]} is neither a LayerNorm nor a normalisation by the root mean square"
+        subtract = [isinstance(norm, nn.LayerNorm) for norm in (*one.norms, *one.readers.values())]
+        if why is None and len({*subtract}) > 1:
+            why = "some of its readers subtract the mean and others do not"
+        why = why or self._unreached.why_not(width)
+        if why is None:
+            touched = [*one.makers, *one.readers, *one.norms]
+            why = self._try(touched, lambda: self._rotate(one, width, forms, centred=subtract[0]))
+        return self._row("residual stream", width, [*one.makers], [*one.readers], why)
+
+    def heads(self, one: Heads) -> Rotated:
+        """Rotate the values of attention within each head (R2)."""
+        why = self._why_not([one.maker, one.reader])
+        if why is None and (one.maker.out_features % one.size or one.reader.in_features % one.size):
+            why = "its heads are not next to each other"
+        if why is None:
+            why = self._try([one.maker, one.reader], lambda: self._rotate_heads(one))
+        return self._row("heads", one.size, [one.maker], [one.reader], why)
+
+    def _row(self, what: str, width: int, makers: list[Any], readers: list[Any], why: str | None) -> Rotated:
+        names = [tuple(self._names[one] for one in ones) for ones in (makers, readers)]
+        return Rotated(what, width, names[0], names[1], why or "")
+
+    def _why_not(self, touched: list[nn.Module | nn.Parameter]) -> str | None:
+        for one in touched:
+            held = [one] if isinstance(one, nn.Parameter) else [p for p in one._parameters.values() if p is not None]
+            if not self._shared.isdisjoint(held):
+                return f"{self._names[one]} shares a parameter; give each layer its own, as a tied head its own weight"
+            if isinstance(one, nn.Module) and (
+                one._parameters.get("weight") is not one.weight or not has_no_hooks(one)
+            ):
+                return f"{self._names[one]} computes its weight, or has hooks"
+        return None
+
+    def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
+        """Change the model; if its output changes, undo the change and return the reason."""
+        back = state_of_parts(self._model, touched)
+        with restore_on_error(back):
+            try:
+                change()
+            except _WidthError as error:
+                why: str | None = f"{self._names[error.maker]} has other channels"
+            else:
+                why = self._outputs.why_not()
+        if why is not None:
+            back()
+        return why
+
+    @torch.no_grad()
+    def _rotate(self, one: Residual, width: int, forms: dict[nn.Module, _Form], *, centred: bool) -> None:
+        rotation = rotation_of(width, self._kind, self._generator)
+        made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
+        _turn(_made_by(one.makers, width), made)
+        for reader, norm in one.readers.items():
+            if norm is not None:
+                _add_shift(cast("nn.Linear", reader), forms[norm])
+            read = rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device)
+            _turn([(cast("nn.Parameter", reader.weight), 1)], read)
+        for norm, form in forms.items():
+            _clear(self._model, norm, form)
+
+    @torch.no_grad()
+    def _rotate_heads(self, one: Heads) -> None:
+        turned = [*_made_by([one.maker], one.maker.out_features), (cast("nn.Parameter", one.reader.weight), 1)]
+        _turn(turned, rotation_of(one.size, self._kind, self._generator))
+
+
+def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:
+    """Multiply an axis of parameters by a matrix, each of its blocks if it has several, in float64, rounded once."""
+    for parameter, axis in parameters:
+        rows = parameter.detach().double().movedim(axis, -1).unflatten(-1, (-1, len(matrix)))
+        turned = rows @ matrix.to(parameter.device)
+        parameter.data.copy_(turned.flatten(-2).movedim(-1, axis))
+
+
+class _WidthError(Exception):
+    """A maker with another number of channels than the rotation."""
+
+    def __init__(self, maker: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.maker = maker
+
+
+def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
+    """An orthogonal matrix [width, width], float64.
+
+    >>> matrix = rotation_of(6, "hadamard", torch.Generator().manual_seed(0))
+    >>> bool(((matrix @ matrix.T) - torch.eye(6)).abs().max() < 1e-12)
+    True
+    """
+    power = width & -width if kind == "hadamard" else 1
+    rest = torch.randn(width // power, width // power, dtype=torch.float64, generator=generator)
+    orthogonal, upper = torch.linalg.qr(rest)
+    orthogonal *= upper.diagonal().sign()  # else QR's convention decides which rotations come
+    signs = torch.randint(0, 2, (width,), generator=generator).double() * 2 - 1
+    square = hadamard(power).double().sign() / power**0.5
+    return signs[:, None] * torch.kron(orthogonal.contiguous(), square)
+
+
+def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of makers, each with the axis of the channels.
+
+    Raises:
+        _WidthError: a maker with another number of channels.
+    """
+    found: list[tuple[nn.Parameter, int]] = []
+    for maker in makers:
+        if isinstance(maker, nn.Parameter):
+            own = [(maker, maker.dim() - 1)]
+        elif isinstance(maker, nn.Embedding):
+            own = [(cast("nn.Parameter", maker.weight), 1)]
+        else:
+            own = [(one, 0) for one in (maker.weight, maker.bias) if isinstance(one, nn.Parameter)]
+        if any(axis < 0 or one.shape[axis] != width for one, axis in own):
+            raise _WidthError(maker)
+        found += own
+    return found
+
+
+def _add_shift(reader: nn.Linear, form: _Form) -> None:
+    """Put the shift of the preceding normalisation into a layer's bias."""
+    if form.shift is None:
+        return
+    bias = reader.weight.double() @ form.shift
+    if reader.bias is None:
+        reader.bias = nn.Parameter(bias.to(reader.weight.dtype))
+    else:
+        reader.bias.copy_(reader.bias.double() + bias)
+
+
+class _Form(NamedTuple):
+    """A normalisation's gain and shift, applied after it divides each row by its size."""
+
+    gain: Tensor
+    """The factor of each channel, float64."""
+    shift: Tensor | None
+    plain: float
+    """The weight that multiplies by 1."""
+
+
+def _form_of(norm: nn.Module, width: int) -> _Form | None:
+    """The form of a normalisation; None if it does not commute with rotations when its weight multiplies by 1.
+
+    A LayerNorm commutes with them if the mean of its input is 0. Other classes are tried with random inputs.
+
+    Args:
+        norm: the module.
+        width: the channels of its input.
+    """
+    weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
+    gain = weight.detach().double().clone()
+    if isinstance(norm, nn.LayerNorm):
+        return (
+            _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0) if width == len(gain) else None
+        )
+    if bias is not None or len(weight) != width or norm._parameters.get("weight") is not weight:
+        return None
+    twin, generator = copy.deepcopy(norm).double(), torch.Generator().manual_seed(0)  # half precision differs by more
+    own = cast("nn.Parameter", twin.weight)
+    x, rotation = torch.randn(64, width, generator=generator).to(own), rotation_of(width, "random", generator).to(own)
+    for plain in (1.0, 0.0):  # normalisations multiply by their weight, or by 1 + weight
+        with torch.no_grad():
+            own.fill_(plain)
+            found, turned = twin(x).double(), twin(x @ rotation).double()
+        is_unit = 0.5 < float(found.square().mean()) < 2  # twice the weight is 4 times the square
+        if is_unit and float((turned - found @ rotation).norm()) <= _SAME * float(found.norm()):
+            return _Form(gain + (1 - plain), None, plain)
+    return None
+
+
+def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
+    """Reduce a normalisation to its division by the root mean square."""
+    if isinstance(norm, nn.LayerNorm):
+        plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+        for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is norm]:
+            model.set_submodule(path, plain)
+    else:
+        cast("nn.Parameter", norm.weight).data.fill_(form.plain)

@@ -1,0 +1,730 @@
+"""Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
+
+Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
+until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
+layer, and the threads go on from where they are. Without threads each layer would take a run of its own from the start,
+or its inputs would be kept from a run of a block, which must be found first.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fakequant.data.again import Changes, random_state
+from fakequant.data.batches import Batches, KeptBatches
+from fakequant.distributed import Ranks
+from fakequant.errors import ConfigError
+from fakequant.model.run.outputs import watching
+from fakequant.model.run.recorded import Recording, has
+from fakequant.model.run.recorder import tensors_in
+from fakequant.model.weights import off
+from fakequant.nn.by_value import ByValue, call_again, calls_now
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.sites.functions import Trait
+from fakequant.restore import Restore, in_order, restore_after, run_to_the_end
+
+
+class LayerCall(NamedTuple):
+    """The arguments of one call of a layer.
+
+    Attributes:
+        args: positional ones.
+        kwargs: those by name.
+        writes: how often the first one had been written in place before the call; None where torch does not count.
+        autocast: the device type and the dtype of autocast around the call; None where it is off.
+        bins: those of values by which ranges are chosen.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: int | None = None
+    autocast: tuple[str, torch.dtype] | None = None
+    bins: Mapping[ByValue, Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """The arguments as they are now."""
+        first = cls(args, kwargs).first
+        if not isinstance(first, Tensor):
+            return cls(args, kwargs, bins=calls_now())
+        device = first.device.type
+        autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        return cls(args, kwargs, None if first.is_inference() else first._version, autocast, calls_now())
+
+    @property
+    def first(self) -> Any:
+        """The first argument, which is the input of a layer with a weight."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+    def kept(self) -> LayerCall:
+        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
+        tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
+        copies = {place: tensor.clone() for place, tensor in tensors.items()}
+        args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
+        return LayerCall(args, kwargs, autocast=self.autocast, bins=self.bins)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """A context in which autocast and the choice of ranges are as they were around the call."""
+        autocast = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+        with call_again(self.bins), autocast:
+            yield
+
+    def has_input_of(self, other: LayerCall) -> bool:
+        """Whether both got the same tensor with the same values."""
+        return self.first is other.first and self.writes is not None and self.writes == other.writes
+
+
+class ResidualInput(NamedTuple):
+    """Where a run shows a value before a layer is called.
+
+    Attributes:
+        module: the path of a module that takes it or gives it, and is called once.
+        place: of the value among the tensors that the module takes or gives.
+        is_result: whether the module gives it.
+    """
+
+    module: str
+    place: int
+    is_result: bool = False
+
+
+def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
+    """For each layer whose result is added to a value of its shape, where that value is seen before the layer runs.
+
+    Args:
+        recording: of one run.
+        layers: the paths of modules, by the names of layers.
+
+    >>> from fakequant.model.run.outputs import record
+    >>> class Residual(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 2)
+    ...     def forward(self, x):
+    ...         return x + self.down(self.up(x).relu())
+    >>> model = Residual()
+    >>> recording = record(model, lambda: model(torch.ones(1, 2)))
+    >>> added_operands(recording, {"up": "up", "down": "down"})
+    {'down': ResidualInput(module='', place=0, is_result=False)}
+    """
+    once = {path: number for number, path in enumerate(one.path for one in recording.modules)}
+    once = {path: number for path, number in once.items() if recording.visits[path] == 1}
+    found = dict[str, ResidualInput]()
+    for name, path in layers.items():
+        if path not in once:
+            continue
+        layer = recording.modules[once[path]]
+        other = _added_to(recording, layer.results[0]) if layer.results else None
+        if other is None:
+            continue
+        for one in recording.modules[: once[path]]:
+            if one.path in once and other in one.inputs:
+                found[name] = ResidualInput(one.path, one.inputs.index(other))
+                break
+            if one.path in once and other in one.results and one.end <= once[path]:
+                found[name] = ResidualInput(one.path, one.results.index(other), is_result=True)
+                break
+    return found
+
+
+def _added_to(recording: Recording, value: int) -> int | None:
+    """The value of the same shape that a value is added to, which nothing else reads; None where there is none."""
+    shape = recording.values[value].shape
+    while len(calls := recording.consumers.get(value, ())) == 1:
+        (call,) = calls
+        if has(call.function, Trait.IDENTITY) and len(call.outputs) == 1:
+            value = call.outputs[0]
+            continue
+        if call.function != "add" or len(call.inputs) != 2:
+            return None
+        other = call.inputs[call.inputs[0] == value]
+        return other if other != value and recording.values[other].shape == shape else None
+    return None
+
+
+@contextmanager
+def operands_seen(
+    model: nn.Module, operands: Mapping[str, ResidualInput], see: Callable[[str, Tensor], object]
+) -> Iterator[None]:
+    """A context in which the operands of additions are seen, by the names of their layers."""
+    hooks = []
+
+    def show(names: Iterable[str], values: Any) -> None:
+        tensors = tensors_in(values)
+        for name in names:
+            place = operands[name].place
+            if place < len(tensors):
+                see(name, tensors[place])
+
+    by_module = dict[ResidualInput, list[str]]()
+    for name, operand in operands.items():
+        by_module.setdefault(operand, []).append(name)
+    try:
+        for operand, names in by_module.items():
+            module = model.get_submodule(operand.module)
+            if operand.is_result:
+                hooks.append(module.register_forward_hook(lambda _, __, y, names=names: show(names, y)))
+            else:
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda _, args, kwargs, names=names: show(names, (args, kwargs)), with_kwargs=True
+                    )
+                )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+CHECKED = 2
+"""How many batches run alone, and once more side by side, before anything is changed."""
+
+
+class Watchable(Protocol):
+    """A module, or a product of a weight: hooks see its calls before they run."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        """Have a hook called as hook(self, args, kwargs); returns what removes it."""
+
+
+@dataclass
+class CallOrder:
+    """How a model calls its layers.
+
+    Attributes:
+        order: the layers in the order of their last calls.
+        counts: for each batch, how often it calls each layer.
+        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
+        first: the run of the first batch.
+        starts: by number of a batch, what restores what it found: what earlier ones left, and random numbers.
+        outputs_repeat: whether a second run of the first batch gives the same.
+    """
+
+    order: list[str] = field(default_factory=list)
+    counts: list[Counter[str]] = field(default_factory=list)
+    siblings: dict[str, list[str]] = field(default_factory=dict)
+    first: Recording = field(default_factory=Recording)
+    starts: dict[int, Restore] = field(default_factory=dict)
+    outputs_repeat: bool = True
+    added: dict[str, ResidualInput] = field(default_factory=dict)
+    """Where the values are seen that the results of layers are added to."""
+    checked: dict[int, Any] = field(default_factory=dict)
+    """What the first batches give, for `check_side_by_side`."""
+
+    def of(self, layers: Container[str]) -> CallOrder:
+        """The calls of some of the layers."""
+        return replace(
+            self,
+            order=[name for name in self.order if name in layers],
+            counts=[Counter({name: n for name, n in own.items() if name in layers}) for own in self.counts],
+            siblings={
+                name: [other for other in group if other in layers]
+                for name, group in self.siblings.items()
+                if name in layers
+            },
+        )
+
+    def parts(self, processes: Ranks) -> tuple[list[str], list[str]]:
+        """The order of the layers up to the first one that a batch calls several times, and from that one on.
+
+        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
+        be with the change.
+
+        Args:
+            processes: they run the same model, each with its own batches.
+        """
+        own = {name for counted in self.counts for name, count in counted.items() if count > 1}
+        repeated = set().union(*processes.all(own))
+        first = next((place for place, name in enumerate(self.order) if name in repeated), len(self.order))
+        return self.order[:first], self.order[first:]
+
+
+def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
+    """Run all batches once and count the calls of the layers.
+
+    Args:
+        model: as it will run.
+        layers: by name.
+        batches: of the run; the first one is recorded.
+    """
+    found = CallOrder()
+    last: dict[str, int] = {}
+    readers: dict[Any, tuple[LayerCall, list[str]]] = {}  # with the tensor, whose id stays its own while it is kept
+    seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
+    step = 0
+
+    def count(name: str, call: LayerCall) -> None:
+        nonlocal step
+        step += 1
+        last[name] = step
+        found.counts[-1][name] += 1
+        readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
+
+    with watched(layers, count), torch.no_grad(), batches.one_pass(model) as values:
+        left = Changes()
+        for number, batch in batches.numbered.items():
+            found.counts.append(Counter())
+            found.starts[number] = in_order(random_state(), left.capture())
+            with nullcontext(found.first) if seen else watching(model) as found.first:
+                result = batches.run(model, batch)
+            seen.append({name: [] for name in found.counts[-1]})
+            for _, names in readers.values():
+                for name in dict.fromkeys(names):
+                    seen[-1][name].append(names)
+            readers.clear()
+            if len(seen) <= CHECKED:
+                found.checked[number] = tree_map_only(Tensor, Tensor.clone, result)
+            if left.things or len(seen) == 1:  # a model that has written nothing by then writes nothing
+                left = values.changes()
+    found.order = sorted(last, key=last.__getitem__)
+    found.siblings = _siblings(seen)
+    return found
+
+
+def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
+    """The layers that read the same tensors as a layer in every batch, itself among them."""
+    groups: dict[Any, list[str]] = {}
+    for name in dict.fromkeys(name for own in seen for name in own):
+        groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+@contextmanager
+def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
+    """Have all calls of layers seen before they run."""
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            hooks.append(
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
+                )
+            )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    if torch._C._are_functorch_transforms_active():
+        name = layer_of(name) if name.endswith("_quantizer") else name
+        raise ConfigError(
+            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
+            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
+            f"skip=({name!r},)"
+        )
+    return LayerCall.of(args, kwargs)
+
+
+_MOST_WORKERS = 2048
+"""Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
+NOT_REPEATED = "a second run gives other outputs: the model keeps values outside of its tensors and attributes"
+
+
+class Stage(NamedTuple):
+    """A layer before which all batches that reach it have stopped.
+
+    Attributes:
+        name: of the layer, as it was given.
+        calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
+        is_first: whether no stage before it was of this layer. Batches with other orders of calls come to it later.
+        added: by the number of the batch, what the result of the layer is added to.
+    """
+
+    name: str
+    calls: dict[int, list[LayerCall]]
+    is_first: bool = True
+    added: Mapping[int, Tensor] = MappingProxyType({})
+
+    @property
+    def all_calls(self) -> list[LayerCall]:
+        """Those of all batches, one after the other."""
+        return [call for calls in self.calls.values() for call in calls]
+
+    def is_like(self, other: Stage | None) -> bool:
+        """Whether all batches call the same layer as often."""
+        return other is not None and self._counts() == other._counts()
+
+    def _counts(self) -> tuple[str, dict[int, int]]:
+        return self.name, {number: len(calls) for number, calls in self.calls.items()}
+
+
+def check_side_by_side(
+    model: nn.Module,
+    layers: Mapping[str, Watchable],
+    batches: KeptBatches,
+    recorded: CallOrder,
+    see: Callable[[Stage], object] = id,
+) -> None:
+    """Run the first two batches side by side, and compare their results with those of the recorded runs.
+
+    Args:
+        see: gets the stages.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    results: dict[int, Any] = {}
+
+    def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
+        number = numbered[0]
+        results[number] = batches.run(model, batches.numbered[number], alone=False)
+
+    checked = Batches(list(batches.numbered.items())[:CHECKED], "", forward=store).kept()
+    checked.runs = batches.runs
+    with Stream(model, layers, checked, recorded) as stream:
+        for stage in stream:
+            see(stage)
+    outputs, recorded.checked = recorded.checked, {}
+    if all(_equal(results[number], output) for number, output in outputs.items()):
+        return
+    with torch.no_grad():
+        recorded.outputs_repeat = _equal(batches.run_first(model), next(iter(outputs.values())))
+    if recorded.outputs_repeat:
+        raise ConfigError(
+            "the model gives other results when its batches run side by side, so it keeps values of a call outside of "
+            "its modules or depends on a context of this thread such as autocast; give all examples as one batch, or "
+            "enter the context in forward="
+        )
+
+
+class Stream:
+    """The stages of one run over all batches; a context, because threads wait in it.
+
+    Args:
+        model: what runs; in the mode and with the quantizers that it has at the time.
+        layers: where to stop, by name.
+        batches: all of them stay in memory, with what their forward pass needs at a stage.
+        recorded: of the same model and these batches, or more.
+
+    >>> from fakequant.ptq.stream import call_order
+    >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
+    >>> layers = {"first": model[0], "second": model[1]}
+    >>> batches = Batches(batches, "improve").kept()
+    >>> with Stream(model, layers, batches, call_order(model, layers, batches)) as stream:
+    ...     for stage in stream:
+    ...         print(stage.name, [list(calls[0].args[0].shape) for calls in stage.calls.values()])
+    first [[3, 2], [1, 2]]
+    second [[3, 2], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Watchable],
+        batches: KeptBatches,
+        recorded: CallOrder,
+    ) -> None:
+        self._rank = {name: place for place, name in enumerate(recorded.order)}
+        self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
+        self._model, self._added = model, recorded.added
+        self.lanes = [
+            _BatchThread(
+                number,
+                recorded.counts[number],
+                lambda batch=batch: batches.run(model, batch, alone=False),
+                lambda: batches.runs.state(model),
+                recorded.starts[number],
+            )
+            for number, batch in batches.numbered.items()
+        ]
+
+    def __enter__(self) -> Stream:
+        self._threads = torch.get_num_threads()
+        self._stack.enter_context(watched(self._layers, self._seen))
+        self._stack.enter_context(operands_seen(self._model, self._added, self._operand_seen))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        run_to_the_end(self._end)
+
+    def _end(self) -> None:
+        for lane in self.lanes:
+            lane.end()
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Stage]:
+        while (stage := self.advance()) is not None:
+            yield stage
+
+    def advance(self) -> Stage | None:
+        """Let all batches run that wait before the layer of the last stage; the next stage, None at the end."""
+        with restore_after(lambda: torch.set_num_threads(self._threads)):
+            torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
+            torch.clear_autocast_cache()  # all threads share it, and it holds what weights were before they changed
+            for lane in self.lanes:
+                if lane.may_go:
+                    lane.go()
+        _give_back()
+        waiting = [lane for lane in self.lanes if lane.at is not None]
+        if not waiting:
+            return None
+        name = self._next(waiting)
+        here = [lane for lane in waiting if lane.at == name]
+        for lane in here:
+            lane.may_go = True
+        is_first = name not in self._reached
+        self._reached.add(name)
+        added = {lane.number: lane.added.pop(name) for lane in here if name in lane.added}
+        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first, added)
+
+    def will_run(self, name: str) -> bool:
+        """Whether a batch waits before a layer, or will call it again."""
+        return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
+
+    def _next(self, waiting: list[_BatchThread]) -> str:
+        """The earliest layer before which all batches wait that will reach it; else the earliest."""
+        names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
+        complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
+        return next(complete, names[0])
+
+    def _seen(self, name: str, call: LayerCall) -> None:
+        lane = _LANE.get()
+        if lane in self.lanes:
+            lane.see(name, call)
+
+    def _operand_seen(self, name: str, value: Tensor) -> None:
+        lane = _LANE.get()
+        if lane in self.lanes:
+            lane.added[name] = value
+
+
+def _give_back() -> None:
+    """Give freed memory back to the system: glibc keeps up to 64 MB per thread.
+
+    Eight batches take 4.4 blocks of an encoder with it, and 6.2 without (`benchmarks.accuracy.memory --texts 64`).
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Ended(BaseException):
+    """Ends the forward pass of a thread that is not needed any more."""
+
+
+_LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None)
+"""The lane whose thread this is."""
+
+
+class _BatchThread:
+    """The forward pass of one batch in a thread.
+
+    Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
+    """
+
+    def __init__(
+        self, number: int, counted: Counter[str], call: Any, state: Callable[[], Restore], start: Restore
+    ) -> None:
+        self.number, self.may_go = number, True
+        self.at: str | None = None
+        self.calls: dict[str, list[LayerCall]] = {}
+        self.added: dict[str, Tensor] = {}
+        self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
+        self._state, self._own = state, start
+        self._device = torch.get_default_device()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._context.run(_LANE.set, self)
+        self._error: BaseException | None = None
+        self._is_started = self._is_ended = self._is_over = False
+        self._turns, self._pauses, self._ends = SimpleQueue[None](), SimpleQueue[None](), SimpleQueue[None]()
+
+    def _run(self) -> None:
+        try:
+            if not self._is_ended:  # an interrupt came while the thread started
+                with torch.no_grad(), self._around():
+                    self._context.run(self._call)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.at = None
+            self.calls.clear()
+            self.added.clear()
+            self._is_over = True
+            self._pauses.put(None)
+            self._ends.put(None)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """A context with what torch keeps for each thread: the default device, and the stream of the caller."""
+        with self._device if self._device.type != "cpu" else nullcontext(), torch.cuda.stream(self._stream):
+            yield
+
+    def go(self) -> None:
+        """Run until the last call of the next layer, or to the end.
+
+        Raises:
+            Exception: what the forward pass raised.
+        """
+        self.may_go, self.at = False, None
+        with restore_after(self._state()):  # a batch finds what it finds alone, random numbers too
+            self._own()
+            if self._is_started:
+                self._turns.put(None)
+            else:
+                _thread.start_new_thread(self._run, ())
+                self._is_started = True
+            self._pauses.get()
+            self._own = self._state()
+        if self._error is not None:
+            raise self._error
+
+    def see(self, name: str, call: LayerCall) -> None:
+        """Keep a call of a layer; wait before its last one."""
+        if self._is_ended:
+            raise _Ended
+        self._left[name] -= 1
+        is_last = not self._left[name]
+        self.calls.setdefault(name, []).append(call if is_last else call.kept())
+        if not is_last:
+            return
+        self.at = name
+        self._pauses.put(None)
+        self._turns.get()
+        if self._is_ended:
+            raise _Ended
+
+    def reaches(self, name: str) -> bool:
+        """Whether the batch will call a layer again."""
+        return self._left[name] > 0
+
+    def end(self) -> None:
+        """End the forward pass where it is, and wait for it; may be called again."""
+        self._is_ended = True
+        self._turns.put(None)
+        while self._is_started and not self._is_over:
+            with suppress(Empty):  # the value is lost if an interrupt comes just after it
+                self._ends.get(timeout=0.05)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    tensors = [(x, y) for x, y in zip(ones, others, strict=False) if isinstance(x, Tensor) and isinstance(y, Tensor)]
+    return len(ones) == len(others) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in tensors)
+
+
+T = TypeVar("T")
+
+
+class FloatTwin:
+    """The first stage of each layer in the quantized model, with that of the float model.
+
+    Args:
+        model: with its quantizers on.
+        layers: where to stop, by name.
+        parts: the module that a layer changes, by the name of the layer.
+        batches, recorded: as for `Stream`.
+        with_float: the layers for which the float model runs; it does not run without any.
+        floats: the batches of the float model where they are others, by the same numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Watchable],
+        parts: Mapping[str, nn.Module],
+        batches: KeptBatches,
+        recorded: CallOrder,
+        with_float: Iterable[str],
+        floats: KeptBatches | None = None,
+    ) -> None:
+        self._with_float, self._parts = frozenset(with_float), parts
+        self._quantized = Stream(model, layers, batches, recorded)
+        self._float = Stream(model, layers, floats or batches, recorded) if self._with_float else None
+        self._quantizers, self._stack = quantizers(model).values(), ExitStack()
+        self._values: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, part in parts.items():
+            self._names.setdefault(part, []).append(name)
+        self.parted = ""
+        """The layer from which on the float model calls others; "" where it calls the same."""
+        self.reached_later: dict[str, None] = {}
+        """The layers that some batches reach only after their first stage."""
+
+    def __enter__(self) -> FloatTwin:
+        for stream in filter(None, (self._quantized, self._float)):
+            self._stack.enter_context(stream)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
+        while (stage := self._quantized.advance()) is not None:
+            wanted = self._advance(stage)
+            if stage.is_first:
+                yield stage, wanted if stage.name in self._with_float else None
+            else:
+                self.reached_later[stage.name] = None
+            for seen in filter(None, (stage, wanted)):
+                seen.calls.clear()  # the threads free an input as soon as its layer has run
+
+    def _advance(self, stage: Stage) -> Stage | None:
+        """The stage of the float model, if it is of the same layer."""
+        if self._float is None:
+            return None
+        wanted = self.in_float(self._float.advance)
+        if not stage.is_like(wanted):
+            self._float, wanted, self.parted = None, None, stage.name  # the stream ends with the context
+        present, runs = self._parts[stage.name], self._will_run
+        self._values = {part: own for part, own in self._values.items() if part is present or runs(part)}
+        return wanted
+
+    def _will_run(self, part: nn.Module) -> bool:
+        return self._float is not None and any(map(self._float.will_run, self._names[part]))
+
+    def in_float(self, run: Callable[[], T]) -> T:
+        """What a function gives while the model is that in float."""
+        values = {parameter: value for own in self._values.values() for parameter, value in own.items()}
+        with off(self._quantizers), with_data(values):
+            return run()
+
+    def keep(self, name: str, parameters: Iterable[nn.Parameter | None]) -> None:
+        """Keep the values of parameters that a layer is about to change, for the float model; earlier ones stay."""
+        if self._float is not None:
+            own = self._values.setdefault(self._parts[name], {})
+            for parameter in parameters:
+                if parameter is not None and parameter not in own:
+                    own[parameter] = parameter.detach().clone()
+
+
+class with_data(AbstractContextManager[None]):
+    """A context in which parameters have other values.
+
+    A class, because an interrupt may end a generator after the context that gives the model its first values back.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> with with_data({layer.weight: torch.full((1, 1), 3.0)}):
+    ...     layer.weight.item()
+    3.0
+    >>> layer.weight.item() == 3.0
+    False
+    """
+
+    def __init__(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        self._values, self._own = values, {parameter: parameter.data for parameter in values}
+
+    def __enter__(self) -> None:
+        for parameter, data in self._values.items():
+            parameter.data = data
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, data in self._own.items():
+            parameter.data = data

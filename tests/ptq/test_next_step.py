@@ -1,0 +1,359 @@
+"""What a report advises was tried: it lowers the error on other data, and the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.model.run.outputs import OutputDistance
+from fakequant.nn.quantizer import quantizers
+from fakequant.ptq.next_step import AdviceContext, next_step
+from fakequant.ptq.trial import Aim, Change, Halves, Trial
+from tests.support.advised import deep, perceptron, rows, run, tried_on
+from tests.support.kept import kept
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose inputs are loud in some steps and quiet in others, as of a voice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 32, 2, batch_first=True), nn.Linear(32, 16)
+        with torch.no_grad():
+            for parameter in self.lstm.parameters():
+                parameter.mul_(4)  # as training does, so that quiet steps move it, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+class Encoder(nn.Module):
+    """Tokens of which the first is far larger than the others, as in trained transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.layer_norm(x + self.down(torch.relu(self.up(x))), (16,)))
+
+
+class Words(nn.Module):
+    """A table with nearly all weights, before a small head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids).mean(1)))
+
+
+def steps(seed: int) -> Tensor:
+    x = torch.randn(8, 12, 8, generator=torch.Generator().manual_seed(seed))
+    return x * torch.where(torch.arange(12) % 6 == 0, 300.0, 1.0).view(1, 12, 1)
+
+
+def tokens(seed: int) -> Tensor:
+    x = torch.randn(8, 12, 16, generator=torch.Generator().manual_seed(seed))
+    return x * torch.where(torch.arange(12) == 0, 200.0, 1.0).view(1, 12, 1)
+
+
+SIZES = torch.logspace(0, 3, 16)
+"""Of the columns of inputs, of which a scale of 8 bits for all columns leaves the small ones nothing."""
+
+
+def columns(seed: int) -> Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) * SIZES
+
+
+def uneven() -> nn.Module:
+    model = perceptron()
+    with torch.no_grad():
+        model[0].weight.div_(SIZES)
+    return model
+
+
+def images(seed: int) -> Tensor:
+    return torch.randn(8, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def words(seed: int) -> Tensor:
+    return torch.randint(512, (64, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 8)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str, str]] = {
+    "recurrent, int8": (Recurrent, steps, "int8", "Take the preset int8_per_token"),
+    "encoder, int8": (Encoder, tokens, "int8", "Take the preset int8_per_token"),
+    "perceptron, int4": (perceptron, rows, "int4_group32", "Choose the weights by the error of their layers"),
+    "perceptron, int4 inputs": (perceptron, rows, "int4", ""),
+    "uneven columns, int8": (uneven, columns, "int8", "Take the preset fp8, with weights of float8_e4m3fn: "),
+    "convolutions, int4": (convolutions, images, "int4_weight_only", "Choose the weights by the error"),
+}
+
+
+def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
+    return OutputDistance(exact, kept(batches, run)).of(model).mean
+
+
+def reported(model: nn.Module, batches: list[Any], folder: Path, **how: Any) -> dict[str, Any]:
+    return json.loads(fq.report(model, batches, folder / "r.html", **how).with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("target", "tried"),
+    [("tensorrt", ["fp8"]), ("openvino", ["int8_affine"]), ("onnxruntime", ["int8_affine", "int8_per_token"])],
+)
+def test_presets_are_tried_that_the_target_runs(target: str, tried: list[str]) -> None:
+    torch.manual_seed(0)
+    model, batches = fq.prepare(uneven(), "int8"), [columns(0), columns(1)]
+    fq.calibrate(model, batches, progress=False)
+    found = next_step(model, Halves(batches), run, AdviceContext(target=target))
+    assert found is not None
+    presets = [one.what.split()[3].rstrip(",") for one in found.tried if one.what.startswith("Take the preset")]
+    assert presets == tried
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_advised_lowers_the_error_on_other_data(name: str, tmp_path: Path) -> None:
+    make, batch, preset, said = MODELS[name]
+    torch.manual_seed(0)
+    exact, batches, others = make().eval(), [batch(seed) for seed in range(4)], [batch(seed) for seed in range(50, 54)]
+    model = fq.prepare(copy.deepcopy(exact), preset)
+    fq.calibrate(model, batches, progress=False)
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith(said)
+    best = found["advice"]["tried"][found["advice"]["best"]]
+    assert f"from {found['advice']['error']:.2e} to {best['after']:.2e} of its energy" in found["next"]
+    assert "on 2 batches held back, with 2 batches to make it" in found["next"]
+    before, scope = error(model, exact, others), {"fq": fq, "model": model, "batches": batches}
+    exec(found["code"], scope | {"float_model": copy.deepcopy(exact)}, scope)
+    assert error(scope["model"], exact, others) < 0.95 * before
+
+
+def encoder(preset: str = "int8", batches: int = 4, **how: Any) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    model, given = fq.prepare(Encoder().eval(), preset, **how), [tokens(seed) for seed in range(batches)]
+    fq.calibrate(model, given, progress=False)
+    return model, given
+
+
+def test_a_large_layer_is_made_smaller_before_a_layer_is_left_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exact, batches = Words().eval(), [words(seed) for seed in range(4)]
+    model = fq.prepare(copy.deepcopy(exact), "int4_group32", skip=["table"])
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith(
+        "Give table, which has 98% of the bytes of all layers, the weights int8 per_channel(0)"
+    )
+    scope: dict[str, Any] = {"fq": fq, "batches": batches, "float_model": copy.deepcopy(exact)}
+    exec(found["code"], scope)
+    assert fq.summary(scope["model"]).bytes_quantized < 0.5 * fq.summary(model).bytes_quantized
+    assert error(scope["model"], exact, batches) <= 1.02 * error(model, exact, batches)
+
+
+def test_where_the_metric_lost_nothing_the_error_is_not_touched(tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, batches, tmp_path, metric=lambda _: 90.0)
+    assert found["next"] == "Nothing stands out: export the model and verify the file."
+    assert found["advice"]["tried"] == []
+    lost = reported(model, batches, tmp_path, metric=lambda net: float(net(batches[0]).abs().sum()))
+    assert lost["advice"]["little"] or lost["advice"]["tried"]
+
+
+def test_a_change_that_costs_the_metric_is_not_advised() -> None:
+    model, batches = encoder()
+    plain = Change("halve", "", lambda _: fq.recalibrate(model, method="max"), Aim.ENGINE)
+    assert Trial(model, Halves(batches), run, lambda _: 1.0, 1.0).of(plain).helps
+    worse = Trial(model, Halves(batches), run, lambda _: 0.9, 1.0).of(plain)
+    assert (worse.helps, worse.metric) == (False, 0.9)
+
+
+def test_a_single_batch_judges_what_it_made_and_the_page_says_so(tmp_path: Path) -> None:
+    model, batches = encoder(batches=1)
+    assert "on the one batch there is, which also made it." in reported(model, batches, tmp_path)["next"]
+    assert "on 1 batch held back, with 1 batch to make it." in reported(model, [*batches, tokens(9)], tmp_path)["next"]
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4_group32"])
+@pytest.mark.filterwarnings("error::fakequant.errors.StaleScaleWarning")
+def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
+    model, batches = encoder(preset)
+    model.head.train()
+    held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    before, random = model(batches[0]), torch.random.get_rng_state()
+    assert next_step(model, Halves(batches), run).tried
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
+    assert values.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(batches[0]), before)
+    assert torch.equal(model.eval()(batches[0]), before)
+
+
+def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
+    def runs(blocks: int) -> int:
+        torch.manual_seed(0)
+        model, batches = fq.prepare(deep(blocks), "int4"), [rows(seed) for seed in range(4)]
+        fq.calibrate(model, batches, progress=False)
+        worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
+        calls = []
+        model[0].register_forward_pre_hook(lambda *_: calls.append(1))
+        assert len(next_step(model, Halves(batches), run, AdviceContext(worst=worst)).tried) == 5
+        return len(calls)
+
+    assert runs(3) == runs(9) < 60
+
+
+def test_what_fails_is_a_row_with_the_reason() -> None:
+    model, batches = encoder()
+
+    def fail(_: list[Any]) -> None:
+        fq.recalibrate(model, method="nothing")
+
+    found = Trial(model, Halves(batches), run).of(Change("try", "", fail))
+    assert not found.helps
+    assert "unknown calibrator 'nothing'" in found.failed
+
+
+def test_weights_that_were_chosen_are_not_thrown_away() -> None:
+    model, batches = encoder()
+    fq.ptq.improve(model, batches, ["ranges", "gptq", "drift", "bias"], progress=False)  # ranges of inputs stay
+    assert {one.what for one in next_step(model, Halves(batches), run).tried} == {
+        f"Calibrate the inputs by '{name}'" for name in ("max", "percentile")
+    }
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def test_batch_normalisations_that_engines_fold_are_no_ready_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exact, batches = Normed().eval(), [images(seed) for seed in range(4)]
+    nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
+    model = fq.prepare(copy.deepcopy(exact), "int8")
+    fq.calibrate(model, batches, progress=False)
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith("Fold 1 batch normalisation into the layers before, as engines do: the error")
+    scope = {"fq": fq, "batches": batches, "example": batches[0], "float_model": copy.deepcopy(exact)}
+    exec(found["code"], scope)
+    assert isinstance(scope["model"].norm, nn.Identity)
+    assert reported(scope["model"], batches, tmp_path)["next"].startswith("Nothing stands out: export")
+    assert isinstance(model.norm, nn.BatchNorm2d)
+
+
+def test_batch_normalisations_after_layers_in_float_stay() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(Normed(), nn.Flatten(), nn.Linear(288, 4)).eval(), "int8", skip=["0.conv"])
+    fq.calibrate(model, [images(0)], progress=False)
+    assert not any("normalisation" in one.what for one in tried_on(model, [images(0), images(1)]).tried)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [({"inputs": 0}, "inputs=0"), ({"forward": lambda net, pair: net(pair[0])}, "forward=forward")]
+)
+def test_the_code_calls_the_model_as_the_report_did(how: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, [(batch, torch.ones(8)) for batch in batches], tmp_path, **how)
+    assert f"fq.calibrate(model, batches, {said})" in found["code"]
+
+
+def test_nothing_is_tried_where_it_is_not_wanted(tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, batches, tmp_path, advise=False)
+    assert (found["advice"], found["code"]) == (None, "")
+    assert "was not tried" in found["next"]
+
+
+class Own(nn.Linear):
+    """A layer with a forward of its own, which `prepare` quantizes by an example."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight) + self.bias
+
+
+def loud(number: int, seed: int, spread: float) -> list[Tensor]:
+    """Batches whose tokens differ in size by orders, so that a few of them have nearly all energy."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = (torch.randn(8, 20, size, generator=generator) for _ in range(number) for size in (16, 1))
+    return [x * torch.exp(spread * size) for x, size in zip(draw, draw, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("activation", "spread", "seed"),
+    [(nn.ReLU, 2.0, 1), (nn.GELU, 1.0, 1), (nn.GELU, 1.5, 1), (nn.GELU, 1.5, 2), (nn.ReLU, 2.0, 3), (nn.GELU, 1.0, 2)],
+)
+def test_no_method_is_advised_for_the_batches_that_made_it(activation: Any, spread: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    exact = nn.Sequential(Own(16, 64), activation(), nn.Linear(64, 16)).eval()
+    batches, others = loud(24, 1 + seed, spread), loud(60, 991, spread)
+    model = fq.prepare(copy.deepcopy(exact), "int8", batches[0])
+    fq.calibrate(model, batches, progress=False)
+    advice, before = tried_on(model, batches), error(model, exact, others)
+    if advice.best is not None and "calibrate(model" in (code := advice.tried[advice.best].code):
+        exec(code, {"fq": fq, "model": model, "batches": batches})
+        assert error(model, exact, others) < before
+    own = fq.prepare(copy.deepcopy(exact), "int8", batches[0])
+    fq.calibrate(own, batches[0:8:2], progress=False)
+    assert advice.error == error(own, exact, batches[1:8:2])
+
+
+def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() -> None:
+    model, batches = encoder()
+    for one in quantizers(model).values():
+        one.collected = None
+    tried = tried_on(model, batches).tried
+    assert tried[0].what == "Calibrate the inputs by another method"
+    assert "call fq.calibrate(model, batches, method), and report again" in tried[0].failed
+    names = "int8_per_token", "w8a8_dynamic", "w8a8_transformers"
+    dynamic = [f"Take the preset {name}, which takes ranges at run time" for name in names]
+    assert [one.what for one in tried[1:]] == dynamic
+
+
+@pytest.mark.parametrize("count", [16, 3, 2])
+def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> None:
+    torch.manual_seed(0)
+    exact, batches = Normed().eval(), [images(seed) * 2.0**seed for seed in range(count)]
+    nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
+    model = fq.prepare(exact, "int8")
+    fq.calibrate(model, batches, "max", progress=False)
+    advice = next_step(model, Halves(batches), run, AdviceContext(lost=0.0))
+    assert advice is not None
+    (fold,) = [one for one in advice.tried if one.what.startswith("Fold")]
+    assert fold.code.splitlines()[-1] == 'used = fq.calibrate(model, batches, method="max")'
+    assert fold.after == pytest.approx(advice.error, rel=0.05)
+
+
+@pytest.mark.parametrize("skipped", ["2", "4"])
+def test_code_that_leaves_a_layer_in_float_keeps_what_the_example_quantized(skipped: str) -> None:
+    torch.manual_seed(0)
+    exact = nn.Sequential(Own(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    batches = [rows(seed) for seed in range(4)]
+    model = fq.prepare(copy.deepcopy(exact), "int4", batches[0])
+    fq.calibrate(model, batches, progress=False)
+    code = tried_on(model, batches, "4").tried[-1].code.replace('"4"', f'"{skipped}"')
+    assert code.startswith("# float_model: the model before prepare; config: what prepare got; example: one input")
+    scope = {"fq": fq, "batches": batches, "example": batches[0], "float_model": exact, "config": "int4"}
+    exec(code, scope)
+    assert quantizers(scope["model"]).keys() == {name for name in quantizers(model) if not name.startswith(skipped)}
