@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fakequant as fq
-from fakequant.nn.backward import products
+from fakequant.nn import backward as products
 from fakequant.numerics.philox import draw_seed
 from tests.support import oracle
 from tests.support.bits import assert_same_bits

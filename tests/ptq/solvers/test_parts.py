@@ -11,7 +11,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.data import progress
 from fakequant.nn.products import MatrixProduct
-from fakequant.nn.products import product as windows
+from fakequant.nn import products as windows
 from fakequant.nn.quantized.forms import product_class
 from fakequant.ptq.solvers import transforms
 from fakequant.ptq.solvers.sums import InputSums
