@@ -137,12 +137,12 @@ def test_modules_of_any_name_run(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_constants_of_every_type_are_hashed_and_run(dtype):
+def test_constants_of_every_type_are_printed_and_run(dtype):
     graph = Graph("g")
     tensor = torch.arange(10).reshape(2, 5).to(dtype)
     graph.outputs = [graph.add_constant("w", tensor)]
     assert torch.equal(graph.run(), tensor)
-    assert graph.hash() == graph.copy().hash()
+    assert str(graph) == str(graph.copy())
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -162,9 +162,3 @@ def test_numbers_of_numpy_are_numbers():
 def test_operators_that_graphs_do_not_hold(op_type, attributes, message):
     with pytest.raises(GraphError, match=message):
         graph_of(IROp(op_type, [1], [], [TYPE], attributes)).check()
-
-
-def test_written_defaults_do_not_change_the_hash():
-    made = [graph_of(IROp("FakeQuantization", [1], [0], [TYPE], attributes)) for attributes in
-            ({}, {"num_bits": 8, "symmetric": True, "scale": None}, {"num_bits": 7})]  # fmt: skip
-    assert made[0].hash() == made[1].hash() != made[2].hash()

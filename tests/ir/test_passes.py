@@ -165,7 +165,7 @@ def test_a_value_that_would_move_keeps_the_second_quantizer(monkeypatch):
         called.append(x)
         return x * 0.5
 
-    monkeypatch.setattr("fakequant.ir.passes.duplicate_fake_quantize.library.fake_quantize", halved)
+    monkeypatch.setattr("fakequant.ir.passes.library.fake_quantize", halved)
     assert kinds(ir.RemoveDuplicateFakeQuantize().run(graph)) == ["FakeQuantize"] * 2
     assert called
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fakequant.ir import ops as ops
+from fakequant.ir.capture import capture, export_onnx
 from fakequant.ir.fake_quantization import FakeQuantizationOp
-from fakequant.ir.graph import Graph, backward, capture, export_onnx, to_text
+from fakequant.ir.graph import CompiledGraph, Constant, Graph, Input, Validity, backward, compile, to_text
 from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType
 from fakequant.ir.passes import (
     ALL,
@@ -20,10 +21,8 @@ from fakequant.ir.passes import (
     RemoveDuplicateFakeQuantize,
     Statistics,
     optimize,
+    values_of,
 )
-from fakequant.ir.passes.duplicate_fake_quantize import values_of
-from fakequant.ir.run.execute import CompiledGraph, cache_info, clear_cache, compile
-from fakequant.ir.structure import Constant, Input, Validity
 
 __all__ = [
     "ALL",
@@ -50,9 +49,7 @@ __all__ = [
     "TensorType",
     "Validity",
     "backward",
-    "cache_info",
     "capture",
-    "clear_cache",
     "compile",
     "export_onnx",
     "optimize",

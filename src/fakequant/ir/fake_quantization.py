@@ -69,14 +69,11 @@ class WideFakeQuantize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x quantized."""
-        return _StraightThrough.apply(x, self._quantized(x.detach()))
-
-    def _quantized(self, x: Tensor) -> Tensor:
-        values = x.double()
+        values = x.detach().double()
         lowest, highest = code_range(self.num_bits, self.symmetric)
         scale, zero_point = self._chosen(values, lowest, highest)
         codes = ((values / scale).round() + zero_point).clamp(lowest, highest)
-        return ((codes - zero_point) * scale).to(x.dtype)
+        return _StraightThrough.apply(x, ((codes - zero_point) * scale).to(x.dtype))
 
     def _chosen(self, values: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
         if self.scale is not None:
@@ -115,6 +112,15 @@ def code_range(num_bits: int, symmetric: bool) -> tuple[int, int]:
     ((-128, 127), (0, 255), (-1, 0))
     """
     return (-(1 << num_bits - 1), (1 << num_bits - 1) - 1) if symmetric else (0, (1 << num_bits) - 1)
+
+
+def _attribute(name: str, default: object, doc: str) -> Any:
+    """A property that is an attribute of an operation."""
+
+    def set_to(op: IROp, value: object) -> None:
+        op.attributes[name] = value
+
+    return property(lambda op: op.attributes.get(name, default), set_to, doc=doc)
 
 
 class FakeQuantizationOp(IROp):
@@ -159,41 +165,10 @@ class FakeQuantizationOp(IROp):
         type = TensorType(IRType.Float32, TensorShape()) if type is None else type
         super().__init__("FakeQuantization", made, read, [type], attributes)
 
-    @property
-    def num_bits(self) -> int:
-        """How many bits a code has."""
-        return self.attributes.get("num_bits", 8)
-
-    @num_bits.setter
-    def num_bits(self, value: int) -> None:
-        self.attributes["num_bits"] = value
-
-    @property
-    def scale(self) -> float | None:
-        """Units of x per code; None if it is taken from the range of every tensor."""
-        return self.attributes.get("scale")
-
-    @scale.setter
-    def scale(self, value: float | None) -> None:
-        self.attributes["scale"] = value
-
-    @property
-    def zero_point(self) -> float:
-        """The code of 0.0."""
-        return self.attributes.get("zero_point", 0.0)
-
-    @zero_point.setter
-    def zero_point(self, value: float) -> None:
-        self.attributes["zero_point"] = value
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether codes are signed, with 0 for 0.0."""
-        return self.attributes.get("symmetric", True)
-
-    @symmetric.setter
-    def symmetric(self, value: bool) -> None:
-        self.attributes["symmetric"] = value
+    num_bits: int = _attribute("num_bits", 8, "How many bits a code has.")
+    scale: float | None = _attribute("scale", None, "Units of x per code; None: from the range of every tensor.")
+    zero_point: float = _attribute("zero_point", 0.0, "The code of 0.0.")
+    symmetric: bool = _attribute("symmetric", True, "Whether codes are signed, with 0 for 0.0.")
 
     def faults(self) -> list[str]:
         found = super().faults()
@@ -226,7 +201,8 @@ def plain_quantizer(num_bits: int, scale: float | None, zero_point: float, symme
     lowest, highest = code_range(num_bits, symmetric)
     zero_point = float(zero_point)
     is_code = zero_point.is_integer() and lowest <= zero_point <= highest
-    if num_bits > _MAX_SPEC_BITS or not is_code or _has_no_float32(scale):
+    in_float32 = scale is None or 0 < torch.tensor(scale, dtype=torch.float32).item() < math.inf
+    if num_bits > _MAX_SPEC_BITS or not is_code or not in_float32:
         return WideFakeQuantize(num_bits, scale, zero_point, symmetric)
     format = IntegerFormat.of(num_bits, signed=symmetric)
     spec = QuantSpec(format, symmetric=symmetric, gradient=Gradient.IDENTITY)
@@ -235,11 +211,6 @@ def plain_quantizer(num_bits: int, scale: float | None, zero_point: float, symme
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _has_no_float32(scale: float | None) -> bool:
-    """Whether float32 has no positive, finite number for a scale."""
-    return scale is not None and not 0 < torch.tensor(scale, dtype=torch.float32).item() < math.inf
 
 
 class _WithNumbers(nn.Module):
@@ -269,10 +240,3 @@ def group_shape(spec: QuantSpec, shape: Sequence[int]) -> TensorShape:
     once = 2**12 * 3 * 5 * 7
     groups = [spec.granularity.group_shape([k * once if n == -1 else n for n in shape]) for k in (1, 2)]
     return TensorShape(a if a == b else -1 for a, b in zip(*groups, strict=True))
-
-
-def set_opaque(module: nn.Module, value: bool) -> None:
-    """Make compilers see every quantizer of a module as one node, or as the operations that define it."""
-    for part in module.modules():
-        if isinstance(part, FakeQuantize):
-            part.opaque = value

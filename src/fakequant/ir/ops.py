@@ -7,11 +7,10 @@ refuses the others, which only torch's kernels have, and mixtures of types that 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from fakequant.errors import FakeQuantError, GraphError
 from fakequant.ir.fake_quantization import (
@@ -21,8 +20,22 @@ from fakequant.ir.fake_quantization import (
     parameter_faults,
     plain_quantizer,
 )
-from fakequant.ir.op import ArgumentKind, Call, IRType, Parameter, TensorShape, TensorType
-from fakequant.ir.table import OP_CLASSES, add_function_row, add_module_row, add_row
+from fakequant.ir.op import IROp, IRType, TensorShape, TensorType
+from fakequant.ir.table import (
+    OP_CLASSES,
+    ArgumentKind,
+    Call,
+    OperationRow,
+    Parameter,
+    Rule,
+    Signature,
+    add_row,
+    faults,
+    find_overload,
+    make_op,
+    repeatable,
+    signature_of,
+)
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.spec import QuantSpec, Rounding
 
@@ -48,8 +61,9 @@ def _one_type(call: Call) -> None:
 
 def _linear(call: Call) -> None:
     _one_type(call)
-    if len(call.shape("weight")) != 2:
-        raise GraphError(f"takes a weight [out, in], got {call.shape('weight')}")
+    shape = call.type("weight").shape
+    if len(shape) != 2:
+        raise GraphError(f"takes a weight [out, in], got {shape}")
 
 
 def _convolution(call: Call) -> None:
@@ -61,7 +75,7 @@ def _convolution(call: Call) -> None:
 
 def _transposed_convolution(call: Call) -> None:
     _convolution(call)
-    axes = len(call.shape("weight")) - 2
+    axes = len(call.type("weight").shape) - 2
     values = (call.value(name) for name in ("output_padding", "stride", "dilation"))
     lists = (value if isinstance(value, (list, tuple)) else [value] for value in values)
     # Torch refuses lists of other lengths.
@@ -109,11 +123,22 @@ def _batch_norm(call: Call) -> None:
         raise GraphError("training=true changes the running statistics, which graphs do not; use model.eval()")
 
 
-def _add(rows: str, check: Callable[[Call], None] | None = None, *, moves: bool = False) -> None:
-    """Add rows, separated by commas: the name in graphs, then the operators of aten that compute it."""
+def _add(
+    rows: str,
+    check: Callable[[Call], None] | None = None,
+    *,
+    rule: Rule | None = None,
+    moves: bool = False,
+    draws: Callable[[IROp], bool] | None = None,
+) -> None:
+    """Add rows, separated by commas: the name in graphs, then the operators of torch that compute it.
+
+    Where the arguments fit several operators, the first computes. Those without a namespace are of aten.
+    """
     for row in rows.split(","):
         name, *targets = row.split()
-        add_row(name, " ".join(f"aten.{target}" for target in targets), check=check, moves=moves)
+        overloads = (find_overload(target if target.count(".") == 2 else f"aten.{target}") for target in targets)
+        add_row(OperationRow(name, tuple(map(signature_of, overloads)), check, rule, moves=moves, draws=draws))
 
 
 _add("Clone clone.default contiguous.default, Detach detach.default")
@@ -156,44 +181,49 @@ _add("Gather index_select.default", _gather)
 _add("Reshape reshape.default, Flatten flatten.using_ints, Permute permute.default", moves=True)
 _add("Transpose transpose.int t.default, Unsqueeze unsqueeze.default", moves=True)
 _add("Squeeze squeeze.default squeeze.dim squeeze.dims", moves=True)
-add_row("Dropout", "aten.dropout.default", draws=lambda op: op.attributes.get("train") is not False)
-add_function_row("IndexAdd", operator.add)
-add_function_row("IndexSub", operator.sub)
-add_function_row("IndexMul", operator.mul)
-add_function_row("IndexFloorDiv", operator.floordiv)
-add_function_row("IndexMod", operator.mod)
-add_function_row("IndexMax", torch.sym_max)
-add_function_row("IndexMin", torch.sym_min)
+_add("Dropout dropout.default", draws=lambda op: op.attributes.get("train") is not False)
+_SIZES = (Parameter("self", "int"), Parameter("other", "int"))
+for _name, _function in {
+    "IndexAdd": operator.add,
+    "IndexSub": operator.sub,
+    "IndexMul": operator.mul,
+    "IndexFloorDiv": operator.floordiv,
+    "IndexMod": operator.mod,
+    "IndexMax": torch.sym_max,
+    "IndexMin": torch.sym_min,
+}.items():
+    add_row(
+        OperationRow(
+            _name, (Signature(_SIZES, _function),), rule=lambda call: [TensorType(IRType.Index, TensorShape())]
+        )
+    )
 
 
-def spec_of(call: Call) -> QuantSpec:
-    """The specification that an operation carries as text.
-
-    Raises:
-        GraphError: the text is none.
-    """
+def _spec_of(call: Call) -> QuantSpec:
     try:
         return QuantSpec.parse(call.value("spec"))
     except FakeQuantError as error:
         raise GraphError(str(error)) from error
 
 
-def _scale_type(call: Call, spec: QuantSpec) -> TensorType:
+def _scale_type(call: Call) -> TensorType:
+    """The type of the scales [groups, axes kept] of x."""
     x = call.type("x")
     if not x.type.floating:
         raise GraphError(f"quantizes floating-point numbers, got {x}")
     try:
-        return TensorType(IRType.of(compute_dtype(x.type.dtype)), group_shape(spec, x.shape))
+        return TensorType(IRType.of(compute_dtype(x.type.dtype)), group_shape(_spec_of(call), x.shape))
     except FakeQuantError as error:
         raise GraphError(str(error)) from error
 
 
-def fake_quantize(call: Call) -> list[TensorType]:
+def _fake_quantize(call: Call) -> list[TensorType]:
     """x of any shape; scale and zero point [groups, axes kept]."""
-    spec = spec_of(call)
-    expected = _scale_type(call, spec)
-    if call.has("scale") and not _is(call.type("scale"), expected):
-        raise GraphError(f"{spec} on {call.type('x')} takes a scale of {expected}, got {call.type('scale')}")
+    spec, expected = _spec_of(call), _scale_type(call)
+    if call.has("scale"):
+        scale = call.type("scale")
+        if scale.type is not expected.type or not expected.shape.matches(scale.shape):
+            raise GraphError(f"{spec} on {call.type('x')} takes a scale of {expected}, got {scale}")
     if call.has("zero_point"):
         zero_point = call.type("zero_point")
         if spec.symmetric or not call.has("scale"):
@@ -210,58 +240,117 @@ def fake_quantize(call: Call) -> list[TensorType]:
     return [call.type("x")]
 
 
-def _is(type: TensorType, expected: TensorType) -> bool:
-    return type.type is expected.type and expected.shape.matches(type.shape)
+_OPTIONAL = "Optional[Tensor]"
+add_row(
+    OperationRow(
+        "FakeQuantize",
+        (
+            Signature(
+                (
+                    Parameter("x", "Tensor"),
+                    *(Parameter(name, _OPTIONAL, required=False) for name in ("scale", "zero_point", "seed")),
+                    Parameter("spec", "str"),
+                )
+            ),
+        ),
+        rule=_fake_quantize,
+        module=lambda call: FakeQuantize(_spec_of(call)),
+    )
+)
+_add("ChooseScale fakequant.choose_scale.default", rule=lambda call: [_scale_type(call)])
 
 
-def choose_scale(call: Call) -> list[TensorType]:
-    """The scales [groups, axes kept] by the range of x."""
-    return [_scale_type(call, spec_of(call))]
+def _numbers_of(call: Call) -> list[Any]:
+    return [call.value(name) for name in ("num_bits", "scale", "zero_point", "symmetric")]
 
 
-def fake_quantization(call: Call) -> list[TensorType]:
-    """x of any shape."""
-    if found := parameter_faults(*_given(call)):
+def _fake_quantization(call: Call) -> list[TensorType]:
+    if found := parameter_faults(*_numbers_of(call)):
         raise GraphError(found[0])
     if not call.inputs[0].type.floating:
         raise GraphError(f"quantizes floating-point numbers, got {call.inputs[0]}")
     return [call.inputs[0]]
 
 
-def _quantizer(call: Call) -> nn.Module:
-    return FakeQuantize(spec_of(call))
-
-
-def _plain_quantizer(call: Call) -> nn.Module:
-    return plain_quantizer(*_given(call))
-
-
-def _given(call: Call) -> list[Any]:
-    return [call.value(name) for name in ("num_bits", "scale", "zero_point", "symmetric")]
-
-
-_OPTIONAL = "Optional[Tensor]"
-add_module_row(
-    "FakeQuantize",
-    (
-        Parameter("x", "Tensor"),
-        *(Parameter(name, _OPTIONAL, required=False) for name in ("scale", "zero_point", "seed")),
-        Parameter("spec", "str"),
-    ),
-    fake_quantize,
-    _quantizer,
-)
-add_row("ChooseScale", "fakequant.choose_scale.default", rule=choose_scale)
 OP_CLASSES["FakeQuantization"] = FakeQuantizationOp
-add_module_row(
-    "FakeQuantization",
-    (
-        Parameter("x", "Tensor"),
-        Parameter("num_bits", "int", False, 8),
-        Parameter("scale", "Optional[float]", False),
-        Parameter("zero_point", "float", False, 0.0),
-        Parameter("symmetric", "bool", False, True),
-    ),
-    fake_quantization,
-    _plain_quantizer,
+add_row(
+    OperationRow(
+        "FakeQuantization",
+        (
+            Signature(
+                (
+                    Parameter("x", "Tensor"),
+                    Parameter("num_bits", "int", False, 8),
+                    Parameter("scale", "Optional[float]", False),
+                    Parameter("zero_point", "float", False, 0.0),
+                    Parameter("symmetric", "bool", False, True),
+                )
+            ),
+        ),
+        rule=_fake_quantization,
+        module=lambda call: plain_quantizer(*_numbers_of(call)),
+    )
+)
+
+
+FUSED = "Fused"
+
+
+def fuse(ops: Sequence[IROp]) -> IROp:
+    """One operation that is a chain of others; its last result is the only one.
+
+    Args:
+        ops: in their order; every result but the last is read within the chain only.
+    """
+    made = {id for op in ops for id in op.output_ids}
+    inputs = list(dict.fromkeys(id for op in ops for id in op.input_ids if id not in made))
+    local = {id: place for place, id in enumerate(inputs)}
+    body: list[IROp] = []
+    for op in ops:
+        read = [local[id] for id in op.input_ids]
+        local.update({id: len(local) + place for place, id in enumerate(op.output_ids)})
+        body.append(op.copied([local[id] for id in op.output_ids], read))
+    fused = make_op(FUSED, inputs, {"name": "+".join(op.op_type for op in ops), "body": body})
+    fused.output_ids, fused.outputs = list(ops[-1].output_ids), list(ops[-1].outputs)
+    fused.origin = ops[0].origin
+    return fused
+
+
+def body_of(op: IROp) -> list[IROp]:
+    """The operations of a fused one, whose values are t0, t1, ...: its inputs first. Copy them before a change.
+
+    Raises:
+        GraphError: its attribute is no list of operations.
+    """
+    body = op.attributes.get("body")
+    if not isinstance(body, (list, tuple)) or not body or not all(isinstance(part, IROp) for part in body):
+        raise GraphError(f"takes a list of operations as its body, got {body!r}")
+    return list(body)
+
+
+def _fused(call: Call) -> list[TensorType]:
+    """The types of the last operation; all are checked like those of a graph."""
+    known = dict(enumerate(call.inputs))
+    body = body_of(call.op)
+    for op in body:
+        if missing := [id for id in op.input_ids if id not in known]:
+            raise GraphError(f"in its body {op} reads t{missing[0]}, which nothing makes before")
+        if op.op_type == FUSED:
+            raise GraphError(f"in its body is another {FUSED}: {op}")
+        if found := faults(op, [known[id] for id in op.input_ids]):
+            raise GraphError(f"in its body {op}: {found[0]}")
+        if twice := [id for id in op.output_ids if id in known]:
+            raise GraphError(f"in its body {op} makes t{twice[0]}, which is there already")
+        known.update(zip(op.output_ids, op.outputs, strict=True))
+    return body[-1].outputs
+
+
+_PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
+add_row(
+    OperationRow(
+        FUSED,
+        (Signature(_PARAMETERS),),
+        rule=_fused,
+        draws=lambda op: not all(repeatable(part) for part in body_of(op)),
+    )
 )

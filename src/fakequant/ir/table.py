@@ -2,19 +2,22 @@
 
 A row is a name in `fakequant.ir.ops`. A name with dots that has no row is an operator of torch. Of both, arguments come
 from torch's schema and results from torch's meta kernel, so that whatever torch.export writes can be in a graph.
+
+Inputs that no attribute names by `%n` fill the parameters that take tensors, in order; a list of tensors takes all that
+are left. A parameter that an attribute names, such as `weight=none`, is not filled by an input.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from itertools import islice, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,23 +28,196 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx.node import map_aggregate
 
 from fakequant.errors import GraphError, nearest
-from fakequant.ir.op import (
-    DYNAMIC,
-    ArgumentKind,
-    Call,
-    IROp,
-    IRType,
-    Parameter,
-    Signature,
-    TensorShape,
-    TensorType,
-    bind,
-    items_to_text,
-    same,
-    signature_of,
-)
+from fakequant.ir.op import DYNAMIC, IROp, IRType, Ref, TensorShape, TensorType, items_to_text, references, to_text
+
+
+class ArgumentKind(Enum):
+    """The kinds of arguments."""
+
+    TENSOR = "tensor"
+    TENSORS = "list of tensors"
+    VALUE = "value"
+
+
+class Parameter(NamedTuple):
+    """One parameter of an operator; `type` is that of its schema, such as "Optional[List[int]]"."""
+
+    name: str
+    type: str
+    required: bool = True
+    default: Any = None
+    keyword_only: bool = False
+
+    @property
+    def kind(self) -> ArgumentKind:
+        """The kind of argument."""
+        inner = self.type.removeprefix("Optional[")
+        if inner.startswith("Tensor"):
+            return ArgumentKind.TENSOR
+        return ArgumentKind.TENSORS if inner.startswith(("List[Tensor", "List[Optional[Tensor")) else ArgumentKind.VALUE
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One form of an operation: its parameters, and the operator of torch that computes it, if one does."""
+
+    parameters: tuple[Parameter, ...]
+    target: Callable[..., Any] | None = None
+    name: str = ""
+
+
+@lru_cache
+def signature_of(overload: OpOverload) -> Signature:
+    """The signature of an operator of torch."""
+    parameters = tuple(
+        Parameter(a.name, str(a.real_type), not a.has_default_value(), a.default_value, a.kwarg_only)
+        for a in overload._schema.arguments
+    )
+    return Signature(parameters, overload, str(overload))
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation whose inputs and attributes are bound to the parameters of a signature.
+
+    In `arguments`, which has what was given by name, a `Ref` stands for every input.
+    """
+
+    op: IROp
+    signature: Signature
+    arguments: dict[str, Any]
+    inputs: Sequence[TensorType]
+
+    def has(self, name: str) -> bool:
+        """Whether an argument was given and is not none."""
+        return self.arguments.get(name) is not None
+
+    def type(self, name: str) -> TensorType:
+        """The type of a tensor; of a number or size in its place, that of a 0-d tensor."""
+        value = self.arguments[name]
+        if isinstance(value, Ref):
+            found = self.inputs[value.position]
+            return TensorType(IRType.Int64, found.shape) if found.type is IRType.Index else found
+        kind = IRType.Boolean if isinstance(value, bool) else IRType.Int64 if isinstance(value, int) else IRType.Float32
+        return TensorType(kind, TensorShape())
+
+    def value(self, name: str) -> Any:
+        """An argument that is no tensor, or its default; -1 stands for every size that is known only at run time."""
+        if name in self.arguments:
+            return map_aggregate(self.arguments[name], lambda item: DYNAMIC if isinstance(item, Ref) else item)
+        return next(p.default for p in self.signature.parameters if p.name == name)
+
+    def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for the operator, with values in the places of the inputs."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for place, parameter in enumerate(self.signature.parameters):
+            if parameter.name not in self.arguments:
+                continue
+            given = self.arguments[parameter.name]
+            value = map_aggregate(given, lambda item: values[item.position] if isinstance(item, Ref) else item)
+            if parameter.keyword_only or place > len(args):
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+
+def bind(op: IROp, signatures: Sequence[Signature], inputs: Sequence[TensorType]) -> Call:
+    """An operation bound to the first signature that fits, or to the one that its attribute `overload` names.
+
+    Raises:
+        GraphError: none fits; says why.
+    """
+    attributes = dict(op.attributes)
+    wanted = attributes.pop("overload", None) if len(signatures) > 1 else None
+    reasons: list[str] = []
+    for signature in signatures:
+        if wanted is not None and signature.name != wanted:
+            continue
+        try:
+            arguments = _arguments(op, signature, attributes)
+            for parameter in signature.parameters:
+                if parameter.name in arguments:
+                    _check_type(parameter, arguments[parameter.name], inputs)
+        except GraphError as error:
+            reasons.append(str(error))
+        else:
+            return Call(op, signature, arguments, inputs)
+    if not reasons:
+        raise GraphError(f"has no overload {wanted!r}{nearest(str(wanted), [s.name for s in signatures])}")
+    raise GraphError("; or ".join(dict.fromkeys(reasons)))
+
+
+def _arguments(op: IROp, signature: Signature, attributes: dict[str, Any]) -> dict[str, Any]:
+    names = [p.name for p in signature.parameters]
+    if unknown := [name for name in attributes if name not in names]:
+        raise GraphError(f"has no attribute {unknown[0]!r}{nearest(unknown[0], names)}")
+    named = references(list(attributes.values()))
+    count = len(op.input_ids)
+    if beyond := [ref for ref in named if ref.position >= count]:
+        raise GraphError(f"names the input {beyond[0]}, but has {_inputs(count)}")
+    free = [Ref(i) for i in range(count) if Ref(i) not in named]
+    unnamed = _inputs(len(free))
+    found: dict[str, Any] = {}
+    for parameter in signature.parameters:
+        if parameter.name in attributes:
+            found[parameter.name] = attributes[parameter.name]
+        elif parameter.kind is ArgumentKind.TENSORS and (free or parameter.required):
+            found[parameter.name], free = free, []
+        elif parameter.kind is ArgumentKind.TENSOR and free:
+            found[parameter.name] = free.pop(0)
+        elif parameter.required:
+            raise GraphError(f"lacks the {parameter.kind.value} {parameter.name!r}: it has {unnamed}")
+    if free:
+        raise GraphError(f"has {unnamed}, {len(free)} more than it takes")
+    return found
+
+
+def _inputs(count: int) -> str:
+    return f"{count} input{'s' * (count != 1)}"
+
+
+def _check_type(parameter: Parameter, value: Any, inputs: Sequence[TensorType]) -> None:
+    """Check the type of an argument.
+
+    Raises:
+        GraphError: the parameter does not take it.
+    """
+    kind = parameter.kind
+    for ref in references(value):
+        found = inputs[ref.position].type
+        # A size may stand for a tensor that accepts a number.
+        wrong = kind is ArgumentKind.TENSORS if found is IRType.Index else kind is ArgumentKind.VALUE
+        if wrong or found is IRType.Missing:
+            raise GraphError(f"takes a {kind.value} as {parameter.name!r}, got an input of {found.value}")
+    if not _fits(value, parameter.type):
+        raise GraphError(f"takes {parameter.type} as {parameter.name!r}, got {to_text(value)}")
+
+
+def _fits(value: Any, type: str) -> bool:
+    if type.startswith("Optional["):
+        return value is None or _fits(value, type[9:-1])
+    if type.startswith("List["):
+        # torch accepts one number for all axes.
+        items = value if isinstance(value, (list, tuple)) else [value] if type != "List[Tensor]" else None
+        return items is not None and all(_fits(item, type[5:-1]) for item in items)
+    if isinstance(value, Ref):
+        return type in ("Tensor", "int", "number", "SymInt", "Scalar")
+    is_number = isinstance(value, (int, float))
+    if type in ("Tensor", "number", "Scalar"):
+        return is_number
+    if type in ("int", "SymInt"):
+        return isinstance(value, int) and not isinstance(value, bool)
+    if type == "float":
+        return is_number and not isinstance(value, bool)
+    kinds: dict[str, Any] = {"bool": bool, "str": str, "ScalarType": torch.dtype, "Layout": torch.layout}
+    kinds |= {"Device": torch.device, "MemoryFormat": torch.memory_format, "Operation": IROp}
+    return isinstance(value, kinds.get(type, ()))
+
 
 Check = Callable[[Call], None]
 Rule = Callable[[Call], Sequence[TensorType]]
@@ -79,42 +255,8 @@ OP_CLASSES: dict[str, type[IROp]] = {}
 _captured_from: dict[object, str] = {}
 
 
-def add_row(
-    name: str,
-    targets: str,
-    *,
-    check: Check | None = None,
-    rule: Rule | None = None,
-    moves: bool = False,
-    draws: Callable[[IROp], bool] | None = None,
-) -> None:
-    """Add a kind of operation that operators of torch compute.
-
-    Args:
-        name: its name in graphs.
-        targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
-        check: as in `OperationRow`; so are the others.
-        rule: in place of torch's meta kernel.
-        moves: false where elements are computed or left out.
-        draws: if not by the tags of the operators.
-    """
-    signatures = tuple(signature_of(find_overload(target)) for target in targets.split())
-    _put(OperationRow(name, signatures, check, rule, moves=moves, draws=draws))
-
-
-def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
-    """Add a kind of operation that a module computes."""
-    _put(OperationRow(name, (Signature(tuple(parameters)),), rule=rule, module=module))
-
-
-def add_function_row(name: str, function: Callable[..., object]) -> None:
-    """Add a kind of operation that a function of Python computes: a size from two sizes."""
-    size = TensorType(IRType.Index, TensorShape())
-    parameters = (Parameter("self", "int"), Parameter("other", "int"))
-    _put(OperationRow(name, (Signature(parameters, function),), rule=lambda call: [size]))
-
-
-def _put(row: OperationRow) -> None:
+def add_row(row: OperationRow) -> None:
+    """Add a kind of operation; an operator of torch that several rows have is captured as the first."""
     ROWS[row.name] = row
     for signature in row.signatures:
         if signature.target is not None:
@@ -131,8 +273,7 @@ def find_overload(name: str) -> OpOverload:
     if parts[0].startswith(_PRIVATE):
         raise GraphError(f"{name} is a kernel that trusts its arguments, and no operation of graphs; FakeQuantize is")
     if len(parts) == 3:
-        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
-        overload = None if packet is None else getattr(packet, parts[2], None)
+        overload = getattr(getattr(getattr(torch.ops, parts[0]), parts[1], None), parts[2], None)
         if isinstance(overload, OpOverload):
             return overload
     raise GraphError(f"torch has no operator {name!r}; its names are such as aten.add.Tensor")
@@ -194,7 +335,8 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
         row.check(call)
     if row.rule is not None:
         return list(row.rule(call))
-    found = _by_torch(_Question.of(call))
+    settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    found = _by_torch(_Question((op.op_type, items_to_text(op.attributes), tuple(inputs), settings), call))
     if found is None and not op.outputs:
         raise GraphError("makes what only a run can tell; append an IROp with its outputs to the graph's ops")
     return list(op.outputs if found is None else found)
@@ -213,17 +355,8 @@ _UNTOLD = (
 class _Question:
     """A call, equal to those for which torch finds the same: layers repeat, and torch takes 0.3 ms and more."""
 
+    key: tuple[object, ...]
     call: Call = field(compare=False)
-    op_type: str
-    attributes: str
-    inputs: tuple[TensorType, ...]
-    settings: tuple[object, ...]
-
-    @staticmethod
-    def of(call: Call) -> _Question:
-        """The question to torch what a call makes."""
-        settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return _Question(call, call.op.op_type, items_to_text(call.op.attributes), tuple(call.inputs), settings)
 
 
 @lru_cache(maxsize=4096)
@@ -238,7 +371,7 @@ def _by_torch(question: _Question) -> tuple[TensorType, ...] | None:
     for type, shape in call.inputs:
         is_size += [True] if type is IRType.Index else [False] * shape.count(DYNAMIC)
     try:
-        return _by_lengths(call, is_size) if is_size else _by_fake_tensors(call, call.inputs)
+        return _by_lengths(call, is_size) if is_size else _by_fake_tensors(call, ())
     except _UNTOLD:
         return None
 
@@ -255,20 +388,28 @@ def _by_lengths(call: Call, is_size: list[bool]) -> tuple[TensorType, ...] | Non
     """
     refused: list[GraphError] = []
 
-    def fitting(tries: Iterable[Sequence[int]]) -> Iterator[tuple[TensorType, ...]]:
+    def fitting(tries: Iterable[Sequence[int]], most: int) -> list[tuple[TensorType, ...]]:
+        found: list[tuple[TensorType, ...]] = []
         for lengths in tries:
             try:
-                yield _by_fake_tensors(call, _with_lengths(call.inputs, lengths))
+                found.append(_by_fake_tensors(call, lengths))
             except GraphError as error:
-                if not refused:
-                    refused.append(error)
+                refused.append(error)
+            if len(found) == most:
+                break
+        return found
 
-    made = list(islice(fitting(_alike(call, is_size)), 1 if any(is_size) else 2))
+    made = fitting(_alike(call, is_size), 1 if any(is_size) else 2)
     if len(made) == 2:
-        return _merged(call, *made)
-    others = product((_SOME[0], 1, *_given(call)), repeat=len(is_size))
-    made = made or list(islice(fitting(islice(others, _MOST_TRIES)), 1))
-    if made:
+        one, other = made
+        if len(one) != len(other):
+            raise GraphError(f"cannot tell into how many parts it splits {call.inputs[0].shape}")
+        return tuple(
+            TensorType(type, TensorShape(n if n == m else DYNAMIC for n, m in zip(shape, also, strict=True)))
+            for (type, shape), (_, also) in zip(one, other, strict=True)
+        )
+    others = product((_SOME[0], 1, *_lengths_in(call)), repeat=len(is_size))
+    if made := made or fitting(islice(others, _MOST_TRIES), 1):
         return tuple(TensorType(type, TensorShape(DYNAMIC for _ in shape)) for type, shape in made[0])
     # A size may be any, and less is known of operators without a row: what fits may not have been tried.
     if any(is_size) or call.op.op_type not in ROWS or next(others, None) is not None:
@@ -287,14 +428,12 @@ def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
     # A reshape takes one size that is left over, -1.
     for free in (i for i, size in enumerate(is_size) if size):
         yield [-1 if i == free else 1 if size else _SOME[0] for i, size in enumerate(is_size)]
-    given = _given(call)
+    given = _lengths_in(call)
     combined = (n for a in given for b in given for n in (a * b, a // b, a + b))
-    for length in dict.fromkeys((*_SOME[1:], *given, *combined)):
-        if length > 1:
-            yield [length] * len(is_size)
+    yield from ([n] * len(is_size) for n in dict.fromkeys((*_SOME[1:], *given, *combined)) if n > 1)
 
 
-def _given(call: Call) -> list[int]:
+def _lengths_in(call: Call) -> list[int]:
     """Lengths in a call, to which dynamic dimensions may be bound, and the sums and products of its lists."""
     values = [value if isinstance(value, (list, tuple)) else [value] for value in call.arguments.values()]
     lists = [[n for n in value if type(n) is int] for value in values]
@@ -303,82 +442,65 @@ def _given(call: Call) -> list[int]:
     return sorted({n for n in lengths if 1 < n < 2**20})
 
 
-def _with_lengths(inputs: Sequence[TensorType], lengths: Iterable[int]) -> list[TensorType | int]:
-    """Inputs whose dynamic dimensions and sizes have these lengths, in order."""
-    left = iter(lengths)
-    return [
-        next(left)
-        if type is IRType.Index
-        else TensorType(type, TensorShape(next(left) if n == DYNAMIC else n for n in shape))
-        for type, shape in inputs
-    ]
-
-
-def _merged(call: Call, *made: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """Results for two lengths of the dynamic dimensions as one."""
-    one, other = made
-    if len(one) != len(other):
-        raise GraphError(f"cannot tell into how many parts it splits {call.inputs[0].shape}")
-    return tuple(
-        TensorType(type, TensorShape(n if n == m else DYNAMIC for n, m in zip(shape, also, strict=True)))
-        for (type, shape), (_, also) in zip(one, other, strict=True)
-    )
-
-
-def _by_fake_tensors(call: Call, inputs: Sequence[TensorType | int]) -> tuple[TensorType, ...]:
-    """The types that torch finds for fake tensors; it knows most restrictions of an operator and computes nothing."""
-    assert isinstance(call.signature.target, OpOverload)
-    args, kwargs = call.filled(inputs)
-    with _without_memory():
-        try:
-            args, kwargs = _as_fake(args), {name: _as_fake(value) for name, value in kwargs.items()}
-            made = call.signature.target(*args, **kwargs)
-        except _UNTOLD:
-            raise
-        except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
-            raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
-    return tuple(_type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made]))
-
-
-@contextmanager
-def _without_memory() -> Iterator[None]:
-    """A context in which operators allocate no memory and compute nothing, also those that read no tensor."""
-    before = _inferring.set(True)
-    try:
-        # Fallback kernels run an operator that has no rule for shapes on real tensors.
-        with FakeTensorMode(allow_fallback_kernels=False):
-            yield
-    finally:
-        _inferring.reset(before)
-
-
 _inferring = ContextVar("_inferring", default=False)
 # Torch logs arguments that an operator does not take, with a traceback, before it raises.
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _inferring.get())
 
 
-def _as_fake(value: Any) -> Any:
-    """A fake tensor for a type; devices as the CPU, so that all machines say the same."""
-    if isinstance(value, TensorType):
-        missing = value.type is IRType.Missing
-        return None if missing else torch.empty(value.shape, dtype=value.type.dtype, device="cpu")
-    if isinstance(value, torch.device):
-        if value.type == "meta":
-            raise GraphError("makes a tensor of the device meta, which has no memory")
-        return torch.device("cpu")
-    return [_as_fake(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ...]:
+    """The types that torch finds for fake tensors; it knows most restrictions of an operator and computes nothing.
+
+    Args:
+        call: of an operator of torch.
+        lengths: of the dynamic dimensions and sizes, in order.
+    """
+    assert isinstance(call.signature.target, OpOverload)
+    left = iter(lengths)
+    before = _inferring.set(True)
+    try:
+        # Fallback kernels run an operator that has no rule for shapes on real tensors.
+        with FakeTensorMode(allow_fallback_kernels=False):
+            args, kwargs = map_aggregate(call.filled([_as_fake(type, left) for type in call.inputs]), _on_cpu)
+            made = call.signature.target(*args, **kwargs)
+    except _UNTOLD:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
+        raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
+    finally:
+        _inferring.reset(before)
+    return tuple(type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made]))
 
 
-def _type_of(result: object) -> TensorType:
-    if result is None:
+def _as_fake(type: TensorType, lengths: Iterator[int]) -> torch.Tensor | int | None:
+    """A fake tensor, or a number for a size, with the next lengths in the places of what is dynamic."""
+    if type.type is IRType.Index:
+        return next(lengths)
+    shape = [next(lengths) if n == DYNAMIC else n for n in type.shape]
+    return None if type.type is IRType.Missing else torch.empty(shape, dtype=type.type.dtype, device="cpu")
+
+
+def _on_cpu(value: Any) -> Any:
+    """An argument with the CPU for a device, so that all machines say the same."""
+    if isinstance(value, torch.device) and value.type == "meta":
+        raise GraphError("makes a tensor of the device meta, which has no memory")
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def type_of(value: Any) -> TensorType:
+    """The type of a result of an operator, fake or real.
+
+    Raises:
+        GraphError: a graph cannot hold it.
+    """
+    if value is None:
         return TensorType(IRType.Missing, TensorShape())
-    if isinstance(result, int):
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return TensorType(IRType.Index, TensorShape())
-    if not isinstance(result, torch.Tensor):
-        raise GraphError(f"makes {result!r}, which is no tensor")
-    if result.layout != torch.strided:
-        raise GraphError(f"makes a tensor of layout {result.layout}, and a graph holds dense ones")
-    return TensorType.of(result)
+    if not isinstance(value, torch.Tensor):
+        raise GraphError(f"its result is a {type(value).__name__}, and a graph holds tensors and sizes")
+    if value.layout != torch.strided:
+        raise GraphError(f"its result is a tensor of layout {value.layout}, and a graph holds dense ones")
+    return TensorType(IRType.of(value.dtype), TensorShape(n if isinstance(n, int) else DYNAMIC for n in value.shape))
 
 
 def repeatable(op: IROp) -> bool:
@@ -390,26 +512,13 @@ def repeatable(op: IROp) -> bool:
     return not any(isinstance(s.target, OpOverload) and tag in s.target.tags for s in row.signatures)
 
 
-def without_defaults(op: IROp) -> dict[str, Any]:
-    """The attributes of an operation but those that are the defaults in all of its forms."""
-    parameters = [p for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is ArgumentKind.VALUE]
-
-    def is_default(name: str, value: Any) -> bool:
-        named = [p for p in parameters if p.name == name]
-        return bool(named) and all(not p.required and same(value, p.default) for p in named)
-
-    return {name: value for name, value in op.attributes.items() if not is_default(name, value)}
-
-
 def in_order(op: IROp) -> bool:
     """Whether inputs fill the parameters by their places: no attribute stands for one or names it.
 
     Passes that look at the first or second input leave other operations alone.
     """
-    tensors = {
-        p.name for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is not ArgumentKind.VALUE
-    }
-    return not tensors & op.attributes.keys()
+    parameters = (p for s in find_row(op.op_type).signatures for p in s.parameters)
+    return not any(p.kind is not ArgumentKind.VALUE and p.name in op.attributes for p in parameters)
 
 
 def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
@@ -424,17 +533,13 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
         return [f"cannot be checked: {type(error).__name__}: {error}"]
     if len(inferred) != len(op.outputs):
         return [f"makes {len(inferred)} values, but {len(op.outputs)} are declared"]
-    return [
-        f"declares t{id} as {declared}, but its inputs make it {found}"
-        for id, declared, found in zip(op.output_ids, op.outputs, inferred, strict=True)
-        if not _declares(declared, found)
-    ]
-
-
-def _declares(declared: TensorType, found: TensorType) -> bool:
-    # What is declared as missing is read by nothing, so that its type does not matter.
-    fits = declared.type is found.type and TensorShape(declared.shape).matches(found.shape) and 0 not in found.shape
-    return fits or declared.type is IRType.Missing
+    wrong = []
+    for id, declared, made in zip(op.output_ids, op.outputs, inferred, strict=True):
+        fits = declared.type is made.type and TensorShape(declared.shape).matches(made.shape) and 0 not in made.shape
+        # What is declared as missing is read by nothing, so that its type does not matter.
+        if not fits and declared.type is not IRType.Missing:
+            wrong.append(f"declares t{id} as {declared}, but its inputs make it {made}")
+    return wrong
 
 
 def make_op(op_type: str, input_ids: Iterable[int] = (), attributes: dict[str, Any] | None = None) -> IROp:

@@ -4,7 +4,7 @@ import torch
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
-from fakequant.ir.run.execute import to_torch
+from fakequant.ir.graph import to_torch
 from tests.support.bits import assert_same_bits
 
 

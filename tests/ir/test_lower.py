@@ -8,7 +8,8 @@ import fakequant as fq
 from benchmarks.training import convolutions
 from fakequant import ir
 from fakequant.ir import Graph, IRType
-from fakequant.ir.run.execute import lower, to_torch
+from fakequant.ir.graph import to_torch
+from fakequant.ir.lower import lower
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
 from tests.support.matrix import full, in_turn, sweep
@@ -63,7 +64,7 @@ def chain(shape, window, text, flat, also=None):
 
 def lowered(graph):
     module = to_torch(graph, lifted=True)
-    lower(module, graph)
+    lower(module)
     return module
 
 

@@ -13,12 +13,6 @@ from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, quantized
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache():
-    torch._dynamo.reset()
-    ir.clear_cache()
-
-
 @sweep("network, preset", full(NETWORKS, ["INT8", "NVFP4"]), in_turn(NETWORKS, ["INT8", "NVFP4"]))
 def test_compiled_steps_keep_every_bit(network, preset):
     model, x = quantized(network, preset)
@@ -46,31 +40,6 @@ def test_no_wrong_hit():
     for graph in variants().values():
         x = torch.randn(next(iter(graph.inputs.values())).type.shape)
         assert_same_bits(graph.compile()(x), graph.run(x))
-
-
-def test_hits_and_misses():
-    graph = variants()["base"]
-    graph.compile()
-    assert ir.cache_info() == (0, 1, 1)
-    graph.compile()
-    variants()["constant"].compile()
-    assert ir.cache_info() == (2, 1, 1)
-    variants()["bits"].compile()
-    graph.compile(exact=False)
-    assert ir.cache_info() == (2, 3, 3)
-    ir.clear_cache()
-    assert ir.cache_info() == (0, 0, 0)
-
-
-def test_the_cache_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr("fakequant.ir.run.execute._LIMIT", 2)
-    graphs = list(variants().values())[:3]
-    for graph in graphs:
-        graph.compile()
-    graphs[1].compile()
-    assert ir.cache_info() == (1, 3, 2)
-    graphs[0].compile()
-    assert ir.cache_info() == (1, 4, 2)
 
 
 def test_parameters_are_read_at_every_call():

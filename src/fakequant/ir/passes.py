@@ -1,0 +1,533 @@
+"""Passes: each returns a new graph with the same outputs; `Pass.exact` says whether every bit stays.
+
+They work on operations, not on graphs of torch.fx: the common subexpressions of torch.fx take `x / 0.0` and `x / -0.0`
+for the same, and its constant folding keeps neither how memory is aligned nor what depends on grad mode.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import GraphError
+from fakequant.ir.graph import Constant, Graph, Input, read_frozen
+from fakequant.ir.op import IROp, IRType, TensorType, items_to_text
+from fakequant.ir.ops import fuse
+from fakequant.ir.table import ROWS, in_order, repeatable
+from fakequant.numerics.formats.floats import Format, IntegerFormat
+from fakequant.numerics.granularity import PerTensor, PerToken
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.ops import library
+
+log = logging.getLogger("fakequant.ir")
+
+
+class Pass(Protocol):
+    """One transformation.
+
+    Attributes:
+        name: of the pass.
+        exact: whether outputs keep every bit. Gradients keep theirs only where no trainable constant is folded and no
+            two paths are merged, whose gradients are then added in another order.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    def run(self, graph: Graph) -> Graph:
+        """Return a new graph; the given one does not change."""
+        ...
+
+
+class RemoveDeadCode:
+    """Removes what no output depends on; inputs stay, and so does what draws random numbers."""
+
+    name = "dead code"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph without them."""
+        wanted = set(graph.outputs)
+        kept = []
+        for op in reversed(graph.ops):
+            if wanted.intersection(op.output_ids) or not repeatable(op):
+                kept.append(op)
+                wanted.update(op.input_ids)
+        constants = {id: constant for id, constant in graph.constants.items() if id in wanted}
+        return graph.replaced(kept[::-1], constants)
+
+
+class MergeCommonSubexpressions:
+    """Keeps the first of equal operations on equal inputs, and of equal constants; random ones are never equal."""
+
+    name = "common subexpressions"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph in which each is computed once."""
+        names: dict[int, int] = {}
+        known: dict[object, int] = {}
+        for place, constant in graph.constants.items():
+            tensor = constant.tensor
+            # Two parameters of equal values are moved apart by training; strides decide how the next operation sums.
+            alike = id(tensor) if constant.trainable else (constant.digest(), tensor.stride(), tensor.device)
+            names[place] = known.setdefault((constant.frozen, alike), place)
+        made: dict[object, list[int]] = {}
+        ops = []
+        for op in graph.ops:
+            read = [names.get(place, place) for place in op.input_ids]
+            key = (op.op_type, items_to_text(op.attributes), tuple(read), tuple(map(str, op.outputs)))
+            first = made.setdefault(key, op.output_ids) if repeatable(op) else op.output_ids
+            if first is op.output_ids:
+                ops.append(op.copied(input_ids=read))
+            names.update(zip(op.output_ids, first, strict=True))
+        kept = {place: constant for place, constant in graph.constants.items() if names[place] == place}
+        merged = graph.replaced(ops, kept)
+        merged.outputs = [names.get(place, place) for place in graph.outputs]
+        return merged
+
+
+@dataclass(frozen=True)
+class FoldConstants:
+    """Replaces operations on constants, fake-quantized weights among them, by their results, bit for bit.
+
+    Args:
+        limit: results of more elements are computed at every run, so that a mask of ones does not become megabytes.
+        parameters: whether trainable constants are folded too; training cannot move them any more then.
+    """
+
+    limit: int = 10_000_000
+    parameters: bool = True
+    name = "constant folding"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph in which they are constants."""
+        found = graph.replaced(graph.ops)
+        constants, ops = found.constants, []
+        for op in graph.ops:
+            results = self._results(op, constants)
+            if results is None:
+                ops.append(op.copied())
+            else:
+                constants.update({i: Constant(found.free_name(c.name), c.tensor, c.frozen) for i, c in results.items()})
+        used = {id for op in ops for id in op.input_ids} | set(graph.outputs)
+        found.ops = ops
+        found.constants = {id: c for id, c in constants.items() if id in used or id in graph.constants}
+        return found
+
+    def _results(self, op: IROp, constants: dict[int, Constant]) -> dict[int, Constant] | None:
+        """The results of an operation as constants; None if it stays.
+
+        It does if a result is large, drawn or not computed, or if its bits depend on grad mode. Strides are kept, and
+        how memory is aligned, because kernels sum by both.
+        """
+        if not all(id in constants and (self.parameters or not constants[id].trainable) for id in op.input_ids):
+            return None
+        types = {
+            id: type for id, type in zip(op.output_ids, op.outputs, strict=True) if type.type is not IRType.Missing
+        }
+        small = all(t.type is not IRType.Index and 0 < t.shape.element_count <= self.limit for t in types.values())
+        if not small or not repeatable(op):
+            return None
+        alone = Graph()
+        alone.inputs = {id: Input(f"t{id}", constants[id].type) for id in op.input_ids}
+        alone.ops, alone.outputs = [op], list(types)
+        given = [constants[id] for id in alone.inputs]
+        found = []
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                try:
+                    results = alone.run(
+                        *(read_frozen(c.tensor) if c.trainable or c.frozen else c.tensor for c in given)
+                    )
+                except GraphError as error:
+                    log.debug("%s stays: %s", op, error)
+                    return None
+            found.append(results if isinstance(results, tuple) else (results,))
+        made = {}
+        for id, without, graded in zip(types, *found, strict=True):
+            constant = Constant(f"folded.t{id}", _own_memory(without), graded.requires_grad)
+            if without.stride() != graded.stride() or constant.digest() != Constant("", graded).digest():
+                return None
+            made[id] = constant
+        return made
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, as far from a boundary of 64 bytes: no view of a parameter that training moves."""
+    tensor = tensor.detach()
+    shift = tensor.data_ptr() % 64 // tensor.element_size()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.new_empty(shift + span)
+    memory[shift:].copy_(tensor.as_strided((span,), (1,)))
+    return memory.as_strided(tensor.shape, tensor.stride(), shift)
+
+
+_PRODUCTS = ("Linear", "MatMul", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+_ACTIVATIONS = (
+    *("ReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "LeakyReLU", "ELU"),
+    *("HardSwish", "HardSigmoid", "HardTanh", "Clamp"),
+)
+_ORDER = (("BatchNorm",), ("Add",), _ACTIVATIONS, ("FakeQuantize", "FakeQuantization"))
+"""The operations that may follow a product, each at most once and in this order."""
+
+
+class FuseOperations:
+    """Makes a product and what follows it one operation, where nothing else reads what is in between.
+
+    The kernels and their order stay, and so does every bit. The graph gets shorter and shows what an engine computes as
+    one operation.
+    """
+
+    name = "fusion"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph with the fused operations."""
+        users = graph.users()
+        ops = list(graph.ops)
+        for op in graph.ops:
+            chain = _chain(graph, users, op)
+            if len(chain) > 1:
+                ops = [fuse(chain) if o is chain[-1] else o for o in ops if not any(o is i for i in chain[:-1])]
+        return graph.replaced(ops)
+
+
+def _chain(graph: Graph, users: dict[int, list[IROp]], first: IROp) -> list[IROp]:
+    """A product and what can be fused with it."""
+    chain, place = [first], 0
+    while first.op_type in _PRODUCTS:
+        made = chain[-1].output_id
+        readers = users.get(made, [])
+        if len(readers) != 1 or made in graph.outputs or readers[0].input_ids[0] != made:
+            break
+        kinds = [i for i in range(place, len(_ORDER)) if readers[0].op_type in _ORDER[i]]
+        # What else it reads must be there before the chain begins.
+        if not kinds or not all(id == made or id in graph.constants for id in readers[0].input_ids):
+            break
+        place = kinds[0] + 1
+        chain.append(readers[0])
+    return chain
+
+
+_MOST_VALUES = 1 << 22
+"""The most values to try; with more, the second quantizer stays."""
+
+_EDGES = (-math.inf, -0.0, 0.0, math.inf, math.nan)
+"""Further values to try."""
+
+
+class RemoveDuplicateFakeQuantize:
+    """Removes a quantizer that follows one of the same specification and parameters, where it changes no value.
+
+    Whether it changes none is tried, with every code of every scale: a scale whose products are rounded may move one.
+    """
+
+    name = "duplicate fake quantization"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph without them."""
+        producers = graph.producers()
+        names: dict[int, int] = {}
+        ops = []
+        for op in graph.ops:
+            before = producers.get(op.input_ids[0]) if op.input_ids else None
+            if before is not None and _same_quantizer(before, op) and _is_idempotent(graph, op):
+                names[op.output_id] = names.get(before.output_id, before.output_id)
+            else:
+                ops.append(op.copied(input_ids=[names.get(id, id) for id in op.input_ids]))
+        found = graph.replaced(ops)
+        found.outputs = [names.get(id, id) for id in graph.outputs]
+        return found
+
+
+def _same_quantizer(a: IROp, b: IROp) -> bool:
+    # Without a scale both take it from what they see, which is not the same tensor; with a seed both draw.
+    static = len(b.input_ids) in (2, 3) and in_order(a) and in_order(b)
+    same = items_to_text(a.attributes) == items_to_text(b.attributes) and a.input_ids[1:] == b.input_ids[1:]
+    return a.op_type == b.op_type == "FakeQuantize" and static and same
+
+
+def _is_idempotent(graph: Graph, op: IROp) -> bool:
+    """Whether quantizing again changes no value, for constant parameters."""
+    spec = QuantSpec.parse(op.attributes["spec"])
+    if not all(id in graph.constants for id in op.input_ids[1:]) or spec.arithmetic.has_two_scales:
+        return False  # of those that encode and decode by different scales no code need keep its value
+    given = [graph.constants[id].tensor.detach().reshape(-1, 1) for id in op.input_ids[1:]]
+    scale, zero_point = given[0], given[1] if len(given) > 1 else None
+    codes = values_of(spec.format).to(scale)
+    if codes.numel() * scale.numel() > _MOST_VALUES:
+        return False
+    shifted = codes if zero_point is None else codes - zero_point
+    x = shifted / scale if spec.arithmetic is Arithmetic.MULTIPLIER else shifted * scale
+    params, by_row = QParams(scale, zero_point), spec.replace(granularity=PerToken())
+    x = torch.cat([x, *(torch.full_like(x[:, :1], value) for value in _EDGES)], 1)
+    dtype = op.output_type.dtype
+    # In the type of the scale every code is met; those that round to zero in the type of x are -0.0 there.
+    every = library.fake_quantize(x, params, by_row).to(dtype)
+    once = torch.cat([every, library.fake_quantize(x.to(dtype), params, by_row)], 1)
+    twice = library.fake_quantize(once, params, by_row)
+    same = (once == twice) & (once.signbit() == twice.signbit())
+    return bool((same | (once.isnan() & twice.isnan())).all())
+
+
+def values_of(format: Format) -> Tensor:
+    """Every value that a format has, in units of the scale, ascending [n].
+
+    >>> values_of(parse_format("float4_e2m1fn")).tolist()[7:]
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    """
+    if isinstance(format, IntegerFormat):
+        return torch.arange(format.quant_min, format.quant_max + 1, dtype=torch.float64)
+    # Every bfloat16, which has more bits of each kind than small floats, rounded to the format.
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    return torch.unique(format.round(format.clamp(every[every.isfinite()]))).double()
+
+
+class MoveFakeQuantize:
+    """Moves a quantizer of one scale per tensor before reshapes and transposes, next to what made the elements.
+
+    There it can be fused with that, or be found twice. A tensor has the same range and rounds to the same values in
+    every order of its elements, unless rounding draws random numbers by position.
+    """
+
+    name = "fake quantization before reshapes"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph with every such quantizer as early as it can be."""
+        moved = graph.copy()
+        reshaped: dict[tuple[int, int], int] = {}
+        while (pair := _movable(moved)) is not None:
+            _swap(moved, *pair, reshaped)
+        return moved
+
+
+def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
+    """A quantizer of constant parameters that is the only reader of a reshape, and the reshape."""
+    producers, users, types = graph.producers(), graph.users(), graph.types()
+    for op in graph.ops:
+        before = producers.get(op.input_ids[0]) if op.input_ids else None
+        if before is None or op.op_type != "FakeQuantize" or not in_order(op) or not in_order(before):
+            continue
+        read_alone = len(users[before.output_id]) == 1 and before.output_id not in graph.outputs
+        moves = before.op_type in ROWS and ROWS[before.op_type].moves
+        if not read_alone or not moves or not all(id in graph.constants for id in op.input_ids[1:]):
+            continue
+        rank = len(types[before.input_ids[0]].shape)
+        spec = QuantSpec.parse(op.attributes["spec"])
+        params = [graph.constants[id] for id in op.input_ids[1:]]
+        # A parameter in another shape would be another parameter, which nothing trains.
+        constant = all(c.tensor.dim() == rank or not (c.trainable or c.frozen) for c in params)
+        if constant and isinstance(spec.granularity, PerTensor) and spec.rounding is Rounding.NEAREST_EVEN:
+            return op, before
+    return None
+
+
+def _swap(graph: Graph, quantizer: IROp, movement: IROp, reshaped: dict[tuple[int, int], int]) -> None:
+    """Quantize first, then move; ids and places of the results stay.
+
+    Args:
+        graph: what is changed.
+        quantizer: what is moved.
+        movement: what it is moved before.
+        reshaped: the constants made so far, by the one they were made of and their rank.
+    """
+    x = movement.input_ids[0]
+    type = graph.types()[x]
+    rank = len(type.shape)
+    params = []
+    for param in quantizer.input_ids[1:]:
+        constant = graph.constants[param]
+        if constant.tensor.dim() != rank and (param, rank) not in reshaped:
+            name = graph.free_name(f"{constant.name}.rank_{rank}")
+            reshaped[param, rank] = graph.add_constant(name, constant.tensor.detach().reshape([1] * rank))
+        params.append(param if constant.tensor.dim() == rank else reshaped[param, rank])
+    first = quantizer.copied([movement.output_id], [x, *params])
+    first.outputs = [TensorType(*type)]
+    second = movement.copied(quantizer.output_ids, [movement.output_id, *movement.input_ids[1:]])
+    second.outputs = list(quantizer.outputs)
+    # The quantizer's constants are made already; sizes that the movement reads were there before it.
+    graph.ops = [first if op is movement else second if op is quantizer else op for op in graph.ops]
+
+
+class FoldConvBatchNorm:
+    """Multiplies the weight, its scales and the bias of a convolution by what the batch normalisation after it does.
+
+    The scales move with the weight, so that codes stay what they were, except where products round differently: not
+    exact. It is done where every output channel has scales of its own in float32; where blocks have scales in a format
+    of their own, the products would not be numbers of that format.
+
+    Source: Jacob et al., arXiv 1712.05877, section 3.2.
+    """
+
+    name = "convolution and batch normalisation"
+    exact = False
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph without the batch normalisations that could be folded."""
+        folded = graph.copy()
+        for norm in [op for op in folded.ops if op.op_type == "BatchNorm"]:
+            _fold_norm(folded, norm)
+        return folded
+
+
+_AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
+"""The number of spatial axes of each convolution."""
+
+
+def _fold_norm(graph: Graph, norm: IROp) -> None:
+    """Fold a batch normalisation into the convolution whose result it alone reads, if it can be folded."""
+    producers, users = graph.producers(), graph.users()
+    conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
+    if (
+        conv is None
+        or conv.op_type not in _AXES
+        or len(norm.input_ids) != 5
+        or not in_order(norm)
+        or not in_order(conv)
+    ):
+        return
+    # If an input has no batch axis, the normalisation takes another axis for the channels.
+    batched = len(conv.output_shape) == _AXES[conv.op_type] + 2 and in_order(norm) and in_order(conv)
+    if not batched or len(users[conv.output_id]) > 1 or conv.output_id in graph.outputs:
+        return
+    quantizer = producers.get(conv.input_ids[1])
+    if quantizer is not None and (quantizer.op_type != "FakeQuantize" or not in_order(quantizer)):
+        return
+    source, *params = [conv.input_ids[1]] if quantizer is None else quantizer.input_ids
+    if any(id not in graph.constants for id in (source, *params, *norm.input_ids[1:], *conv.input_ids[2:])):
+        return
+    weight = graph.constants[source].tensor.detach()
+    gamma, beta, mean, var = (graph.constants[id].tensor.detach().double() for id in norm.input_ids[1:])
+    factor = gamma / torch.sqrt(var + norm.attributes["eps"])
+    offset = beta - mean * factor
+    if not bool((factor.isfinite() & (factor != 0)).all()):
+        return
+    name, read = f"folded.t{norm.output_id}", [*graph.outputs, *(id for op in graph.ops for id in op.input_ids)]
+    by_channel = factor.reshape(-1, *[1] * (weight.dim() - 1))
+    new_weight = (weight.double() * by_channel).to(weight.dtype)
+    new_bias = offset
+    if len(conv.input_ids) > 2:
+        new_bias = new_bias + graph.constants[conv.input_ids[2]].tensor.detach().double() * factor
+    if quantizer is None:
+        inputs = [graph.add_constant(graph.free_name(f"{name}.weight"), new_weight)]
+        made = []
+    else:
+        spec = QuantSpec.parse(quantizer.attributes["spec"])
+        scale = graph.constants[params[0]].tensor.detach() if params else None
+        # A zero point belongs to a sign: a negative factor would exchange the ends of its range.
+        signs_stay = len(params) == 1 or bool((factor > 0).all())
+        if scale is None or scale.shape[0] != weight.shape[0] or not spec.is_plain or not signs_stay:
+            return
+        by_size = by_channel.abs()
+        moved = scale.double() / by_size if spec.arithmetic is Arithmetic.MULTIPLIER else scale.double() * by_size
+        ids = [graph.add_constant(graph.free_name(f"{name}.weight"), new_weight)]
+        ids.append(graph.add_constant(graph.free_name(f"{name}.scale"), moved.to(scale.dtype)))
+        made = [quantizer.copied([graph.new_id()], [*ids, *params[1:]])]
+        inputs = made[0].output_ids
+    # The id after that of the quantizer, which the graph does not have yet.
+    bias = max(graph.new_id(), inputs[0] + 1)
+    graph.add_constant(graph.free_name(f"{name}.bias"), new_bias.to(weight.dtype), bias)
+    made.append(conv.copied(norm.output_ids, [conv.input_ids[0], *inputs, bias]))
+    unread = quantizer is not None and read.count(quantizer.output_id) == 1
+    kept = [op for op in graph.ops if op is not norm and not (unread and op is quantizer)]
+    graph.ops = [new for op in kept for new in (made if op is conv else [op])]
+
+
+EXACT: tuple[Pass, ...] = (
+    MoveFakeQuantize(),
+    RemoveDuplicateFakeQuantize(),
+    MergeCommonSubexpressions(),
+    FoldConstants(),
+    RemoveDeadCode(),
+    FuseOperations(),
+)
+"""The passes that keep every bit of the outputs, in their order."""
+
+ALL: tuple[Pass, ...] = (FoldConvBatchNorm(), *EXACT)
+"""All passes in their order: the one that is not exact first, so that the others work on what it leaves."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The effect of one pass: operations before and after, and its time."""
+
+    name: str
+    exact: bool
+    before: int
+    after: int
+    changed: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The steps of a sequence of passes.
+
+    >>> print(Statistics((Step("dead code", True, 9, 7, True, 0.001),)))
+    dead code: 9 -> 7 operations, exact
+    """
+
+    steps: tuple[Step, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the outputs keep every bit: only exact passes changed the graph."""
+        return all(step.exact or not step.changed for step in self.steps)
+
+    def __str__(self) -> str:
+        rows = []
+        for step in self.steps:
+            found = f"{step.before} -> {step.after} operations" if step.changed else "nothing to do"
+            rows.append(f"{step.name}: {found}, {'exact' if step.exact else 'not exact'}")
+        return "\n".join(rows)
+
+
+class Optimized(NamedTuple):
+    """An optimized graph and the statistics of its passes."""
+
+    graph: Graph
+    statistics: Statistics
+
+
+def optimize(graph: Graph, passes: Sequence[Pass] = EXACT) -> Optimized:
+    """A graph after some passes, for inference: trainable constants are folded with the others.
+
+    Args:
+        graph: a valid graph; it stays as it is.
+        passes: in the order in which they run; `EXACT`, `ALL`, or your own.
+
+    Raises:
+        GraphError: the graph is not valid, or a pass made an invalid one.
+
+    >>> from fakequant.ir import IRType
+    >>> graph = Graph("example")
+    >>> weight = graph.add("FakeQuantization", graph.add_constant("w", torch.randn(3, 4)))
+    >>> graph.outputs = [graph.add("Linear", graph.add_input("x", IRType.Float32, (2, 4)), weight)]
+    >>> print(optimize(graph, [FoldConstants()]).statistics)
+    constant folding: 2 -> 1 operations, exact
+    """
+    graph.check()
+    steps = []
+    for current in passes:
+        start = time.perf_counter()
+        found = current.run(graph).check()
+        changed = found != graph
+        seconds = time.perf_counter() - start
+        steps.append(Step(current.name, current.exact, len(graph.ops), len(found.ops), changed, seconds))
+        graph = found
+    return Optimized(graph, Statistics(tuple(steps)))
