@@ -18,13 +18,13 @@ from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
-from fakequant.ptq.advice import TriedWay
+from fakequant.ptq.advice import TriedVariant
 
 LONGEST = 200
 PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule, fq.GradientConfig)
 ptq = fq.ptq
 PLANNED = PlannedSite("blocks.0", "add", 0, ("input", "other"), {"other": SiteQuantizer(TensorConfig("int8"))})
-TRIED_WAY = TriedWay(ptq.Compared("INT8", "mse", ""), 900, 21.0)
+TRIED_WAY = TriedVariant(ptq.Compared("INT8", "mse", ""), 900, 21.0)
 SCORE = ptq.Score(0.001, 4000)
 LAYERS = [LayerSummary(f"blocks.{i}", "Linear", {}, calibrated=True, has_weight=True) for i in range(50)]
 

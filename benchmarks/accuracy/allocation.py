@@ -13,7 +13,7 @@ import torch
 
 import fakequant as fq
 from benchmarks.accuracy.models import tasks
-from fakequant.ptq.mixes import Allocation, Scores
+from fakequant.ptq.allocation import Allocation, Scores
 
 CHOICES = ("INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY")
 

@@ -21,10 +21,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fakequant as fq
+from fakequant.data.batches import Batches
 from fakequant.delivery import fix_global_scales, llama_cpp_inputs
 from fakequant.nn import cached_weights, fixed_ranges
 from fakequant.ptq.next_step import next_step
-from fakequant.ptq.trial import Halves
 from tests.support.interruption import Case, failures, failures_by_signals, lines_of, moments
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
@@ -208,7 +208,7 @@ CASES = {
     "equalize": Case(uneven, lambda m: fq.ptq.equalize(m, X, PER_TENSOR), changes=True),
     "rotate": Case(residual, lambda m: fq.ptq.rotate(m, X), changes=True),
     "fold_scales": Case(smoothed, lambda m: fq.ptq.fold_scales(m, X), changes=True),
-    "advise": Case(four_bits, lambda m: next_step(m, Halves(IMPROVED_BY), lambda model, x: model(x))),
+    "advise": Case(four_bits, lambda m: next_step(m, Batches(IMPROVED_BY, "report").kept())),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),
     "sensitivity by a metric": Case(
         evaluated, lambda m: fq.sensitivity(m, [], lambda m: m(X).sum().item(), progress=False)

@@ -19,7 +19,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, OutputError
 from fakequant.files import locked
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.comparison import Task
+from fakequant.ptq.trial import Trials
 from tests.support.kept import kept
 
 SOME = ["INT8", "INT8_PER_TOKEN", "INT4_WEIGHT_ONLY"]
@@ -90,13 +90,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], dict[str, Any]]] = {
 def test_its_code_makes_the_measured_model_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, batches, how = CASES[name]
     model, kept_models = make().train(), dict[Any, nn.Module]()
-    quantized = Task.quantized
+    quantized = Trials.quantized
 
-    def keeping(self: Task, way: Any, **options: Any) -> nn.Module:
-        kept_models[way] = quantized(self, way, **options)
+    def keeping(self: Trials, *way: str, **options: Any) -> nn.Module:
+        kept_models[way] = quantized(self, *way, **options)
         return kept_models[way]
 
-    monkeypatch.setattr(Task, "quantized", keeping)
+    monkeypatch.setattr(Trials, "quantized", keeping)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = fq.advise(model, batches, **how)
     wanted = kept_models[found.best.measured.way]
@@ -120,7 +120,7 @@ def test_the_judges_are_those_that_the_code_leaves_out() -> None:
     quantized = made(found.call, model=model, batches=batches)
     error = OutputDistance(model, kept([batches[one] for one in judges], lambda net, x: net(x))).of(quantized).mean
     assert error == found.best.measured.error
-    assert "Judged on 8 batches held back; 11 batches made the models." in str(found)
+    assert "Judged on 8 batches held back, with 11 batches to make it." in str(found)
 
 
 @pytest.mark.parametrize("floor", [10, 21, 35, 80])
@@ -159,7 +159,7 @@ def test_what_no_file_holds_is_said_before_the_first_trial(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Task, "quantized", lambda *_: pytest.fail("a trial"))
+    monkeypatch.setattr(Trials, "quantized", lambda *_: pytest.fail("a trial"))
     with pytest.raises(ConfigError, match=r"the model can have none of .*") as error:
         fq.advise(make(), batches, target=target, presets=presets)
     assert said in str(error.value)
@@ -262,18 +262,18 @@ def test_an_interrupt_before_the_first_result_is_one() -> None:
 def test_a_folder_goes_on_to_the_same_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = {"presets": ["INT4_GROUP32", "INT4_WEIGHT_ONLY", "INT8"], "floor": 45}
     whole = fq.advise(net(), rows(8), **how)
-    measured, left = Task.measured, iter(range(3))
+    measured, left = Trials.of, iter(range(3))
 
-    def cut(self: Task, way: Any, **options: Any) -> Any:
+    def cut(self: Trials, way: Any, **options: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return measured(self, way, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Task, "measured", cut)
+        patch.setattr(Trials, "of", cut)
         assert fq.advise(net(), rows(8), work=tmp_path, **how).interrupted
     ran = []
-    monkeypatch.setattr(Task, "measured", lambda self, way, **o: ran.append(way) or measured(self, way, **o))
+    monkeypatch.setattr(Trials, "of", lambda self, way, **o: ran.append(way) or measured(self, way, **o))
     again = fq.advise(net(), rows(8), work=tmp_path, **how)
     assert (again.best.measured.way, again.call, again.reason) == (whole.best.measured.way, whole.call, whole.reason)
     assert len(ran) == len(whole.rows) - 3

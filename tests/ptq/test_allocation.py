@@ -238,7 +238,8 @@ def test_a_batch_with_nan_is_numbered() -> None:
     for work in (fq.ptq.scores, lambda *args: fq.ptq.search(*args, bits=6)):
         with pytest.raises(CalibrationError, match=r"^batch 3: an output or its gradient holds NaN; leave the batch"):
             work(Net(), given, CHOICES)
-    with pytest.raises(CalibrationError, match=r"^batch 3: an output in float holds NaN; leave the batch out"):
+    given = [given[0], given[2]]
+    with pytest.raises(CalibrationError, match=r"^batch 2: an output in float holds NaN; leave the batch out"):
         fq.ptq.compare(Net(), given, CHOICES)
 
 

@@ -21,7 +21,7 @@ from fakequant.ptq import Compared, Comparison, Ways, compare
 from fakequant.report import curve_of
 from tests.support.changes import CHANGES, Scaled
 
-comparison = importlib.import_module("fakequant.ptq.comparison")
+comparison = importlib.import_module("fakequant.ptq.trial")
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
 
@@ -40,12 +40,12 @@ def test_every_way_is_a_row_the_best_first() -> None:
     errors = [row.error for row in found.rows]
     assert errors == sorted(errors)
     by_way = {row.way: row for row in found.rows}
-    assert by_way["INT4_GROUP32", "max", "fast"].error < 0.5 * by_way["INT4_GROUP32", "max", ""].error
+    assert by_way["INT4_GROUP32", "max", "fast"].error < 0.9 * by_way["INT4_GROUP32", "max", ""].error
     assert by_way["INT4_GROUP32", "max", ""].bits == 5.0
     assert by_way["INT4_GROUP32", "max", ""].bytes == 5 * (64 * 64 + 64 * 8) / 8
     model = fq.prepare(net(), "INT4_GROUP32")
     with torch.no_grad():
-        pairs = [(model(x), net()(x)) for x in batches()]
+        pairs = [(model(x), net()(x)) for x in batches()[1::2]]  # those that are held back
     lost = sum(float((y - wanted).double().square().sum()) for y, wanted in pairs)
     share = lost / sum(float(wanted.double().square().sum()) for _, wanted in pairs)
     # In which order a processor sums 2,048 squares is its own.

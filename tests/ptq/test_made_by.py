@@ -7,8 +7,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.ptq.next_step import AdviceContext, made_by, next_step
-from fakequant.ptq.trial import Halves
-from tests.support.advised import deep, rows, run
+from tests.support.advised import deep, given, rows
 
 
 @pytest.mark.parametrize("name", ["INT8", "FP8", "MXFP4", "INT4_GROUP32", "NVFP4", "INT8_WEIGHT_ONLY"])
@@ -24,5 +23,5 @@ def test_own_rules_are_of_no_preset() -> None:
     model = fq.prepare(deep(4), rules)
     assert made_by(model) is None
     fq.calibrate(model, [rows(0)], progress=False)
-    tried = next_step(model, Halves([rows(0), rows(1)]), run, AdviceContext(worst=["1.0"])).tried
+    tried = next_step(model, given([rows(0), rows(1)]), AdviceContext(worst=["1.0"])).tried
     assert 'config, skip=["1.0"])' in tried[-1].code

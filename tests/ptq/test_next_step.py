@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.data.batches import HeldOut
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.next_step import AdviceContext, next_step
-from fakequant.ptq.trial import Aim, Change, Halves, Trial
-from tests.support.advised import deep, perceptron, rows, run, tried_on
+from fakequant.ptq.trial import Aim, Change, ChangeTrials
+from tests.support.advised import deep, given, perceptron, rows, run, tried_on
 from tests.support.kept import kept
 
 
@@ -122,7 +123,7 @@ def test_presets_are_tried_that_the_target_runs(target: str, tried: list[str]) -
     torch.manual_seed(0)
     model, batches = fq.prepare(uneven(), "int8"), [columns(0), columns(1)]
     fq.calibrate(model, batches, progress=False)
-    found = next_step(model, Halves(batches), run, AdviceContext(target=target))
+    found = next_step(model, given(batches), AdviceContext(target=target))
     assert found is not None
     presets = [one.what.split()[3].rstrip(",") for one in found.tried if one.what.startswith("Take the preset")]
     assert presets == tried
@@ -178,8 +179,8 @@ def test_where_the_metric_lost_nothing_the_error_is_not_touched(tmp_path: Path) 
 def test_a_change_that_costs_the_metric_is_not_advised() -> None:
     model, batches = encoder()
     plain = Change("halve", "", lambda _: fq.recalibrate(model, method="max"), Aim.ENGINE)
-    assert Trial(model, Halves(batches), run, lambda _: 1.0, 1.0).of(plain).helps
-    worse = Trial(model, Halves(batches), run, lambda _: 0.9, 1.0).of(plain)
+    assert ChangeTrials(model, HeldOut.of(given(batches), 2), lambda _: 1.0, 1.0).of(plain).helps
+    worse = ChangeTrials(model, HeldOut.of(given(batches), 2), lambda _: 0.9, 1.0).of(plain)
     assert (worse.helps, worse.metric) == (False, 0.9)
 
 
@@ -197,7 +198,7 @@ def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
     held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     values = {name: value.clone() for name, value in model.state_dict().items()}
     before, random = model(batches[0]), torch.random.get_rng_state()
-    assert next_step(model, Halves(batches), run).tried
+    assert next_step(model, given(batches)).tried
     assert torch.equal(torch.random.get_rng_state(), random)
     assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     assert values.keys() == model.state_dict().keys()
@@ -214,7 +215,7 @@ def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
         worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
         calls = []
         model[0].register_forward_pre_hook(lambda *_: calls.append(1))
-        assert len(next_step(model, Halves(batches), run, AdviceContext(worst=worst)).tried) == 5
+        assert len(next_step(model, given(batches), AdviceContext(worst=worst)).tried) == 5
         return len(calls)
 
     assert runs(3) == runs(9) < 60
@@ -226,7 +227,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
     def fail(_: list[Any]) -> None:
         fq.recalibrate(model, method="nothing")
 
-    found = Trial(model, Halves(batches), run).of(Change("try", "", fail))
+    found = ChangeTrials(model, HeldOut.of(given(batches), 2)).of(Change("try", "", fail))
     assert not found.helps
     assert "unknown calibrator 'nothing'" in found.failed
 
@@ -234,7 +235,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
 def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     model, batches = encoder()
     fq.ptq.improve(model, batches, ["ranges", "gptq", "drift", "bias"], progress=False)  # ranges of inputs stay
-    assert {one.what for one in next_step(model, Halves(batches), run).tried} == {
+    assert {one.what for one in next_step(model, given(batches)).tried} == {
         f"Calibrate the inputs by '{name}'" for name in ("max", "percentile")
     }
 
@@ -338,7 +339,7 @@ def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> 
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
     model = fq.prepare(exact, "int8")
     fq.calibrate(model, batches, "max", progress=False)
-    advice = next_step(model, Halves(batches), run, AdviceContext(lost=0.0))
+    advice = next_step(model, given(batches), AdviceContext(lost=0.0))
     assert advice is not None
     (fold,) = [one for one in advice.tried if one.what.startswith("Fold")]
     assert fold.code.splitlines()[-1] == 'used = fq.calibrate(model, batches, method="max")'

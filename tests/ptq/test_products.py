@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.presets import find_preset
 from fakequant.model.weights import quantized_weights
-from fakequant.ptq.improvement import Effect
+from fakequant.ptq.judging import OutputJudge
 from fakequant.ptq.results import TAKEN_BACK
 
 CONV = {"stride": 2, "padding": 1}
@@ -194,18 +194,18 @@ def test_each_weight_of_one_module_goes_back_alone() -> None:
     model = fq.prepare(both.eval(), config("int4_weight_only"), example=batches[0])
     fq.calibrate(model)
     floats = model.w.detach().clone(), model.v.detach().clone()
-    kept = Effect.keep_what_helps
+    kept = OutputJudge.keep_what_helps
 
-    def undo_the_first(self: Effect, changed: Any, state: Any) -> Any:
+    def undo_the_first(self: OutputJudge, changed: Any, state: Any) -> Any:
         first, *_ = changed
         changed[first]()
         return {first}
 
-    Effect.keep_what_helps = undo_the_first  # type: ignore[method-assign]
+    OutputJudge.keep_what_helps = undo_the_first  # type: ignore[method-assign]
     try:
         found = fq.ptq.improve(model, batches, ["ranges", "gptq"], judge=[], progress=False)
     finally:
-        Effect.keep_what_helps = kept  # type: ignore[method-assign]
+        OutputJudge.keep_what_helps = kept  # type: ignore[method-assign]
     assert [row.note for row in found.layers] == [TAKEN_BACK, ""]
     assert torch.equal(model.w, floats[0])
     assert not torch.equal(model.v, floats[1])

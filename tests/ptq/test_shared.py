@@ -179,7 +179,7 @@ def test_a_layer_keeps_what_was_chosen_when_another_one_gets_its_input(
 
 @pytest.mark.parametrize("work", ["improve", "reconstruct"])
 def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fakequant.ptq.improvement._WORSE", 0.0)  # whatever is chosen is warned of
+    monkeypatch.setattr("fakequant.ptq.judging.ALIKE", 0.0)  # whatever is chosen is warned of
     torch.manual_seed(0)
     model = quantized(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4", batches())
     before = copy.deepcopy(model.state_dict())

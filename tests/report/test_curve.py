@@ -18,7 +18,8 @@ from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq import Ways, compare
-from fakequant.ptq.comparison import Compared, Comparison
+from fakequant.ptq.comparison import Comparison
+from fakequant.ptq.trial import Compared
 from fakequant.report import curve_of, from_json
 from fakequant.report.of_model import DECIBELS
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.batches import Batches, KeptBatches
 from fakequant.ptq.next_step import AdviceContext, next_step
-from fakequant.ptq.trial import Halves, NextStep
+from fakequant.ptq.trial import NextStep
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -34,8 +36,13 @@ def deep(blocks: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
 
 
+def given(batches: Iterable[Any]) -> KeptBatches:
+    """Batches as a report keeps them."""
+    return Batches(batches, "report", forward=run).kept()
+
+
 def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
     """What is advised for batches."""
-    advice = next_step(model, Halves(batches), run, AdviceContext(worst=worst))
+    advice = next_step(model, given(batches), AdviceContext(worst=worst))
     assert advice is not None
     return advice

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fakequant.cli.recipe import Recipe
     from fakequant.ptq import Advice
-    from fakequant.ptq.comparison import Compared
+    from fakequant.ptq.trial import Compared
 
 RecipeFile = Annotated[
     str,

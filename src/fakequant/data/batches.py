@@ -30,40 +30,6 @@ OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
 
 
-_AT_MOST = 8
-"""Batches that are held back: they stay in memory."""
-
-
-class HeldOut:
-    """Batches for calibration, of which the second of `every` few is held back to choose by.
-
-    Attributes:
-        held: the batches held back, by their number from 0; of a single batch that batch itself.
-
-    >>> batches = HeldOut(range(7), 4)
-    >>> list(batches), batches.held
-    ([0, 2, 3, 4, 6], {1: 1, 5: 5})
-    """
-
-    def __init__(self, batches: Iterable[Any], every: int) -> None:
-        self._batches, self._every = batches, every
-        self.held: dict[int, Any] = {}
-        self.count = 0
-        """The number of all batches."""
-
-    def __iter__(self) -> Iterator[Any]:
-        only: dict[int, Any] = {}
-        for number, batch in enumerate(self._batches):
-            self.count = number + 1
-            if number == 0:
-                only = {number: batch}
-            if number % self._every == 1 and len(self.held) < _AT_MOST:
-                self.held[number] = batch
-            else:
-                yield batch
-        self.held = self.held or only
-
-
 class BatchError(CalibrationError):
     """A model failed on a batch; the cause is the model's own error.
 
@@ -542,6 +508,59 @@ class KeptBatches(Batches):
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
         return KeptBatches(self, {**self.numbered, **others})
+
+
+_HELD, _MEASURED = 8, 4
+"""The most batches that are held back, as more judge no better; and those that judge if all of them make something."""
+
+
+class HeldOut(NamedTuple):
+    """Batches, by those that make something and those that judge it and make nothing.
+
+    Attributes:
+        all: of them.
+        made: they make.
+        held: they judge; a single batch is in `made` alone.
+
+    >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
+    >>> batches.made.numbered, batches.judging.numbered
+    ({0: 'a', 2: 'c', 3: 'd', 4: 'e'}, {1: 'b'})
+    """
+
+    all: KeptBatches
+    made: KeptBatches
+    held: KeptBatches
+
+    @classmethod
+    def of(cls, batches: KeptBatches, every: int, judge: Iterable[Any] | None = None) -> HeldOut:
+        """Hold the second of every few batches back, up to eight.
+
+        Args:
+            batches: numbered from 0.
+            every: how many these few are.
+            judge: other batches that judge, so that none is held back; `[]`: none judges.
+        """
+        if judge is not None:
+            both = batches.followed_by(judge)
+            return cls(both, batches, both.part(range(len(batches), len(both))))
+        held = [number for number in batches.numbered if number % every == 1][:_HELD]
+        return cls(batches, batches.part(n for n in batches.numbered if n not in held), batches.part(held))
+
+    @property
+    def measuring(self) -> KeptBatches:
+        """The first ones that make something, which measure where none is held back."""
+        return self.made.part([*self.made.numbered][:_MEASURED])
+
+    @property
+    def judging(self) -> KeptBatches:
+        """Those that judge: a single batch judges what it made."""
+        return self.held or self.measuring
+
+    def __str__(self) -> str:
+        if not self.held:
+            return "on the one batch there is, which also made it"
+        held, made = (f"{len(own)} {'batch' if len(own) == 1 else 'batches'}" for own in (self.held, self.made))
+        return f"on {held} held back, with {made} to make it"
 
 
 def batch_of(error: BaseException) -> tuple[int, Any] | None:

@@ -14,18 +14,18 @@ from fakequant.ptq.reconstruction import find_blocks, reconstruct
 from fakequant.ptq.solvers.problem import descend, gptq
 
 from .advice import advise
-from .allocation import scores, verify
-from .comparison import Compared, Comparison
+from .allocation import Allocation, Score, Scores, scores, verify
+from .comparison import Comparison
 from .corrections import reestimate_batch_norm
 from .equalization import Equalization, EqualizedPair, equalize
 from .improvement import STEPS, improve
-from .mixes import Allocation, Score, Scores
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
 from .rotation import Rotated, Rotations, rotate
 from .scale_folding import FoldedScale, FoldedScales, fold_scales
 from .solvers.adaround import adaround
 from .solvers.sums import InputSums
+from .trial import Compared
 
 __all__ = [
     "PRESETS",

@@ -28,25 +28,23 @@ from fakequant.model.training.fuse import fusions_of
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.ptq.allocation import check_budget
 from fakequant.ptq.collector import remove_finished, run_of
-from fakequant.ptq.comparison import (
+from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE
+from fakequant.ptq.next_step import ENGINES, find_engine, holders, places
+from fakequant.ptq.trial import (
+    METHODS,
     Compared,
     Preparation,
-    Task,
-    Way,
+    Trials,
+    Variant,
     has_static_inputs,
     keep_row,
     kept_rows,
     quantizes_inputs,
 )
-from fakequant.ptq.mixes import check_budget
-from fakequant.ptq.next_step import ENGINES, find_engine, holders, places
-from fakequant.ptq.trial import CLEARLY, METHODS
 from fakequant.registry import import_waiting
 from fakequant.text import table
-
-EVERY = 2
-"""The second of every two batches judges. People give few batches: with fewer judges, chance would choose."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,10 @@ class Code:
     forward: Forward | None = None
     mask: Mask | None = None
 
-    def of(self, way: Way) -> str:
+    def of(self, way: Variant) -> str:
         """The code for one way; `model` and `batches` are as they were given, and both stay as they are.
 
-        >>> print(Code(Preparation(), [1, 3], 4).of(Way("INT4_GROUP32", "mse", "fast")))
+        >>> print(Code(Preparation(), [1, 3], 4).of(Variant("INT4_GROUP32", "mse", "fast")))
         import copy
         import fakequant as fq
         <BLANKLINE>
@@ -179,13 +177,13 @@ class SearchOrder:
     static: Sequence[str]
     floor: float
     has_metric: bool = False
-    rows: dict[Way, Compared] = field(default_factory=dict)
+    rows: dict[Variant, Compared] = field(default_factory=dict)
     met: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.met = len(self.sizes)
 
-    def ways(self) -> Iterator[tuple[Way, str]]:
+    def ways(self) -> Iterator[tuple[Variant, str]]:
         """What to try next, and what may follow; the caller puts each result into `rows` before it asks again.
 
         All presets come first, from the smallest size up to the first that meets the floor. Then what costs more is
@@ -234,10 +232,10 @@ class SearchOrder:
         costs_more = (row.steps, row.method != DEFAULT_METHOD) != (best.steps, best.method != DEFAULT_METHOD)
         return row.error < (CLEARLY if costs_more else 1.0) * best.error
 
-    def _of(self, tier: int, size: SizeClass) -> list[Way]:
+    def _of(self, tier: int, size: SizeClass) -> list[Variant]:
         """The ways of a tier for a size; those of later tiers start from what is best so far."""
         if tier == 0:
-            return [Way(preset) for preset in size.presets]
+            return [Variant(preset) for preset in size.presets]
         best = self.best_of(size.presets)
         if best is None:
             return []
@@ -245,7 +243,7 @@ class SearchOrder:
             return []
         if tier == 1:
             static = [preset for preset in size.presets if preset in self.static]
-            return [Way(row.preset, method) for row in self._leading(static) for method in METHODS[1:]]
+            return [Variant(row.preset, method) for row in self._leading(static) for method in METHODS[1:]]
         if tier == 2:
             return [row.way._replace(steps="fast") for row in self._leading(size.presets)]
         if not self.has_metric and self.score(best) < self.floor - _LITTLE:
@@ -272,7 +270,7 @@ _NUMBERS = range(4, len(_HEADER))
 
 
 @dataclass(frozen=True)
-class TriedWay:
+class TriedVariant:
     """One way that `advise` tried.
 
     Attributes:
@@ -308,8 +306,8 @@ class Advice:
         negated: whether scores are shown with the other sign, as the figures of which smaller is better.
     """
 
-    rows: Sequence[TriedWay]
-    best: TriedWay
+    rows: Sequence[TriedVariant]
+    best: TriedVariant
     meets: bool
     floor: float
     unit: str
@@ -369,10 +367,10 @@ def number(score: float) -> str:
     return f"{score:.1f}" if 10 <= abs(score) < math.inf else f"{score:.4g}"
 
 
-def shown_way(way: Way) -> str:
+def shown_way(way: Variant) -> str:
     """A way as text.
 
-    >>> shown_way(Way("INT8", "entropy", "fast"))
+    >>> shown_way(Variant("INT8", "entropy", "fast"))
     'INT8 by entropy with improve "fast"'
     """
     method = "" if way.method == DEFAULT_METHOD else f" by {way.method}"
@@ -386,15 +384,6 @@ def told(row: Compared, score: float, metric: NamedMetric | None) -> str:
 
 def _shown_score(score: float, metric: NamedMetric | None) -> str:
     return f"{number(score)} dB" if metric is None else f"{number(metric.shown(score))} {metric.name}"
-
-
-def judged_by(held: HeldOut) -> str:
-    """On which batches models were measured."""
-    if held.count == 1:
-        return "on the one batch there is, which also made them"
-    count, made = len(held.held), held.count - len(held.held)
-    batches = "batch" if count == 1 else "batches"
-    return f"on {count} {batches} held back; {made} {'batch' if made == 1 else 'batches'} made the models"
 
 
 def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) -> str:
@@ -433,8 +422,6 @@ def speed(target: str | None) -> str:
 
 FLOOR = 20.0
 """The signal over the error of the output in dB that is enough by default: an error of 1 % of the output's energy."""
-_MAY_LOSE = 0.01
-"""The share of the float model's metric that may be lost by default."""
 _ROWS = "rows.jsonl"
 
 
@@ -500,23 +487,23 @@ def advise(  # noqa: PLR0913  all but the first two by name
         check_path(work, "advise(model, batches, work='search')")
     folder = None if work is None else writable_folder(work)
     given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask).kept()
-    held = HeldOut(given.numbered, EVERY)
-    made = given.part([*held])
-    preparation = _preparation(model, made, inputs, forward, target)
+    held_out = HeldOut.of(given, EVERY)
+    preparation = _preparation(model, held_out.made, inputs, forward, target)
     scorer = None if metric is None else named(metric)
-    task = Task(model, made, given.part(held.held), scorer, preparation, mask, times=False)
-    exact = _float_score(task)
-    enough = float(floor) if floor is not None else FLOOR if exact is None else exact - _MAY_LOSE * abs(exact)
+    trials = Trials(model, held_out, scorer, preparation, mask, times=False)
+    trials.check()
+    exact = _float_score(trials)
+    enough = float(floor) if floor is not None else FLOOR if exact is None else exact - MAY_LOSE * abs(exact)
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
-        search = _WaySearch(task, kinds, enough, progress, scorer, find_engine(target).files)
+        search = _VariantSearch(trials, kinds, enough, progress, scorer, find_engine(target).files)
         if folder is not None:
             stack.enter_context(locked(folder, wait=False))
             measure = function_digest(metric), exact
             search.keep_in(folder, digest([run_of(model, given), measure, str(target), preparation.folds]))
         interrupted = search.run()
-        code = Code(preparation, [*held.held] if len(given) > 1 else [], len(given), inputs, forward, mask)
-        return search.advice(code, target, judged_by(held), interrupted)
+        code = Code(preparation, [*held_out.held.numbered], len(given), inputs, forward, mask)
+        return search.advice(code, target, str(held_out), interrupted)
 
 
 def _kinds_of(presets: Sequence[str]) -> list[list[str]]:
@@ -547,38 +534,38 @@ def _preparation(
     return Preparation(example, inputs, target, folds)
 
 
-def _float_score(task: Task) -> float | None:
+def _float_score(trials: Trials) -> float | None:
     """The metric of the float model; None without one."""
-    found = task.score(task.model)
+    found = trials.score(trials.model)
     if found is not None and not math.isfinite(found):
         raise ConfigError(f"metric(model) gives {found} for the float model; it must be a finite number")
     return found
 
 
-class _WaySearch:
+class _VariantSearch:
     """The trials of `advise`, and what they found.
 
     Args:
-        task: makes and measures models.
+        trials: make and measure models.
         kinds: the names of presets, see `EngineFormats`.
         floor: of the score.
         progress: whether to say before each trial what may follow.
-        metric: of the task, with its name.
+        metric: of the trials, with its name.
         files: what the target reads, see `EngineFormats`.
     """
 
     def __init__(
         self,
-        task: Task,
+        trials: Trials,
         kinds: Sequence[Sequence[str]],
         floor: float,
         progress: bool | None,
         metric: NamedMetric | None,
         files: str = "",
     ) -> None:
-        self.task, self._progress, self._metric = task, progress, metric
+        self.trials, self._progress, self._metric = trials, progress, metric
         self._folder: Path | None = None
-        self._known: Mapping[Way, Compared] = {}
+        self._known: Mapping[Variant, Compared] = {}
         self.bytes: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         """By preset, why the model cannot have it."""
@@ -586,7 +573,7 @@ class _WaySearch:
         import_waiting()  # files say what they can hold
         for name in presets:
             try:
-                twin = task.prepared(name)
+                twin = trials.prepared(name)
                 for check in holders:
                     check(files, twin)
                 self.bytes[name] = parameter_bytes(twin)[1]
@@ -597,7 +584,7 @@ class _WaySearch:
             name, why = next(iter(self.refused.items()))
             raise ConfigError(f"the model can have none of {', '.join(presets)}; {name}: {why}")
         static = [name for name in self.bytes if has_static_inputs(name)]
-        self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, task.metric is not None)
+        self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, trials.metric is not None)
 
     def keep_in(self, folder: Path, fingerprint: str) -> None:
         """Keep what is measured in a folder, and take from it what an earlier run measured."""
@@ -630,10 +617,10 @@ class _WaySearch:
             raise ConfigError(f"nothing could be measured; {shown_way(way)}: {row.failed}")
         return False
 
-    def _measured(self, way: Way) -> Compared:
+    def _measured(self, way: Variant) -> Compared:
         own = None if self._folder is None or not way.steps else self._folder / f"improve-{'-'.join(way)}"
         try:
-            row = self.task.measured(way, **({} if own is None else {"checkpoint": own}))
+            row = self.trials.of(way, **({} if own is None else {"checkpoint": own}))
         except Exception as error:  # a user's metric, and torch, may raise anything
             row = Compared(*way, failed=first_line(error))
         if self._folder is not None:
@@ -644,13 +631,13 @@ class _WaySearch:
 
     def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:
         """The answer, with the code that makes it and its reason."""
-        ladder, float_bytes = self.ladder, sum(p.numel() * p.element_size() for p in self.task.model.parameters())
-        rows = {way: TriedWay(row, self.bytes[way.preset], ladder.score(row)) for way, row in ladder.rows.items()}
+        ladder, float_bytes = self.ladder, sum(p.numel() * p.element_size() for p in self.trials.model.parameters())
+        rows = {way: TriedVariant(row, self.bytes[way.preset], ladder.score(row)) for way, row in ladder.rows.items()}
         best = ladder.answer
         assert best is not None, "an answer is there after the first result"
-        failed = [TriedWay(Compared(*Way(name), failed=why), 0, -math.inf) for name, why in self.refused.items()]
+        refused = [Compared(*Variant(name), failed=why) for name, why in self.refused.items()]
         return Advice(
-            [*rows.values(), *failed],
+            [*rows.values(), *(TriedVariant(row, 0, -math.inf) for row in refused)],
             rows[best.way],
             ladder.meets(best),
             ladder.floor,
@@ -660,8 +647,8 @@ class _WaySearch:
             target or "",
             speed(target),
             judged,
-            [*quantizers(self.task.prepared(best.preset))],
-            self.task.preparation.folds,
+            [*quantizers(self.trials.prepared(best.preset))],
+            self.trials.preparation.folds,
             float_bytes,
             interrupted,
             self._metric is not None and self._metric.negated,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,14 +15,14 @@ from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatche
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
 from fakequant.distributed import Ranks, processes_of
-from fakequant.errors import CalibrationWarning, ConfigError, nearest, shown, warn_user
-from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.unregistered import warn_of_new_layers
-from fakequant.model.weights import disabled, evaluating, exact_products, raise_scales, tie_scales
+from fakequant.model.weights import evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
+from fakequant.ptq.judging import EVERY_OF_CHOICES, OutputJudge
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.transforms import memory
@@ -38,150 +37,12 @@ from fakequant.ptq.stream import (
 )
 from fakequant.ptq.weights import (
     COMPUTED,
-    SURE,
-    SURE_OF_PART,
     calibrated_weights,
     computed_weights,
     fixed_parameters,
-    helps,
 )
-from fakequant.restore import Restore, in_order, restore_on_error, state_of, state_of_parts, structure_of
+from fakequant.restore import Restore, in_order, restore_on_error, state_of_parts, structure_of
 from fakequant.text import listed, module_name
-
-_EVERY = 8
-"""The second of every eight batches judges: what chooses wants many."""
-_MEASURED = 4
-"""Batches on which the error of the output is measured if all batches choose."""
-_WORSE = 1.01
-"""How much larger the error may become on these without a warning."""
-_GROUPS = 16
-"""Parts of the layers, in order, that are judged each where all together do not help."""
-
-
-class Judging(NamedTuple):
-    """The batches on which the error of the output is measured, and whether they chose nothing."""
-
-    batches: KeptBatches
-    chose_nothing: bool
-
-
-class Split(NamedTuple):
-    """All batches; those that choose; and those that judge and choose nothing.
-
-    >>> split = Split.of(Batches(list("abcd"), "improve"), None)
-    >>> split.fit.numbered, split.held.numbered
-    ({0: 'a', 2: 'c', 3: 'd'}, {1: 'b'})
-    """
-
-    all: KeptBatches
-    fit: KeptBatches
-    held: KeptBatches
-
-    @classmethod
-    def of(cls, batches: Batches, judge: Iterable[Any] | None) -> Split:
-        """Hold batches back to judge, unless they are given; `[]`: none judges."""
-        given = batches.kept()
-        if judge is not None:
-            both = given.followed_by(judge)
-            return cls(both, given, both.part(range(len(given), len(both))))
-        numbers = HeldOut(given.numbered, _EVERY)
-        fit = given.part(numbers)
-        return cls(given, fit, given.part(number for number in numbers.held if number not in fit.numbered))
-
-    def judging(self, processes: Ranks) -> Judging:
-        """The batches that judge. If a process has none, nothing goes back, and the first ones that choose measure."""
-        if all(processes.all(bool(self.held))):
-            return Judging(self.held, chose_nothing=True)
-        return Judging(self.fit.part([*self.fit.numbered][:_MEASURED]), chose_nothing=False)
-
-
-class Effect:
-    """The error of a model's output before and after a change, the mean over processes; a note says why there is none.
-
-    Args:
-        model: quantized, before the change.
-        judging: on which batches, see `Split.judging`.
-        recorded: whether their outputs repeat.
-        processes: they judge together.
-    """
-
-    def __init__(self, model: nn.Module, judging: Judging, recorded: CallOrder, processes: Ranks) -> None:
-        self._model, self._processes, (judged, self._judges) = model, processes, judging
-        self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
-        self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
-        self._before, own = math.nan, None
-        why_not = None if recorded.outputs_repeat else NOT_REPEATED
-        if why_not is None:
-            with disabled(model):
-                self._outputs = OutputDistance(model, judged)
-            own = self._outputs.errors_of(model)
-            self._before = own.distance.mean
-            if not self._outputs.has_outputs:
-                why_not = "the model gives no floats"
-            elif not math.isfinite(self._before):
-                why_not = "it was NaN or infinite before"
-        self._why_not = next(filter(None, processes.all(why_not)), None)
-        if self._why_not is None and own is not None:
-            self._now = self._shared(own)
-
-    def keep_what_helps(
-        self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
-    ) -> set[nn.Module]:
-        """Take back changes of modules if they do not lower the error, but those that do in their order.
-
-        Args:
-            changed: by module, in the order of the changes, what restores it as it was before all of them.
-            state: returns a function that restores a module as it is now.
-
-        Returns:
-            The modules that are as they were before.
-        """
-        if self._why_not:
-            return set()
-        before, self._now = self._now, self._measured()
-        if not self._judges or helps(before.rows, self._now.rows, SURE):
-            return set()
-        redo, self._now = {module: state(module) for module in changed}, before
-        for undo in changed.values():
-            undo()
-        modules, undone = [*changed], set[nn.Module]()
-        size = -(-len(modules) // _GROUPS)
-        for start in range(0, len(modules), size or 1):
-            group = modules[start : start + size]
-            for module in group:
-                redo[module]()
-            if helps(self._now.rows, (now := self._measured()).rows, SURE_OF_PART):
-                self._now = now
-                continue
-            undone |= set(group)
-            for module in group:
-                changed[module]()
-        return undone
-
-    def put_into(self, result: Improvement, caller: str) -> None:
-        """Put the error before and now into a result, or why there is none; warn where nothing judged and it grew."""
-        if self._why_not:
-            result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
-            return
-        now = self._now.distance
-        before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
-        result.before, result.after = sum(before) / len(before), sum(after) / len(after)
-        result.judged, result.is_judged, result.worst = self._where, self._judges, now.shown_worst
-        if not self._judges and result.after > _WORSE * result.before:
-            warn_user(
-                f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
-                "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
-                "of which some judge, or other settings",
-                CalibrationWarning,
-            )
-
-    def _measured(self) -> OutputErrors:
-        return self._shared(self._outputs.errors_of(self._model))
-
-    def _shared(self, own: OutputErrors) -> OutputErrors:
-        """The errors of this process, with the rows of all."""
-        return own._replace(rows=torch.cat(self._processes.all(own.rows)))
-
 
 STEPS = ("input", "smooth", "rotate", "ranges", "damping", *SOLVERS, "drift", "bias")
 """All steps in their order."""
@@ -274,12 +135,14 @@ def improve(  # noqa: PLR0913  all but the first three by name
         )
         kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask).kept()
         distinct = kept.distinct()  # a batch that repeats one that chose would judge what it chose itself
-        split = Split.of(distinct, judge)
-        finished = ChosenLayersFolder(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
+        held_out = HeldOut.of(distinct, EVERY_OF_CHOICES, judge)
+        finished = ChosenLayersFolder(
+            checkpoint, {} if checkpoint is None else run_of(model, held_out.made, chosen_steps)
+        )
     undo = [structure_of([model])]
     with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
         result = improved(
-            model, weights, split, chosen_steps, processes, finished=finished, progress=progress, undo=undo
+            model, weights, held_out, chosen_steps, processes, finished=finished, progress=progress, undo=undo
         )
         if repeats := len(kept) - len(distinct):
             result.notes.append(f"{repeats} of {len(kept)} batches repeat earlier ones, and count once")
@@ -290,7 +153,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
 def improved(  # noqa: PLR0913  all but the first five by name
     model: nn.Module,
     weights: Mapping[str, Product],
-    split: Split,
+    held_out: HeldOut,
     steps: tuple[str, ...],
     processes: Ranks,
     *,
@@ -304,7 +167,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     Args:
         model: the model, or a module that is called with the inputs of a part.
         weights: by the paths of their quantizers.
-        split: the batches, by those that choose and those that judge.
+        held_out: the batches, by those that choose and those that judge.
         steps: in their order.
         processes: that choose together.
         finished: what an earlier run chose.
@@ -315,30 +178,29 @@ def improved(  # noqa: PLR0913  all but the first five by name
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), exact_products(), torch.no_grad():
-        judging = split.judging(processes) if undo is not None else None
-        layers, recorded, fixed, result = _looked_at(model, weights, split.all)
+        layers, recorded, fixed, result = _looked_at(model, weights, held_out.all)
         check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        before = {} if judging is None else _states(layers.values())
+        before = {} if undo is None else _states(layers.values())
         if undo is not None:
             undo.insert(0, in_order(*before.values()))
         tie_scales(model, weights)
-        effect = None if judging is None else Effect(model, judging, recorded, processes)
+        judge = None if undo is None else judge_of(model, held_out, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
         own = {name: layer_of(name) for name in with_drift if layers[name].is_result}
         recorded.added = added_operands(recorded.first, own)
-        collector = Collector(layers, split.all, recorded, processes, halves="damping" in steps)
+        collector = Collector(layers, held_out.all, recorded, processes, halves="damping" in steps)
         choices = _LayerLoop(layers, steps, collector, finished or ChosenLayersFolder(None, {}), fixed)
-        stages = FloatTwin(model, layers, choices.parts, split.fit, recorded, with_drift, floats)
+        stages = FloatTwin(model, layers, choices.parts, held_out.made, recorded, with_drift, floats)
         choices.make(stages, recorded.order, progress)
         result.layers += choices.results.values()
-        split.all.mask.warn_unmasked()
+        held_out.all.mask.warn_unmasked()
         now = _digests(weights, processes)
         check_same(processes, now, "computed other weights; their processors round otherwise")
-        if effect is not None:
+        if judge is not None:
             changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
-            undone = effect.keep_what_helps(changed, choices.state_of)
+            undone = judge.keep_what_helps(changed, choices.state_of)
             result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
-            effect.put_into(result, "improve")
+            judge.put_into(result, "improve")
         result.notes += [
             *_by_value(layers.values(), steps),
             *_parted(stages.parted),
@@ -347,6 +209,18 @@ def improved(  # noqa: PLR0913  all but the first five by name
         ]
         result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
     return result
+
+
+def judge_of(model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks) -> OutputJudge:
+    """The judge of what is chosen. If a process holds no batch back, nothing goes back, and those that choose measure.
+
+    Args:
+        recorded: how the model calls its layers; it also says whether outputs repeat.
+    """
+    is_judged = all(processes.all(bool(held_out.held)))
+    why_not = None if recorded.outputs_repeat else NOT_REPEATED
+    batches = held_out.held if is_judged else held_out.measuring
+    return OutputJudge(model, batches, why_not, processes, is_judged=is_judged)
 
 
 class _LayerLoop:

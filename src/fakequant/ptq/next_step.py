@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import Metric
-from fakequant.data.batches import Arguments, Forward
+from fakequant.data.batches import Arguments, HeldOut, KeptBatches
 from fakequant.errors import CalibrationError, ConfigError, nearest, shown
 from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -32,7 +32,8 @@ from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import fill_empty_groups
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ptq.improvement import improve
-from fakequant.ptq.trial import CLEARLY, METHODS, Aim, Change, Halves, NextStep, Trial, Tried
+from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE, TRIED_ON
+from fakequant.ptq.trial import METHODS, Aim, Change, ChangeTrials, NextStep, Tried
 from fakequant.restore import restore_after
 from fakequant.text import listed
 
@@ -311,8 +312,6 @@ NO_SIGNAL = 0.5
 """The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
 LITTLE = 1e-3
 """The share below which an error is little: 30 dB."""
-LOST_LITTLE = 0.01
-"""The share of the float model's metric below which little is lost; with a metric it decides, and not the error."""
 _LARGE, _WIDER = 1 / 3, 1.5
 """A layer is tried with fewer bits if it takes this share of the bytes, at this multiple of the bits of the others."""
 _NAMES = {
@@ -361,7 +360,7 @@ class AdviceContext:
 USUAL = AdviceContext()
 
 
-def next_step(model: nn.Module, parts: Halves, run: Forward, known: AdviceContext = USUAL) -> NextStep | None:
+def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USUAL) -> NextStep | None:
     """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
@@ -370,47 +369,52 @@ def next_step(model: nn.Module, parts: Halves, run: Forward, known: AdviceContex
     the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
     calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
     more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
-    made again with the two parts exchanged, and helps if it does so there, too. With the presets of the package there
+    made again with the batches exchanged, and helps if it does so there, too. With the presets of the package there
     are at most twelve changes, however many layers there are.
 
     Args:
         model: calibrated.
-        parts: the batches.
-        run: called as run(model, batch).
+        batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
         known: what was measured before.
 
     Returns:
         What was tried; None where the model gives no floats that could have an error.
 
+    >>> from fakequant.data.batches import Batches
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.ones(1, 4)])
-    >>> next_step(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
+    >>> next_step(model, Batches([torch.ones(1, 4)], "report").kept()).judged
     'on the one batch there is, which also made it'
     """
-    trial = Trial(model, parts, run, known.metric, known.score)
-    if not trial.judges:
+    held_out = HeldOut.of(batches.part([*batches.numbered][:TRIED_ON]), EVERY)
+    trials = ChangeTrials(model, held_out, known.metric, known.score)
+    if not trials.judges:
         return None
-    changes = _Changes(model, run, known)
-    has_signal = trial.error < NO_SIGNAL
-    little = trial.error < LITTLE if known.lost is None else known.lost <= LOST_LITTLE
+    changes = _Changes(model, known)
+    has_signal = trials.error < NO_SIGNAL
+    little = (
+        trials.error < LITTLE if known.lost is None else known.lost <= MAY_LOSE
+    )  # with a metric it decides, and not the error
     tried, best = list[Tried](), None
     if changes.method is not None and not little:
-        trial.take_ranges_by(changes.take_ranges)
+        trials.take_ranges_by(changes.take_ranges)
     if has_signal or little:
-        best = _best_of(trial, changes.of_size(), tried)
+        best = _best_of(trials, changes.of_size(), tried)
     if best is None and not little:
-        best = _best_of(trial, changes.of_ranges(), tried)
-        if best is None or tried[best].after >= _MUCH * trial.error:
-            best = _best_of(trial, changes.of_layers(), tried, best)
+        best = _best_of(trials, changes.of_ranges(), tried)
+        if best is None or tried[best].after >= _MUCH * trials.error:
+            best = _best_of(trials, changes.of_layers(), tried, best)
     if best is None:
-        best = _best_of(trial, changes.of_fusions(), tried)
-    return NextStep(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
+        best = _best_of(trials, changes.of_fusions(), tried)
+    return NextStep(trials.error, trials.bytes, str(held_out), little, tried, best, trials.score)
 
 
-def _best_of(trial: Trial, changes: Iterable[Change], tried: list[Tried], best: int | None = None) -> int | None:
+def _best_of(
+    trials: ChangeTrials, changes: Iterable[Change], tried: list[Tried], best: int | None = None
+) -> int | None:
     """Try changes; the number of the best, which is clearly better than an earlier one, as later ones cost more."""
     for change in changes:
-        tried.append(trial.of(change))
+        tried.append(trials.of(change))
         if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
             best = len(tried) - 1
     return best
@@ -421,7 +425,6 @@ class _Changes:
     """The changes that are open to a model."""
 
     model: nn.Module
-    run: Forward
     known: AdviceContext
     made_by: Provenance | None = field(init=False)
     fresh: bool = field(init=False)
@@ -440,9 +443,9 @@ class _Changes:
         self.method = next(iter(self._methods), None)
         weights = [] if learned or chosen else weight_methods_of(self.model)
         self.fresh, self._weights = bool(weights), next(iter(weights), None)
-        self._seen = dict[int, dict[str, Calibrator]]()  # by the list of batches
+        self._seen = dict[int, dict[str, Calibrator]]()  # by the batches
 
-    def take_ranges(self, batches: list[Any], method: str | None = None) -> None:
+    def take_ranges(self, batches: KeptBatches, method: str | None = None) -> None:
         """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
         if (key := id(batches)) not in self._seen:
             self._seen[key] = self._collected(batches)
@@ -477,7 +480,7 @@ class _Changes:
         own = self.made_by
         for preset in own.relatives if own and self.fresh else []:
 
-            def make(batches: list[Any], preset: Config = preset) -> None:
+            def make(batches: KeptBatches, preset: Config = preset) -> None:
                 requantize(self.model, preset)
                 self._calibrate(batches)
 
@@ -504,7 +507,7 @@ class _Changes:
         layers = quantized_layers(self.model)
         found = replace(found, fused={norm: layer for norm, layer in found.fused.items() if layer in layers})
 
-        def make(_: list[Any]) -> None:
+        def make(_: KeptBatches) -> None:
             fuse_found(self.model, found)
             for layer in {self.model.get_submodule(path) for path in found.fused.values()}:
                 for one in layer.children():
@@ -525,7 +528,7 @@ class _Changes:
             yield Change(
                 "Choose the weights by the error of their layers",
                 self._code(f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))', improve="fast"),
-                lambda batches: improve(self.model, batches, "fast", forward=self.run, progress=False),
+                lambda batches: improve(self.model, batches, "fast", forward=batches.run, progress=False),
             )
         layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
         for path in [path for path in self.known.worst if path in layers][:_WORST]:
@@ -563,7 +566,7 @@ class _Changes:
                 Aim.SIZE,
             )
 
-    def _narrow(self, path: str, rule: Rule, _: list[Any]) -> None:
+    def _narrow(self, path: str, rule: Rule, _: KeptBatches) -> None:
         """Quantize a layer by a rule, which may be quantized already."""
         layer = self.model.get_submodule(path)
         if isinstance(layer, QuantizedLayer):
@@ -587,13 +590,13 @@ class _Changes:
         weights = "" if self._weights is None else f', weight_method="{self._weights}"'
         return f"used = fq.calibrate(model, batches{self.known.arguments}{method}{weights})"
 
-    def _calibrate(self, batches: list[Any], method: str | None = None) -> dict[str, Calibrator]:
-        how: dict[str, Any] = {"forward": self.run, "progress": False, "unseen": "float"}
+    def _calibrate(self, batches: KeptBatches, method: str | None = None) -> dict[str, Calibrator]:
+        how: dict[str, Any] = {"forward": batches.run, "progress": False, "unseen": "float"}
         return calibrate(
             self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
         )
 
-    def _collected(self, batches: list[Any]) -> dict[str, Calibrator]:
+    def _collected(self, batches: KeptBatches) -> dict[str, Calibrator]:
         """What a calibration on batches collects of the inputs; the ranges stay."""
         found = quantizers(self.model)
         owners = [self.model.get_submodule(layer_of(name)) for name in found]
@@ -611,7 +614,7 @@ def _weights_alone(weight: TensorConfig | None) -> str | None:
     return None
 
 
-def _refuse_unknown(_: list[Any]) -> None:
+def _refuse_unknown(_: KeptBatches) -> None:
     raise ConfigError(
         "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so that "
         "methods cannot be compared; call fq.calibrate(model, batches, method), and report again"

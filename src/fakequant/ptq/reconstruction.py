@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs
 from fakequant.data.progress import track
 from fakequant.distributed import Ranks
 from fakequant.errors import CalibrationError, ConfigError, nearest
@@ -34,7 +34,8 @@ from fakequant.nn.sites.sites import SITES, Site
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
-from fakequant.ptq.improvement import Effect, Split
+from fakequant.ptq.improvement import judge_of
+from fakequant.ptq.judging import EVERY_OF_CHOICES
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import Choice, write
 from fakequant.ptq.solvers.problem import WeightGrid, of_elements
@@ -465,19 +466,18 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     """
     weights = calibrated_weights(model, "reconstruct")
     data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
-    split, preset = Split.of(data, judge), preset_of(preset)
+    held_out, preset = HeldOut.of(data.kept(), EVERY_OF_CHOICES, judge), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
     result, others, alone = Improvement(), list[str](), Ranks(None)
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
-        judging = split.judging(alone)
-        recorded = call_order(model, found, split.all)
-        check_side_by_side(model, found, split.all, recorded)
+        recorded = call_order(model, found, held_out.all)
+        check_side_by_side(model, found, held_out.all, recorded)
         fixed = fixed_parameters(model, recorded.first)
         learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
-        effect, (with_float, late) = Effect(model, judging, recorded, alone), recorded.parts(alone)
-        with FloatTwin(model, found, found, split.fit, recorded, with_float) as stages:
+        judged, (with_float, late) = judge_of(model, held_out, recorded, alone), recorded.parts(alone)
+        with FloatTwin(model, found, found, held_out.made, recorded, with_float) as stages:
             for stage, wanted in track(stages, "learning blocks", len(recorded.order), progress):
                 block = found[stage.name]
                 if wanted is not None and not _is_alike(wanted, stage):
@@ -488,10 +488,10 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                 stages.keep(stage.name, [weight.parameter for weight in quantized_weights(block).values()])
                 if (learned := _learned(block, stage, targets, learn)) is not None:
                     result.layers.append(learned)
-        undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
+        undone = judged.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
         reached = {row.layer for row in result.layers}
         result.take_back(name for name, block in found.items() if block in undone)
-        effect.put_into(result, "reconstruct")
+        judged.put_into(result, "reconstruct")
         result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
         result.notes += _notes(others, recorded, late) + _notes_of_fixed(weights, fixed)
     return result

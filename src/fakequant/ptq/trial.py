@@ -1,12 +1,21 @@
-"""Changes of a quantized model, tried before they are advised: by the error of its output, on batches held back."""
+"""Trials: copies of a model that are quantized and judged, and changes of a quantized model that are judged.
+
+Batches that made nothing judge, see `HeldOut`, by the error of the model's output, see `OutputDistance`, and by the
+user's metric. `compare`, `search`, `verify`, `advise` and `next_step` are tables over these.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,66 +23,255 @@ from torch import Tensor, nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric
-from fakequant.data.batches import Batches, Forward
-from fakequant.errors import FakeQuantError
+from fakequant.data.batches import HeldOut, Inputs, KeptBatches, Mask
+from fakequant.errors import ConfigError, FakeQuantError, FusionWarning
+from fakequant.files import output_errors, read_whole, write_whole
 from fakequant.model.analysis.summary import parameter_bytes
-from fakequant.model.calibration.calibrate import ranges_of
+from fakequant.model.calibration.calibrate import calibrate, ranges_of
+from fakequant.model.config import Config
+from fakequant.model.execution import set_execution
+from fakequant.model.prepare import prepare
+from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
-from fakequant.model.weights import disabled, evaluating, score_of
+from fakequant.model.sizes import bits_of_all, weight_bits
+from fakequant.model.state.plan import value_of
+from fakequant.model.training.fuse import fuse_batch_norm
+from fakequant.model.weights import disabled, evaluating, quantized_weights, score_of
+from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.weights import SURE_OF_PART, helps
+from fakequant.ptq.improvement import improve
+from fakequant.ptq.judging import ALIKE, CLEARLY, SURE_OF_PART, helps
 from fakequant.restore import Restore, in_order, restore_after, state_of
 
 METHODS = (DEFAULT_METHOD, "max", "percentile")
 """The methods of calibration that are tried; "entropy" was the worst of all for integers."""
-CLEARLY = 0.9
-"""The share of an error below which a change clearly lowers it. On few batches a smaller difference is chance: of four
-trained models, the method that was chosen so left 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best one's error; with
-0.95 here 1.021 and 1.050."""
-KEPT = 4
-"""The most batches that make a change; as many more judge it."""
-ALIKE = 1.01
-"""The share of the error up to which it is about the same: more is not rounding."""
-
-_LARGER = 1.25
+_WORTH = 1.25
 """The share of the bytes up to which less error is worth them: a quantized model ought to be small."""
 
 
-class Halves:
-    """Every second batch makes changes, and the others judge them.
+class Variant(NamedTuple):
+    """A way to quantize a model: a preset, a method of calibration, and steps of `improve`, "" for none."""
 
-    >>> halves = Halves(range(5))
-    >>> halves.made, halves.judged
-    ([0, 2, 4], [1, 3])
-    >>> Halves(["one"]).judged
-    ['one']
+    preset: str
+    method: str = DEFAULT_METHOD
+    steps: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The figures of one way to quantize a model, on batches that did not make it.
+
+    Attributes:
+        preset: the name of the preset.
+        method: of calibration.
+        steps: of `improve`; "" for none.
+        error: of the model's output, as a share of its energy; the mean of several outputs; NaN if none are floats.
+        metric: what `metric` gives; None without one.
+        bits: per quantized weight, with scales.
+        bytes: of the quantized weights.
+        milliseconds: of one forward pass of the first batch, with integers where layers can compute in them
+            (`set_execution(model, "auto")`); other layers simulate, which is slower than float.
+        seconds: to prepare, calibrate and improve.
+        failed: why there are no figures; "" where there are.
+        worst: of several outputs the one with the largest error, and this error.
     """
 
-    def __init__(self, batches: Iterable[Any] = ()) -> None:
-        self._kept: tuple[list[Any], list[Any]] = ([], [])
-        for number, batch in enumerate(batches):
-            self.see(number, batch)
-
-    def see(self, number: int, batch: Any) -> None:
-        """Keep one of the batches, which are numbered from 0, if its half is not full."""
-        if len(kept := self._kept[number % 2]) < KEPT:
-            kept.append(batch)
-
-    @property
-    def made(self) -> list[Any]:
-        """The batches that make changes: the first, the third, and so on."""
-        return self._kept[0]
-
-    @property
-    def judged(self) -> list[Any]:
-        """The batches that judge changes: the second, the fourth, and so on; a single batch also judges."""
-        return self._kept[1] or self._kept[0]
+    preset: str
+    method: str
+    steps: str
+    error: float = float("inf")
+    metric: float | None = None
+    bits: float = 0.0
+    bytes: float = 0.0
+    milliseconds: float = 0.0
+    seconds: float = 0.0
+    failed: str = ""
+    worst: str = ""
 
     def __str__(self) -> str:
-        if not self._kept[1]:
-            return "on the one batch there is, which also made it"
-        made, judged = (f"{len(kept)} {'batch' if len(kept) == 1 else 'batches'}" for kept in self._kept)
-        return f"on {judged} held back, with {made} to make it"
+        metric = "" if self.metric is None else f"metric {self.metric:.4g}, "
+        found = (
+            self.failed or f"{metric}error {self.shown_error}, {self.bits:.2f} bits per weight, {self.seconds:.1f} s"
+        )
+        return f"{' '.join(filter(None, self.way))}: {found}"
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+    @property
+    def shown_error(self) -> str:
+        """The error as text, with the worst of several outputs."""
+        return "-" if math.isnan(self.error) else f"{self.error:.2e}" + (f" ({self.worst})" if self.worst else "")
+
+    @property
+    def way(self) -> Variant:
+        """The preset, the method and the steps."""
+        return Variant(self.preset, self.method, self.steps)
+
+
+def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
+    """The rows in a file of `compare`; lines start after the header.
+
+    Raises:
+        ConfigError: a line is damaged; the message has its number and the reason.
+    """
+    rows = []
+    for number, line in enumerate(lines, 2):
+        try:
+            rows.append(value_of(json.loads(line), "the row", Compared))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged in line {number}: {error}; remove it") from error
+    return rows
+
+
+def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
+    """The rows of a file, by way; a new file gets the fingerprint, and whether metrics are shown with the other sign.
+
+    The last line may be cut off by a kill.
+
+    Raises:
+        ConfigError: the file has another fingerprint, or is damaged.
+    """
+    header = json.dumps({"fingerprint": fingerprint} | ({"negated": True} if negated else {}))
+    with output_errors(file):
+        lines = read_whole(file).decode("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
+        if not lines:
+            file.write_text(header + "\n", encoding="utf-8")
+            return {}
+    if lines[0].strip() != header:
+        raise ConfigError(
+            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
+            "another path, or remove it"
+        )
+    if not lines[-1].endswith("\n"):
+        lines.pop()
+        write_whole(file, "".join(lines).encode())
+    return {row.way: row for row in read_rows(file, lines[1:])}
+
+
+def keep_row(file: Path, row: Compared) -> None:
+    """Append a row to a file that `kept_rows` has read."""
+    with output_errors(file), open(file, "a", encoding="utf-8") as opened:
+        opened.write(json.dumps(asdict(row)) + "\n")
+
+
+class Preparation(NamedTuple):
+    """What `prepare` gets besides the preset.
+
+    Attributes:
+        example: one input of the model; None for none.
+        inputs: which part of the example the model gets.
+        target: the engine that places quantizers where inputs get ranges by calibration.
+        folds: whether batch normalisations go into the layers before them first.
+    """
+
+    example: Any = None
+    inputs: Inputs | None = None
+    target: str | None = None
+    folds: bool = False
+
+
+def has_static_inputs(preset: str | Config) -> bool:
+    """Whether a preset gives inputs ranges that calibration finds."""
+    rules = (find_preset(preset) if isinstance(preset, str) else preset).rules
+    return any(rule.input is not None and not rule.input.dynamic for rule in rules)
+
+
+def quantizes_inputs(preset: str) -> bool:
+    """Whether a preset quantizes inputs."""
+    return any(rule.input is not None for rule in find_preset(preset).rules)
+
+
+LAYERS_ALONE = Preparation()
+"""Without an example: layers get quantizers, and functions have none."""
+
+
+class Trials:
+    """Quantized copies of a float model, made by some batches and judged by others.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: those that make the copies, and those that judge them.
+        metric: called as metric(model); None for none.
+        preparation: of each copy.
+        mask: which tokens count.
+        times: whether a forward pass is timed, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: HeldOut,
+        metric: Metric | None = None,
+        preparation: Preparation = LAYERS_ALONE,
+        mask: Mask | None = None,
+        *,
+        times: bool = True,
+    ) -> None:
+        self.model, self.metric, self.preparation = model, metric, preparation
+        self._made, self._judging, self._mask, self._times = batches.made, batches.judging, mask, times
+
+    @cached_property
+    def outputs(self) -> OutputDistance:
+        """What judges the error of the output."""
+        return OutputDistance(self.model, self._judging)
+
+    def check(self) -> None:
+        """Raise if the float model cannot be judged, see `OutputDistance.check`."""
+        self.outputs.check(has_metric=self.metric is not None)
+
+    def prepared(self, preset: str | Config) -> nn.Module:
+        """A copy of the model with the quantizers of a preset, without ranges."""
+        own, twin = self.preparation, copy.deepcopy(self.model).eval()
+        if own.folds:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FusionWarning)  # the engine keeps the others, too
+                twin = fuse_batch_norm(twin, own.example, inputs=own.inputs)
+        target = own.target if own.target and has_static_inputs(preset) else None
+        config = find_preset(preset) if isinstance(preset, str) else preset
+        return prepare(twin, config, own.example, inputs=own.inputs, target=target)
+
+    def quantized(self, preset: str | Config, method: str = DEFAULT_METHOD, steps: str = "", **how: Any) -> nn.Module:
+        """A copy of the model, prepared, calibrated and improved; `how` goes to `improve`."""
+        twin = self.prepared(preset)
+        given: dict[str, Any] = {"forward": self._made.run, "mask": self._mask, "progress": False}
+        calibrate(twin, self._made, method, unseen="float", **given)
+        if steps:
+            improve(twin, self._made, steps, **given, **how)
+        return twin.eval()
+
+    def of(self, variant: Variant, **how: Any) -> Compared:
+        """The figures of a variant; an error of this package becomes the reason in its row."""
+        started = time.perf_counter()
+        try:
+            twin = self.quantized(*variant, **how)
+            seconds = time.perf_counter() - started
+            distance = self.outputs.of(twin)
+            error = distance.mean if self.outputs.has_outputs else math.nan
+            found = self.score(twin)
+        except FakeQuantError as reason:
+            return Compared(*variant, failed=f"{type(reason).__name__}: {reason}")
+        if found is not None and math.isnan(found):
+            return Compared(*variant, failed="the metric is NaN")
+        total = bits_of_all(filter(None, map(weight_bits, quantized_weights(twin).values())))
+        size = (total.codes + total.scales) / 8
+        speed = self.milliseconds(set_execution(twin, "auto")) if self._times else 0.0
+        figures = (error, found, total.per_weight, size, speed, round(seconds, 2))
+        return Compared(*variant, *figures, worst=distance.shown_worst)
+
+    def score(self, model: nn.Module) -> float | None:
+        """The metric of a model; None without one."""
+        return None if self.metric is None else score_of(self.metric, model)
+
+    def milliseconds(self, model: nn.Module) -> float:
+        """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""
+        times: list[float] = []
+        with evaluating(model), cached_weights(model), torch.no_grad():
+            self._judging.run_first(model)
+            while len(times) < 5 and sum(times) < 0.2:
+                started = time.perf_counter()
+                self._judging.run_first(model)
+                times.append(time.perf_counter() - started)
+        return round(1e3 * min(times), 4)
 
 
 class Aim(Enum):
@@ -87,7 +285,7 @@ class Aim(Enum):
         """Whether a change may help; error and size are shares of those before it."""
         if self is Aim.SIZE:
             return error <= ALIKE and size <= CLEARLY
-        return error < CLEARLY and size <= _LARGER if self is Aim.ERROR else error <= 1 / CLEARLY
+        return error < CLEARLY and size <= _WORTH if self is Aim.ERROR else error <= 1 / CLEARLY
 
 
 class Change(NamedTuple):
@@ -95,7 +293,7 @@ class Change(NamedTuple):
 
     what: str
     code: str
-    make: Callable[[list[Any]], object]
+    make: Callable[[KeptBatches], object]
     aim: Aim = Aim.ERROR
 
 
@@ -110,7 +308,7 @@ class Tried:
         metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" where there are.
         helps: whether the change reaches its aim, and the metric is no less.
-        by_chance: whether it lowers the error, but not with the halves exchanged, or on no more rows than chance.
+        by_chance: whether it lowers the error, but not with the batches exchanged, or on no more rows than chance.
     """
 
     what: str
@@ -151,20 +349,21 @@ class NextStep:
 class _Side:
     """The batches that make a change, the outputs that judge it, and the errors to compare it with."""
 
-    made: list[Any]
+    made: KeptBatches
     outputs: OutputDistance
     before: Restore
     errors: OutputErrors
 
 
-class Trial:
-    """Makes changes of a model one after the other, measures each, and takes it back.
+class ChangeTrials:
+    """Makes changes of a quantized model one after the other, measures each, and takes it back.
+
+    A change costs one run of the judging batches, besides its own work. A change that lowers the error is made again
+    with the batches exchanged: ranges may fit the largest values of some batches by chance.
 
     Args:
-        model: quantized; each change leaves it as it was, also after an error or an interrupt.
-        parts: the batches. A change costs one run of the judging batches, besides its own work. A change that lowers
-            the error is made again with the parts exchanged: ranges may fit the largest values of one part by chance.
-        run: called as run(model, batch).
+        model: each change leaves it as it was, also after an error or an interrupt.
+        batches: those that make a change, and those that judge it.
         metric: called as metric(model), larger is better, for changes that help by the error of the output.
         score: the metric of the unchanged model.
 
@@ -175,11 +374,12 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, parts: Halves, run: Forward, metric: Metric | None = None, score: float | None = None
+        self, model: nn.Module, batches: HeldOut, metric: Metric | None = None, score: float | None = None
     ) -> None:
-        self._model, self._parts, self._run, self._metric = model, parts, run, metric
-        self._ranges: Callable[[list[Any]], object] | None = None
-        self._outputs = self._outputs_on(parts.judged)
+        self._model, self._metric, self._is_apart = model, metric, bool(batches.held)
+        self._made, self._judging = batches.made, batches.judging
+        self._ranges: Callable[[KeptBatches], object] | None = None
+        self._outputs = self._outputs_on(self._judging)
         self._restore = state_of([model])
         self._first: _Side | None = None
         self._second: _Side | None = None
@@ -190,7 +390,7 @@ class Trial:
         """Whether the model has an error to lower: integer outputs and NaN have none."""
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
-    def take_ranges_by(self, ranges: Callable[[list[Any]], object]) -> None:
+    def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:
         """Before a comparison, calibrate the model with the batches that make the change.
 
         Otherwise the comparison of a change that calibrates again would measure the batches, not the change.
@@ -206,7 +406,11 @@ class Trial:
         with warnings.catch_warnings(), restore_after(self._restore), evaluating(model):
             warnings.simplefilter("ignore")  # they speak of a model that is not kept
             try:
-                side = self._started()
+                if self._first is None:
+                    self._first = self._side(self._made, self._outputs)
+                    if self._ranges is not None:
+                        self.error, self.score = self._first.errors.distance.mean, None
+                side = self._first
                 side.before()
                 change.make(side.made)
                 errors = side.outputs.errors_of(model)
@@ -225,14 +429,7 @@ class Trial:
             found = found and score >= self.score
         return Tried(what, code, after, size, score, helps=found, by_chance=by_chance)
 
-    def _started(self) -> _Side:
-        if self._first is None:
-            self._first = self._side(self._parts.made, self._outputs)
-            if self._ranges is not None:
-                self.error, self.score = self._first.errors.distance.mean, None
-        return self._first
-
-    def _side(self, made: list[Any], outputs: OutputDistance) -> _Side:
+    def _side(self, made: KeptBatches, outputs: OutputDistance) -> _Side:
         """The batches of a side; the model is what a change is compared with."""
         self._restore()
         before = self._restore
@@ -242,24 +439,24 @@ class Trial:
         return _Side(made, outputs, before, outputs.errors_of(self._model))
 
     def _is_sure(self, change: Change, side: _Side, after: Tensor) -> bool:
-        """Whether a change lowers the error of more rows than chance would, also with the parts exchanged."""
+        """Whether a change lowers the error of more rows than chance would, also with the batches exchanged."""
         before = side.errors.rows
-        if self._parts.judged is not self._parts.made:
+        if self._is_apart:
             if self._second is None:
                 self._restore()
-                self._second = self._side(self._parts.judged, self._outputs_on(self._parts.made))
+                self._second = self._side(self._judging, self._outputs_on(self._made))
             self._second.before()
             change.make(self._second.made)
             rows, again = self._second.errors.rows, self._second.outputs.errors_of(self._model).rows
             if float(again.sum()) > float(rows.sum()):
                 return False
-            one, other = float(before.sum()) or 1.0, float(rows.sum()) or 1.0  # so that both parts count as much
+            one, other = float(before.sum()) or 1.0, float(rows.sum()) or 1.0  # so that both sides count as much
             before, after = torch.cat([before / one, rows / other]), torch.cat([after / one, again / other])
         return float(after.sum()) < CLEARLY * float(before.sum()) and helps(before, after, SURE_OF_PART)
 
-    def _outputs_on(self, batches: list[Any]) -> OutputDistance:
+    def _outputs_on(self, batches: KeptBatches) -> OutputDistance:
         with disabled(self._model):
-            return OutputDistance(self._model, Batches(batches, "report", forward=self._run).kept())
+            return OutputDistance(self._model, batches)
 
     def _measured(self) -> float | None:
         return None if self._metric is None else score_of(self._metric, self._model)

@@ -154,9 +154,9 @@ def advised(
         score=data.accuracy[data.reported].value if metric is not None and data.accuracy else None,
         improved=bool(data.improvement),
         arguments="".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
-        call=_call(measured.parts.made[0], inputs) if forward is None else None,
+        call=_call(next(iter(measured.batches)), inputs) if forward is None else None,
     )
-    return with_advice(replace(data, advice=next_step(model, measured.parts, measured.run, known)))
+    return with_advice(replace(data, advice=next_step(model, measured.batches, known)))
 
 
 def _call(batch: Any, inputs: Inputs | None) -> Arguments | None:

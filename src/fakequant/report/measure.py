@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram, outside_of_transforms
 from fakequant.data.arguments import refuse_unprepared
-from fakequant.data.batches import Batches, Forward, run_batch
+from fakequant.data.batches import Batches, Forward, KeptBatches
 from fakequant.model.analysis.analysis import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
@@ -28,7 +28,7 @@ from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
-from fakequant.ptq.trial import Halves
+from fakequant.ptq.judging import TRIED_ON
 from fakequant.report.data import Channels, Clip, Distribution, Layer
 from fakequant.restore import restore_after, state_of
 
@@ -199,10 +199,8 @@ class Measured:
     channels: list[Channels] = field(default_factory=list)
     alone_on: str = ""
     """The examples on which the layers were measured alone, as a sentence; "" where they were not."""
-    parts: Halves = field(default_factory=Halves)
-    """Some of the batches, to try changes on."""
-    run: Forward = run_batch
-    """Calls a model with one of them."""
+    batches: KeptBatches = field(default_factory=lambda: KeptBatches(Batches([], "report"), {}))
+    """The first batches, to try changes on."""
 
     @property
     def worst(self) -> list[str]:
@@ -263,7 +261,7 @@ def measure(
     data = Batches(batches, "report", forward=forward, progress=progress)
     watched = {name: _Watched(quantizer) for name, quantizer in quantizers(model).items()}
     described = {layer.name: layer for layer in summary(model).layers}
-    order, first, parts = _run(model, data, watched)
+    order, first, few = _run(model, data, watched)
     own: dict[str, dict[str, _Watched]] = {name: {} for name in (*order, *described)}
     for name, one in watched.items():
         own.setdefault(layer_of(name), {})[name] = one
@@ -281,27 +279,26 @@ def measure(
         _distributions(ran),
         [_channels(name, one, w) for name, one in ran if (w := one.weight) is not None and w.dim() >= 2],
         alone_on,
-        parts,
-        data.run,
+        Batches(few, "report", forward=data.call).kept(),
     )
 
 
-def _run(model: nn.Module, data: Batches, watched: dict[str, _Watched]) -> tuple[list[str], tuple[Any, Any], Halves]:
+def _run(model: nn.Module, data: Batches, watched: dict[str, _Watched]) -> tuple[list[str], tuple[Any, Any], list[Any]]:
     """Show all batches to what watches; the layers in order, the first batch with its output, and some batches."""
-    order, first, parts = dict[str, None](), list[tuple[Any, Any]](), Halves()
+    order, first, few = dict[str, None](), list[tuple[Any, Any]](), list[Any]()
 
     def after(number: int, batch: Any, output: Any) -> None:
         for one in watched.values():
             one.calls = 0
         first.extend([] if number else [(batch, output)])
-        parts.see(number, batch)
+        few.extend([batch] if number < TRIED_ON else [])
 
     with restore_after(state_of([model])), simulated(model):
         for name, one in watched.items():
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(lambda *_, name=name: order.setdefault(layer_of(name)))
         run_all(model, data, after)
-    return [*order], first[0], parts
+    return [*order], first[0], few
 
 
 def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:

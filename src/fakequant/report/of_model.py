@@ -26,8 +26,9 @@ from fakequant.model.analysis.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
-from fakequant.ptq.comparison import Compared, Comparison, read_rows
+from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.results import Improvement
+from fakequant.ptq.trial import Compared, read_rows
 from fakequant.report.advice import advised, with_advice
 from fakequant.report.data import (
     Accuracy,

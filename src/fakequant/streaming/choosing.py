@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
 from fakequant.data.progress import say, track
 from fakequant.delivery.delivering import deliver_state, parts_of, refuse, refuse_replacing, skipped, weights_in
@@ -36,7 +36,7 @@ from fakequant.model.weights import disabled, evaluating, raise_scales
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.ptq.collector import TRANSFORMS
-from fakequant.ptq.improvement import Split, check_same, checked_steps, improved
+from fakequant.ptq.improvement import check_same, checked_steps, improved
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after
@@ -372,8 +372,8 @@ class Blocks:
             weights = calibrated_weights(model, _CALLER)
             early = {path for path in weights if layer_of(path) in self._calls.before}
             chosen = {path: own for path, own in weights.items() if path not in early}
-            split = Split.of(quantized, judge=[])
-            found = improved(model, chosen, split, steps, self._processes, floats=floats, progress=False)
+            held_out = HeldOut(quantized, quantized, quantized.part([]))  # none judges
+            found = improved(model, chosen, held_out, steps, self._processes, floats=floats, progress=False)
             raise_scales(model)
         note = "nearest: it runs before the blocks"
         rows = {weights[path].row_name(path): note for path in early}
@@ -420,8 +420,8 @@ class Blocks:
             self._quantized = _outputs(path, block, given)
         else:
             weights = calibrated_weights(block, _CALLER)
-            split = Split.of(given, judge=[])
-            found = improved(block, weights, split, steps, self._processes, floats=wanted, progress=False)
+            held_out = HeldOut(given, given, given.part([]))  # none judges
+            found = improved(block, weights, held_out, steps, self._processes, floats=wanted, progress=False)
             layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
             self._quantized = _given(path, given)  # its last runs had all layers chosen
         raise_scales(block)

@@ -275,9 +275,9 @@ class OutputDistance:
             CalibrationError: an output holds NaN (numbers the batch).
             ConfigError: there are no floats.
         """
-        for number, outputs in enumerate(self._wanted, 1):
+        for number, outputs in zip(self.batches.numbered, self._wanted, strict=True):
             if any(bool(y.isnan().any()) for y in outputs.values()):
-                raise CalibrationError(f"batch {number}: an output in float holds NaN; leave the batch out")
+                raise CalibrationError(f"batch {number + 1}: an output in float holds NaN; leave the batch out")
         if not self.has_outputs and not has_metric:
             raise ConfigError("the model gives no floats, so that its outputs have no error; measure it by a metric=")
 

@@ -20,6 +20,7 @@ from fakequant.numerics.granularity import Granularity, PerBlock, Shape, block_a
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.ptq.judging import CLEARLY
 from fakequant.ptq.solvers.problem import of_elements, structured_zeros
 from fakequant.restore import state_of
 
@@ -146,9 +147,6 @@ networks of convolutions would have 1.3 to 1.6 times the error, so that all 28 j
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
 _ELEMENTS = 2**18
 """The most elements that are searched at once: what is computed of them stays in a cache."""
-GAIN = 0.9
-"""A transform or another range of an input must lower the error to this share. A transform costs an operation at run
-time where nothing can hold it, and small wins on a few batches are often none on others."""
 _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
 
@@ -255,8 +253,8 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
 
     A few batches judge each multiple of the range, and none of them made the range that it is judged by. So values
     beyond the range of the others count, as they will for new data. The batch with the largest values judges too, by
-    the range of all batches, because clipping costs most there. A multiple must win as much as a transform, because
-    layers err together: a range that is too small costs the model more than it costs the layer.
+    the range of all batches, because clipping costs most there. A multiple must win clearly, because layers err
+    together: a range that is too small costs the model more than it costs the layer.
 
     Args:
         layers: the products that get the inputs; their quantizers are alike.
@@ -280,7 +278,7 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
     losses = [loss(lambda _: given)]
     losses += [loss(lambda own, f=f: _scaled(own, f, spec)) for f in _INPUT_FACTORS]
     best = min(range(len(losses)), key=losses.__getitem__)
-    if losses[best] >= GAIN * losses[0]:
+    if losses[best] >= CLEARLY * losses[0]:
         return given, losses[0], losses[0]
     return _scaled(seen, _INPUT_FACTORS[best - 1], spec), losses[0], losses[best]
 
@@ -351,6 +349,8 @@ def take_transform(layers: Sequence[MatrixProduct]) -> bool:
 def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str]) -> Transformed:
     """Transform an input, if that lowers the error of its layers; what costs more at run time must win more.
 
+    It must win clearly: it costs an operation at run time where nothing can hold it.
+
     Args:
         layers: those that get the input; changed where a transform is found.
         inputs: of each batch and call, [..., channels] or [n, channels, ...].
@@ -363,7 +363,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
     for family in _families(layers, inputs, steps, found):
         losses = [judge.loss(own.without) for own in family]
         best = min(range(len(losses)), key=losses.__getitem__)
-        if losses[best] < GAIN * least and judge.keeps_function(family[best].whole):
+        if losses[best] < CLEARLY * least and judge.keeps_function(family[best].whole):
             least = losses[best]
             found.insert(0, family[best])
     if not found:
@@ -447,7 +447,7 @@ def _best(layers: Sequence[MatrixProduct], inputs: Inputs, candidates: Iterable[
             params = searched_input(layers, own)[0]
             set_params(layers, params)
         after = _loss_now(layers, inputs)
-        if after < GAIN * before:
+        if after < CLEARLY * before:
             return Transformed(candidate.whole, before, after, params, candidate.step)
         restore()
     return Transformed(None, before, before)

@@ -1,0 +1,145 @@
+"""When something counts as better: the thresholds of all trials, and the judge of a change of a model.
+
+What is tried is judged on batches that did not make it, see `HeldOut`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.batches import KeptBatches
+from fakequant.distributed import Ranks
+from fakequant.errors import CalibrationWarning, warn_user
+from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.model.weights import disabled
+from fakequant.ptq.results import Improvement
+from fakequant.restore import Restore, state_of
+
+CLEARLY = 0.9
+"""The share of an error below which something clearly lowers it: a method, a preset, `improve`, a transform or a range
+of an input. On few batches a smaller difference is chance: of four trained models, the method of calibration that was
+chosen so left 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best one's error; with 0.95 here 1.021 and 1.050."""
+ALIKE = 1.01
+"""The share of an error up to which it is about the same: more is not rounding."""
+SURE, SURE_OF_PART = 1.0, 2.0
+"""How many standard errors of the mean log ratio of rows a gain must be: of all changes, and of one of many parts. Of
+24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these."""
+_LEAST = 0.1
+"""Rows of less error than this share of the mean count as that much: a ratio of two small errors is chance."""
+MAY_LOSE = 0.01
+"""The share of the float model's metric that may be lost: 99 % of it are enough."""
+EVERY = 2
+"""The second of every two batches judges a model. People give few batches: with fewer judges, chance would choose."""
+EVERY_OF_CHOICES = 8
+"""The second of every eight batches judges the choices of `improve`: what chooses wants many."""
+TRIED_ON = 8
+"""The most batches on which a report tries changes: half of them make a change, and half judge it."""
+_PARTS = 16
+"""Parts of the layers, in order, that are judged each where all together do not help."""
+
+
+def helps(before: Tensor, after: Tensor, sure: float) -> bool:
+    """Whether the error of rows falls, in sum and by the mean of their ratios more than chance explains."""
+    if before.shape != after.shape or not bool(after.isfinite().all()):
+        return False
+    changed = before != after
+    if not bool(changed.any()) or float(after.sum()) > float(before.sum()):
+        return False
+    least = _LEAST * float(before.mean())
+    ratios = ((after[changed] + least) / (before[changed] + least)).log()
+    chance = float(ratios.std()) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return float(ratios.mean()) < -sure * chance
+
+
+class OutputJudge:
+    """The error of a model's output before and after changes, the mean over processes; a note says why there is none.
+
+    Args:
+        model: quantized, before the changes.
+        batches: that judge.
+        is_judged: whether these chose nothing; else they only measure.
+        why_not: why the error cannot be measured; None where it can.
+        processes: they judge together.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: KeptBatches, why_not: str | None, processes: Ranks, *, is_judged: bool
+    ) -> None:
+        self._model, self._processes, self._is_judged = model, processes, is_judged
+        self._where = f"on {len(batches)} {'batch' if len(batches) == 1 else 'batches'} that "
+        self._where += "chose nothing" if is_judged else "chose, too, and new data may lose more"
+        self._before, own = math.nan, None
+        if why_not is None:
+            with disabled(model):
+                self._outputs = OutputDistance(model, batches)
+            own = self._outputs.errors_of(model)
+            self._before = own.distance.mean
+            if not self._outputs.has_outputs:
+                why_not = "the model gives no floats"
+            elif not math.isfinite(self._before):
+                why_not = "it was NaN or infinite before"
+        self._why_not = next(filter(None, processes.all(why_not)), None)
+        if self._why_not is None and own is not None:
+            self._now = self._shared(own)
+
+    def keep_what_helps(
+        self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
+    ) -> set[nn.Module]:
+        """Take back changes of modules if they do not lower the error, but those that do in their order.
+
+        Args:
+            changed: by module, in the order of the changes, what restores it as it was before all of them.
+            state: returns a function that restores a module as it is now.
+
+        Returns:
+            The modules that are as they were before.
+        """
+        if self._why_not:
+            return set()
+        before, self._now = self._now, self._measured()
+        if not self._is_judged or helps(before.rows, self._now.rows, SURE):
+            return set()
+        redo, self._now = {module: state(module) for module in changed}, before
+        for undo in changed.values():
+            undo()
+        modules, undone = [*changed], set[nn.Module]()
+        size = -(-len(modules) // _PARTS)
+        for start in range(0, len(modules), size or 1):
+            part = modules[start : start + size]
+            for module in part:
+                redo[module]()
+            if helps(self._now.rows, (now := self._measured()).rows, SURE_OF_PART):
+                self._now = now
+                continue
+            undone |= set(part)
+            for module in part:
+                changed[module]()
+        return undone
+
+    def put_into(self, result: Improvement, caller: str) -> None:
+        """Put the error before and now into a result, or why there is none; warn where nothing judged and it grew."""
+        if self._why_not:
+            result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
+            return
+        now = self._now.distance
+        before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
+        result.before, result.after = sum(before) / len(before), sum(after) / len(after)
+        result.judged, result.is_judged, result.worst = self._where, self._is_judged, now.shown_worst
+        if not self._is_judged and result.after > ALIKE * result.before:
+            warn_user(
+                f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
+                "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
+                "of which some judge, or other settings",
+                CalibrationWarning,
+            )
+
+    def _measured(self) -> OutputErrors:
+        return self._shared(self._outputs.errors_of(self._model))
+
+    def _shared(self, own: OutputErrors) -> OutputErrors:
+        """The errors of this process, with the rows of all."""
+        return own._replace(rows=torch.cat(self._processes.all(own.rows)))
