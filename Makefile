@@ -94,12 +94,11 @@ test-gpu:
 sanitize: setup
 	$(BIN)/python tests/native/sanitize.py $(ONLY)
 
-# Damaged files, killed processes, two writers and interrupts in large numbers, by hand; small versions are in `make test`.
+# Damaged files, killed processes and two writers in large numbers, by hand; small versions are in `make test`.
 hostile: setup
 	$(BIN)/python tests/hostile/saves.py
 	$(BIN)/python tests/hostile/mutations.py
 	$(BIN)/python tests/hostile/folders.py
-	$(BIN)/python tests/hostile/interrupts.py
 	$(BIN)/python tests/hostile/kills.py
 
 lint: setup

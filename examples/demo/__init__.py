@@ -37,7 +37,6 @@ from fakequant.report import (
     layers_left,
     measure,
     sizes,
-    verification,
     with_ranges,
     write_report,
 )
@@ -235,7 +234,7 @@ def report_data(
             {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
         ),
         unquantized=layers_left(models, example),
-        verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
+        verifications=[model.check for model in published.values()],
         environment=environment(),
     )
     return advised(models["int8"], data, exported)
@@ -261,15 +260,16 @@ def results(data: ReportData, exported: str, published: Mapping[str, Published])
     percent = {(row.format, row.method): row.value for row in data.accuracy}
     int8 = {method: value for (format, method), value in percent.items() if format == "INT8"}
     models = {}
-    for (name, model), check in zip(published.items(), data.verifications, strict=True):
+    for name, model in published.items():
+        check = model.check
         models[name] = {
             "file": model.path.name,
             "bytes": model.path.stat().st_size,
-            "elements": sum(node.elements for node in check.nodes),
-            "differing": sum(node.differing for node in check.nodes),
+            "elements": sum(row.elements for row in check.rows),
+            "differing": check.differing,
             "exact": check.exact,
             "export": model.export.to_dict(),
-            "verification": model.check.to_dict(),
+            "verification": check.to_dict(),
         }
     return {
         "accuracy": [

@@ -1,7 +1,6 @@
-"""Restore a model after temporary changes, also after an error or an interrupt.
+"""Restore a model after temporary changes, also after an error or Ctrl-C.
 
-`restore_after` and `restore_on_error` take the function that restores before the first change. If an interrupt (Ctrl-C)
-arrives while this function runs, it runs again from its start.
+`restore_after` and `restore_on_error` take the function that restores before the first change.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 Restore = Callable[[], object]
-"""Restores the earlier state. It only assigns values, so it can run twice."""
+"""Restores the earlier state."""
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 """Classes whose contents are restored. A subclass, such as the frozen dict of diffusers, may refuse to be changed."""
 
@@ -32,31 +30,19 @@ def restore_after(restore: Restore) -> Iterator[None]:
     (True, 0.5)
     """
     try:
-        try:
-            yield
-        finally:
-            restore()
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def restore_on_error(restore: Restore) -> Iterator[None]:
+    """Run `restore` if the block raises, so that either all its changes stay or none."""
+    try:
+        yield
     except BaseException:
         restore()
         raise
-
-
-class restore_on_error:
-    """Run `restore` if the block raises, so that either all its changes stay or none.
-
-    This is a class, not a generator like `restore_after`: an interrupt just before the end of a generator's block ends
-    the generator only when the traceback is freed. Its `restore` would then run after that of an outer context.
-    """
-
-    def __init__(self, restore: Restore) -> None:
-        self._restore = restore
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            run_to_the_end(self._restore)
 
 
 def run_to_the_end(restore: Restore) -> None:
@@ -88,42 +74,13 @@ def forwards_of(modules: Iterable[nn.Module]) -> Restore:
     >>> "forward" in vars(layer)
     False
     """
-    held = [
-        (vars(module), {name: own for name, own in vars(module).items() if name == "forward"}) for module in modules
-    ]
+    saved = [(vars(module), vars(module).get("forward")) for module in modules]
 
     def restore() -> None:
-        for attributes, own in held:
+        for attributes, own in saved:
             attributes.pop("forward", None)
-            attributes.update(own)
-
-    return restore
-
-
-def stack_without(mode: TorchFunctionMode) -> Restore:
-    """Return a function that takes a mode off torch's stack, where an interrupt before its `__exit__` leaves it.
-
-    Functions that the mode switched off by `DisableTorchFunction` are on again, too; modes of torch's other stack that
-    came meanwhile, as those that count, are gone.
-
-    >>> mode = torch.overrides.BaseTorchFunctionMode()
-    >>> with restore_after(stack_without(mode)):
-    ...     _ = mode.__enter__()
-    >>> torch._C._len_torch_function_stack()
-    0
-    """
-
-    enabled, is_traced = torch._C._is_torch_function_enabled(), torch.compiler.is_dynamo_compiling()
-    others = 0 if is_traced else torch._C._len_torch_dispatch_stack()  # which Dynamo cannot trace
-
-    def restore() -> None:
-        if enabled and not torch._C._is_torch_function_enabled():
-            torch._C.DisableTorchFunction().__exit__(None, None, None)
-        while not is_traced and torch._C._len_torch_dispatch_stack() > others:
-            torch._C._pop_torch_dispatch_stack(None)
-        depth = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is mode:
-            torch._C._pop_torch_function_stack()
+            if own is not None:
+                attributes["forward"] = own
 
     return restore
 

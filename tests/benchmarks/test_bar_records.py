@@ -18,13 +18,6 @@ def rows_of(measured: list[str], ok: list[bool], bars: list[records.Bar]) -> boo
     return [(bar.measured, bar.ok) for bar in bars] == list(zip(measured, ok, strict=True))
 
 
-def test_a_wheel_is_measured_by_its_size_and_the_time_to_the_first_tensor() -> None:
-    good = {"wheel": "a.whl", "bytes": 3_999_999, "installed": 1.5, "first": 0.26, "served": "kernels"}
-    assert rows_of(["3,999,999", "1.8"], [True, True], records.wheel_bars([good]))
-    bad = {**good, "bytes": 4_000_000, "first": 28.5}
-    assert rows_of(["4,000,000", "30.0"], [False, False], records.wheel_bars([bad]))
-
-
 def test_the_limits_of_wheels_are_those_that_fail_make_wheel() -> None:
     names = runpy.run_path(str(WHEEL))
     assert (names["LARGEST"], names["LONGEST"]) == (records.LARGEST_WHEEL, records.LONGEST_INSTALL)
@@ -33,38 +26,6 @@ def test_the_limits_of_wheels_are_those_that_fail_make_wheel() -> None:
     for change in ({"bytes": 4_000_000}, {"first": 28.5}, {"served": "reference"}, {"wheel": "a-none-any.whl"}):
         assert not names["good"]({**good, **change}), change
     assert not names["good"](None)
-
-
-def test_a_report_is_measured_by_its_size_and_its_time() -> None:
-    found = {"parameters": 22, "bytes": 1_000_000, "seconds": 20.0}
-    assert rows_of(["1,000,000", "20.0"], [True, True], records.report_bars(found))
-    found = {"parameters": 22, "bytes": 1_000_001, "seconds": 20.1}
-    assert rows_of(["1,000,001", "20.1"], [False, False], records.report_bars(found))
-
-
-@pytest.mark.parametrize(("together", "measured", "ok"), [(3.0, "1.50", True), (3.1, "1.55", False)])
-def test_a_comparison_is_measured_by_single_evaluations(together: float, measured: str, ok: bool) -> None:
-    found = {"model": "encoder", "presets": 12, "together": together, "apart": 2.0}
-    assert rows_of([measured], [ok], records.compare_bars(found))
-
-
-@pytest.mark.parametrize(("error", "ok"), [(1.08, True), (1.09, False)])
-def test_calibration_is_measured_on_average_over_models_and_presets(error: float, ok: bool) -> None:
-    errors = {
-        ("a", "INT8"): (1.0, 1.0),
-        ("b", "INT8"): (2.0, 2.0),
-        ("a", "FP8"): (error, 1.0),
-        ("b", "FP8"): (1.0, 1.5),
-    }
-    rows = [
-        {"model": model, "preset": preset, "method": method, "error": found}
-        for (model, preset), pair in errors.items()
-        for method, found in zip(("mse", "max"), pair, strict=True)
-    ]
-    (bar,) = records.calibration_bars(rows)
-    assert bar.what.startswith("default calibration (`mse`) over the best single method, 2 trained models")
-    mean = 1 + (error - 1) / 4
-    assert (bar.measured, bar.ok) == (f"{mean:.3f} (INT8 1.000, FP8 {1 + (error - 1) / 2:.3f})", ok)
 
 
 def test_mistakes_are_the_cases_with_a_name(tmp_path: Path) -> None:

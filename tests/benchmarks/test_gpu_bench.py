@@ -14,9 +14,9 @@ import torch
 from benchmarks import kinds, record
 from benchmarks.cases import Entry
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import cases, limits, machine, observation, pages, runner
+from benchmarks.gpu import cases, limits, machine, pages, runner
 from benchmarks.gpu.observation import Observation
-from benchmarks.harness import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
+from benchmarks.harness import ATEN, COMPILED, COPY, Case, Result
 from benchmarks.peers.measure import PeerCase
 
 ROOT = Path(__file__).parents[2]
@@ -57,70 +57,10 @@ def test_every_case_of_tensors_has_the_bits_of_the_reference():
             assert entry.case.differing() == 0, entry.case
 
 
-def test_a_batch_is_observed_beside_a_copy_and_wrong_counts_are_counted(monkeypatch):
-    case = next(e.case for e in cases.entries("cpu", 8192) if isinstance(e.case, Observation) and e.case.channels > 1)
-    (result,) = measure(case, (COPY,), Effort(0.0), lambda case: 0)
-    assert result.pairs
-    assert limits.share(case, 2.0) is None
-    right = observation.observe
-    monkeypatch.setattr(observation, "observe", lambda *given: right(*given)._replace(counts=right(*given).counts + 1))
-    assert case.differing() == 256 * 2 * 4096
-
-
 # The clock
 
 
-def test_each_kind_of_device_has_its_clock(monkeypatch):
-    class Event:
-        recorded = 0
-
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            Event.recorded += 1
-            self.time = Event.recorded * 7.0
-
-        def synchronize(self):
-            assert Event.recorded == 2
-
-        def elapsed_time(self, other):
-            return other.time - self.time
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert timing.seconds(lambda: None, "cuda") == 7e-3
-    assert 0 < timing.seconds(lambda: None) < 7e-3
-
-
-def test_short_calls_are_repeated_until_a_turn_is_long():
-    calls = []
-    timing.time_pairs(calls.append, lambda x: None, [torch.ones(1)], Effort(0.0, least=1, turn=0.0))
-    few = len(calls)
-    timing.time_pairs(calls.append, lambda x: None, [torch.ones(1)], Effort(0.0, least=1, turn=1e-3))
-    assert len(calls) - few > 10 * few
-
-
 # Bytes and bars
-
-
-@pytest.mark.parametrize(
-    ("kind", "backward", "bytes_per_element"),
-    [
-        (kinds.INT8_TENSOR, False, 8),
-        (kinds.INT8_TENSOR, True, 16.25),
-        (kinds.INT8_TOKEN, False, 8),
-        (kinds.MXFP4, True, 16.25),
-        (kinds.NVFP4, False, 12),
-        (kinds.NVFP4, True, 20.25),
-        (kinds.FP8_TENSOR_TAKEN, False, 12),
-        (kinds.LSQ, True, 20),
-    ],
-    ids=str,
-)
-def test_fewest_bytes(kind, backward, bytes_per_element):
-    case = kind.case(4096, backward=backward)
-    assert limits.fewest_bytes(case) == 4096 * bytes_per_element
-    assert limits.share(case, 2.0) == bytes_per_element / 16
 
 
 def test_bars():
@@ -175,21 +115,6 @@ def test_one_red_case_stops_every_time_and_nothing_is_written(written, monkeypat
     assert "no times, because 2 of 4 cases differ from the reference" in printed
     assert " ms" not in printed
     assert ((written / "gpu.jsonl").read_bytes(), (written / "gpu.md").read_bytes()) == before
-
-
-def test_a_gradient_that_differs_on_the_device_is_counted(monkeypatch):
-    case = SMALL[1]
-    assert case.differing() == 0
-    right = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *call: tuple(-grad for grad in right(*call)))
-    assert case.differing() > 0
-
-
-def test_a_missed_bar_is_the_exit_code(written, monkeypatch, capsys):
-    monkeypatch.setattr(limits, "verdict", lambda line: "MISSED" if line["against"] == ATEN and line["p50"] else "")
-    monkeypatch.setattr(runner, "verdict", limits.verdict)
-    assert command.main(HERE) == 1
-    assert "0 bars kept, 2 missed" in capsys.readouterr().out
 
 
 # Without

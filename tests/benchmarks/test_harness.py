@@ -6,7 +6,6 @@ How long anything takes is not tested: functions that sleep or count stand for t
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from benchmarks.harness import (
     MEASURED,
     Case,
     Effort,
-    Ratio,
     measure,
     pairs,
     square,
     time_pairs,
-    timing,
 )
 from benchmarks.harness import case as cases
 
@@ -46,12 +43,6 @@ def case_of(spec, **options):
 # Timing
 
 
-def test_ratios_are_of_pairs_and_seconds_are_medians():
-    found = Ratio.of([(1.0, 1.0), (4.0, 2.0), (9.0, 3.0), (400.0, 4.0), (5.0, 1.0)])
-    assert (found.p20, found.p50, found.p80) == (1.8, 3.0, 24.0)
-    assert (found.seconds, found.other_seconds, found.pairs) == (5.0, 2.0, 5)
-
-
 def test_turns_alternate_and_no_call_reads_what_the_one_before_read():
     calls = []
     inputs = [torch.zeros(1) for _ in range(3)]
@@ -69,37 +60,6 @@ def test_turns_alternate_and_no_call_reads_what_the_one_before_read():
     assert [name for name, _ in calls[-8:]] == ["theirs", "ours", "ours", "theirs"] * 2
     read = [number for _, number in calls]
     assert read == [number % 3 for number in range(len(read))]
-
-
-def test_short_calls_are_repeated_within_a_turn_and_rounds_fill_the_time():
-    counts = {"ours": 0, "theirs": 0}
-
-    def named(name):
-        def function(x):
-            counts[name] += 1
-
-        return function
-
-    found = time_pairs(named("ours"), named("theirs"), [torch.zeros(1)], Effort(0.0, least=3, most=400))
-    assert len(found) == 3
-    assert counts["ours"] == counts["theirs"] > 3 * 20
-    found = time_pairs(lambda x: time.sleep(1e-3), lambda x: time.sleep(1e-3), [torch.zeros(1)], Effort(0.05, 2, 9))
-    assert 2 <= len(found) <= 9
-
-
-def test_a_call_that_takes_long_is_timed_once(monkeypatch):
-    monkeypatch.setattr(timing, "_LONG", 0.01)
-    calls = []
-    found = time_pairs(lambda x: calls.append("ours"), lambda x: time.sleep(0.02), [torch.zeros(1)])
-    assert len(found) == 1
-    assert found[0][1] >= 0.02
-    assert calls == ["ours", "ours"]
-
-
-def test_slow_calls_have_fewer_turns_than_the_least(monkeypatch):
-    monkeypatch.setattr(timing, "_LONG", 0.05)
-    found = time_pairs(lambda x: None, lambda x: time.sleep(0.02), [torch.zeros(1)], Effort(0.0, least=5))
-    assert 1 <= len(found) <= 2
 
 
 # Cases
@@ -143,13 +103,6 @@ def test_hostile_numbers_are_compared():
     assert ((ties - ties.floor() - 0.5).abs() < 1e-4).all()
 
 
-def test_inputs_exceed_the_caches_together_and_share_no_memory():
-    for elements in (1 << 12, 1 << 20):
-        inputs = replace(case_of("int8"), shape=square(elements)).inputs()
-        assert len({x.data_ptr() for x in inputs}) == len(inputs)
-        assert len(inputs) == 8 or sum(x.nbytes for x in inputs) >= 1 << 27
-
-
 # Pairs
 
 
@@ -161,20 +114,6 @@ def test_every_other_is_timed_and_one_that_cannot_run_says_why():
     assert (found[0].spec, found[0].elements, found[0].dtype) == ("int8 per_tensor", 1 << 12, "float32")
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "reason"),
-    [
-        ("float8_e4m3fn", {}, "has no float8_e4m3fn"),
-        ("int8 per_token", {"dynamic": True}, "takes no scales from the input"),
-        ("int8 per_block(-1:32)", {}, "has no granularity per_block(-1:32)"),
-        ("int8 per_channel(0)", {"learned": True, "backward": True}, "has no granularity per_channel(0)"),
-    ],
-)
-def test_what_aten_has_not_is_said(spec, options, reason):
-    (found,) = measure(case_of(spec, **options), (ATEN,), QUICK)
-    assert (found.outcome, found.pairs) == (reason, ())
-
-
 @pytest.mark.parametrize("spec", ["int8 reciprocal", "int8 per_channel(0) reciprocal"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_aten_computes_the_same_as_the_case_that_it_is_timed_beside(spec, backward):
@@ -182,13 +121,6 @@ def test_aten_computes_the_same_as_the_case_that_it_is_timed_beside(spec, backwa
     ours, theirs = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
     for mine, other in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (ours, theirs)), strict=True):
         assert torch.equal(mine, other)
-
-
-def test_a_learned_scale_gets_its_gradient_on_both_sides():
-    prepared = case_of("int8 reciprocal", backward=True, learned=True).prepare(ATEN)
-    ours, theirs = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
-    assert torch.equal(ours[0], theirs[0])
-    torch.testing.assert_close(ours[1].view(-1), theirs[1], rtol=1e-4, atol=1e-3)
 
 
 def test_a_case_that_differs_has_no_time_and_is_not_run(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import fakequant as fq
 from benchmarks.real import __main__ as real
@@ -48,18 +47,6 @@ def test_a_bar_that_is_missed_is_named(step: str, change: dict[str, Any], said: 
     assert said in line
 
 
-def test_bits_that_prepare_says_are_no_surprise() -> None:
-    found = row()
-    found["int4_group32"] |= {"bits": 9.3, "said": ["conv1 has 9.3 bits per weight"]}
-    assert real.missed({"CREPE tiny": found}) == []
-
-
-def test_the_table_has_a_line_for_each_step() -> None:
-    text = real.table({"CREPE tiny": row()}, {"processor": "CPU", "torch": "2", "commit": "abc"})
-    assert "| CREPE tiny | int8 | 8.2 | 0.9900 | 30.0 | 1.0 | 10 |" in text
-    assert "| CREPE tiny | int4_group32, report |  |  | 12.0 -> 14.0 | 1.0 | 10 |" in text
-
-
 def test_a_step_may_cost_a_hundredth_of_the_error() -> None:
     assert not next_steps.is_worse({"before": 30.0, "after": 29.97})
     assert next_steps.is_worse({"before": 30.0, "after": 29.95})
@@ -72,11 +59,3 @@ def test_the_encoder_gets_formats_that_exist_and_sentences_of_documentation() ->
     found = encoder.sentences()
     assert len({*found}) == encoder.CHOOSE + encoder.JUDGE
     assert found == encoder.sentences()
-
-
-def test_embeddings_are_alike_by_direction_and_neighbour() -> None:
-    exact = torch.eye(4) + torch.eye(4)[[1, 0, 3, 2]] / 2
-    assert encoder.alike(exact, exact) == pytest.approx((1.0, 1.0))
-    cosine, same = encoder.alike(exact, torch.cat([exact[:3], exact[:1]]))
-    assert cosine == pytest.approx(0.75)
-    assert same == 0.25

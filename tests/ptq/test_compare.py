@@ -18,7 +18,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, OutputError
 from fakequant.ptq import Compared, Comparison, Ways, compare
-from fakequant.report import curve_of
+from fakequant.report import comparison_of
 from tests.support.changes import CHANGES, Scaled
 
 comparison = importlib.import_module("fakequant.ptq.trial")
@@ -145,7 +145,7 @@ def test_damaged_rows_are_refused(row: str, message: str, tmp_path: Path) -> Non
     path = tmp_path / "rows.jsonl"
     compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
     path.write_text(path.read_text() + row + "\n")
-    for read in (lambda: compare(net(), batches(), ["INT8"], path=path), lambda: curve_of(path)):
+    for read in (lambda: compare(net(), batches(), ["INT8"], path=path), lambda: comparison_of(path)):
         with pytest.raises(ConfigError, match=f"rows.jsonl is damaged in line 3: .*{message}.*; remove it"):
             read()
 

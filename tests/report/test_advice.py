@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from fakequant.export import Row
+from fakequant.ptq.results import LayerResult
 from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
-    Improved,
     Layer,
-    NodeCheck,
     ReportData,
-    Verification,
     render,
     with_advice,
 )
 from tests.support.parsed_page import Page
+from tests.support.report_data import verified
 
 
 def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
@@ -27,7 +27,7 @@ def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
         accuracy=[Accuracy("float32", "", 90.0), Accuracy("INT8", "mse", 80.0)],
         layers=[Layer("a", "Linear", weight="int8", alone=9.0, elements=1000, bytes=1000, float_bytes=4000)],
         advice=FOUND,
-        verifications=[Verification("model.onnx", [NodeCheck("a", "int8", 1000, 0)], runtime="ONNX Runtime")],
+        verifications=[verified("model.onnx", [Row("a", "int8", "weight", 1000)], runtime="ONNX Runtime")],
     )
     words = Page(render(with_advice(data))).words
     for text in (
@@ -59,10 +59,11 @@ def test_the_tile_is_of_the_reported_model() -> None:
 def test_a_page_says_what_ratios_mean_after_weights_were_chosen() -> None:
     data = ReportData("x", layers=[GOOD])
     assert "keep the chosen values" not in render(data)
-    assert "keep the chosen values" in render(replace(data, improvement=[Improved("good", 1.0, 0.5)]))
+    assert "keep the chosen values" in render(replace(data, improvement=[LayerResult("good", 1.0, 0.5)]))
 
 
-EXACT = NodeCheck("a", "", 5, 0)
+EXACT, DIFFERS = Row("a", "", "weight", 5), Row("a", "", "weight", 5, 1)
+LOSES = {"optimised_error": "it fails"}
 GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
 LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
 SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
@@ -78,24 +79,27 @@ NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
     ("values", "said"),
     [
         (
-            {"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]},
+            {"verifications": [verified("f", [DIFFERS])]},
             "f is not the model at a: export it again",
         ),
         (
-            {"verifications": [Verification("f", [EXACT, NodeCheck("b", "", 5, 0, "gets other values")])]},
+            {"verifications": [verified("f", [EXACT, Row("b", "", "weight", 5, intact=False)])]},
             "f is not the model at b: export it again",
         ),
         (
-            {"verifications": [Verification("f", [EXACT], (), "", False, "a setting")]},
+            {"verifications": [verified("f", [EXACT], restored_by="a setting", **LOSES)]},
             "f is the model, but ONNX Runtime's default session is not: run it with a setting.",
         ),
         (
-            {"verifications": [Verification("f", [EXACT], (), "", False)]},
+            {"verifications": [verified("f", [EXACT], **LOSES)]},
             "f is the model, but ONNX Runtime's default session is not: see Verification; no setting",
         ),
-        ({"verifications": [Verification("f", [NodeCheck("", "", 5, 1)])]}, "f is not the model at its root: export"),
         (
-            {"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])], "advice": FOUND},
+            {"verifications": [verified("f", [replace(DIFFERS, quantizer="")])]},
+            "f is not the model at its root: export",
+        ),
+        (
+            {"verifications": [verified("f", [DIFFERS])], "advice": FOUND},
             "f is not the model at a",
         ),
         ({"layers": [GOOD], "advice": FOUND}, "Do <this>: the error of the output goes from"),
@@ -106,9 +110,9 @@ NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
         ({"layers": SOME, "advice": replace(NOTHING, little=True)}, "Nothing stands out: export"),
         ({"layers": SOME}, "x hurts most. What helps was not tried"),
         ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
-        ({"verifications": [Verification("f", [EXACT])]}, "Nothing stands out, but your metric was not measured: me"),
+        ({"verifications": [verified("f", [EXACT])]}, "Nothing stands out, but your metric was not measured: me"),
         (
-            {"verifications": [Verification("f", [EXACT])], "accuracy": LOST, "reported": 1},
+            {"verifications": [verified("f", [EXACT])], "accuracy": LOST, "reported": 1},
             "Nothing stands out: the file is ready",
         ),
         ({"layers": [GOOD], "accuracy": LOST}, "good hurts most. What helps was not tried"),

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from fakequant.export import Row
+from fakequant.ptq import Compared, Comparison
 from fakequant.report import (
     Accuracy,
     Channels,
     Clip,
     Distribution,
     Layer,
-    NodeCheck,
-    Point,
     ReportData,
-    Verification,
     to_json,
     write_report,
 )
 from fakequant.report.of_model import report_pair
 from tests.support.browser import BROWSER, MISSING, SETTLED, browse, in_scheme, picture, printed, printed_words
+from tests.support.report_data import verified
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=MISSING)
 
@@ -93,8 +93,8 @@ def data(layers: int = 100) -> ReportData:
         layers=[Layer(LONG, "Conv2d", "", "int8", alone=19.0), *inside, LAST],
         distributions=shown,
         channels=[Channels(one.name, [-1.0] * 48, [1.0] * 48, 384, 1.5) for one in inside],
-        curve=[Point("INT8", 8.1, 89.0), Point("INT4", 4.5, 80.0)],
-        verifications=[Verification("m.onnx", [NodeCheck(f"{o.name}._input_quantizer", "", 10, 0) for o in inside])],
+        curve=Comparison([Compared("INT8", "", "", 0.1, 89.0, 8.1), Compared("INT4", "", "", 0.2, 80.0, 4.5)]),
+        verifications=[verified("m.onnx", [Row(f"{o.name}._input_quantizer", "", "activation", 10) for o in inside])],
         next="Do something.",
         code="x = 1  # a line that is longer than a telephone is wide, so that it must scroll in itself",
     )  # fmt: skip

@@ -20,8 +20,9 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq import Ways, compare
 from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.trial import Compared
-from fakequant.report import curve_of, from_json
-from fakequant.report.of_model import DECIBELS
+from fakequant.report import ReportData, comparison_of, from_json, render
+from fakequant.report.data import DECIBELS
+from tests.support.parsed_page import Page
 
 ROWS = [
     Compared("INT8", "mse", "fast", 0.001, 98.5, 8.25),
@@ -43,11 +44,8 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_points_are_the_rows_of_a_comparison(tmp_path: Path) -> None:
-    points, metric = curve_of(Comparison(ROWS, 99.0))
-    assert [(p.label, p.bits, p.metric) for p in points[:2]] == [("INT8 mse fast", 8.25, 98.5), ("INT4 mse", 4.5, 97.0)]
-    assert (points[2].failed, metric) == ("ConfigError: a reason", "")
-    assert curve_of(written(tmp_path / "rows.jsonl")) == (points, metric)
+def test_rows_are_read_from_a_file(tmp_path: Path) -> None:
+    assert comparison_of(written(tmp_path / "rows.jsonl")).rows == ROWS
 
 
 @pytest.mark.parametrize("from_file", [False, True])
@@ -67,9 +65,9 @@ def test_a_perplexity_is_drawn_without_the_sign_by_which_it_is_compared(tmp_path
 
 def test_without_a_metric_points_are_the_error_in_decibels() -> None:
     rows = [Compared("INT8", "mse", "", 0.001, None, 8.0), Compared("INT4", "mse", "", 0.1, None, 4.0), ROWS[2]]
-    points, metric = curve_of(Comparison(rows))
-    assert [point.metric for point in points[:2]] == pytest.approx([30.0, 10.0])
-    assert metric == DECIBELS
+    words = Page(render(ReportData("x", curve=Comparison(rows)))).words
+    assert f"form bits per weight {DECIBELS} INT8 mse 8.00 30 best for its bits" in words
+    assert "INT4 mse 4.00 10 best for its bits" in words
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", "1\n", '{"fingerprint": "0"}\n'])
@@ -87,7 +85,7 @@ def test_a_report_shows_the_curve_of_a_comparison(tmp_path: Path) -> None:
     assert page.count("<circle") == 2, "what failed has no place"
     assert "ConfigError: a reason" in page
     found = from_json((tmp_path / "r.json").read_text())
-    assert (list(found.curve), found.curve_metric) == curve_of(Comparison(ROWS, 99.0))
+    assert found.curve == Comparison(ROWS, 99.0)
 
 
 def test_the_command_adds_a_curve_to_a_page(tmp_path: Path) -> None:

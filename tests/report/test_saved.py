@@ -25,7 +25,7 @@ from tests.support.report_data import full
         (("distributions", 0, "counts"), [-5]),
         (("channels", 0, "lowest"), []),
         (("accuracy", 0), {"format": "INT8"}),
-        (("verifications", 0, "nodes"), 3),
+        (("verifications", 0, "rows"), 3),
         (("missing",), {"NOTHING": "x"}),
         (("reported",), 70),
         (("title",), []),

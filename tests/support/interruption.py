@@ -1,16 +1,12 @@
-"""Interrupts at chosen lines of the package, and what they leave of a model."""
+"""An interrupt at a line of the package, but those that restore, and what it leaves of a model."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import random
-import signal
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +43,8 @@ class Lines:
         self.raised_at: tuple[str, int] | None = None
 
     def _call(self, frame: Any, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(PACKAGE) and not file.endswith("restore.py") else None
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":
@@ -148,84 +145,25 @@ def lines_of(case: Case) -> list[tuple[str, int]]:
     return lines.passed
 
 
-def moments(passed: list[tuple[str, int]], each: int, seed: int = 0) -> list[int]:
-    """For every line that ran, so many of its runs (2 at least): the first, the last, and others by chance."""
-    runs = defaultdict(list)
-    for moment, place in enumerate(passed):
-        runs[place].append(moment)
-    chance = random.Random(seed)
-    chosen = set()
-    for found in runs.values():
-        chosen |= {found[-1], found[0], *chance.sample(found, min(len(found), max(each - 2, 0)))}
-    return sorted(chosen)
-
-
-def failures(case: Case, stops: list[int]) -> list[str]:
+def failures(case: Case, stops: Sequence[int]) -> list[str]:
     """What is wrong after an interrupt at each moment: nothing if the model is unchanged, or changed completely."""
     made = case.make()
-    wanted = _wanted(case, made)
+    changed = copy.deepcopy(made)
+    case.call(changed)
+    wanted = state(changed, identities=False, values=not case.trains)
     found = []
     for stop in stops:
         model, lines = copy.deepcopy(made), Lines(stop)
         before = state(model, values=not case.trains)
-        error = _error_of(case, model, lines.watched())
+        try:
+            with torch.set_grad_enabled(True), lines.watched():
+                case.call(model)
+        except KeyboardInterrupt:
+            pass
         place = f"{lines.raised_at[0]}:{lines.raised_at[1]}" if lines.raised_at else "not reached"
-        if lines.raised_at is not None and not isinstance(error, KeyboardInterrupt):
-            found.append(f"interrupt {stop} at {place} became {error!r}")
         if wrong := _left(case, model, before, wanted):
             found.append(f"interrupt {stop} at {place} left {len(wrong)} changes: {'; '.join(wrong[:3])}")
     return found
-
-
-def failures_by_signals(case: Case, count: int, seed: int = 0) -> tuple[int, list[str]]:
-    """Send `count` signals at random times: how many interrupted the function, and what is wrong after them."""
-    made, chance = case.make(), random.Random(seed)
-    wanted = _wanted(case, made)
-    model = copy.deepcopy(made)
-    start = time.perf_counter()
-    case.call(model)
-    usual = time.perf_counter() - start
-    before_all, came, found = signal.signal(signal.SIGALRM, signal.default_int_handler), 0, []
-    try:
-        for number in range(count):
-            model = copy.deepcopy(made)
-            before, after = state(model, values=not case.trains), chance.uniform(1e-5, 1.2 * usual)
-            error = _error_of(case, model, _alarm(after))
-            came += error is not None
-            if not isinstance(error, (KeyboardInterrupt, type(None))):
-                found.append(f"signal {number} after {after:.6f} s became {error!r}")
-            if wrong := _left(case, model, before, wanted):
-                found.append(f"signal {number} after {after:.6f} s left {len(wrong)} changes: {'; '.join(wrong[:3])}")
-    finally:
-        signal.signal(signal.SIGALRM, before_all)
-    return came, found
-
-
-@contextmanager
-def _alarm(after: float) -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_REAL, after)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _wanted(case: Case, made: nn.Module) -> dict[str, Any]:
-    """The state of a completely changed model."""
-    changed = copy.deepcopy(made)
-    case.call(changed)
-    return state(changed, identities=False, values=not case.trains)
-
-
-def _error_of(case: Case, model: nn.Module, context: AbstractContextManager[None]) -> BaseException | None:
-    """What a call in a context raises."""
-    try:
-        with torch.set_grad_enabled(True), context:
-            case.call(model)
-    except BaseException as caught:  # whatever an interrupt becomes is compared with what it should be
-        caught.__context__ = None
-        return caught.with_traceback(None)
-    return None
 
 
 def _left(case: Case, model: nn.Module, before: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

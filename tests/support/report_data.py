@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from fakequant.export import Row, VerifyReport
+from fakequant.ptq import Compared, Comparison
+from fakequant.ptq.results import LayerResult
 from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,
     Channels,
     Clip,
     Distribution,
-    Improved,
     Layer,
-    NodeCheck,
-    Point,
     ReportData,
     Size,
-    Verification,
 )
+
+
+def verified(path: str, rows: list[Row], **more: Any) -> VerifyReport:
+    """A verification on one batch."""
+    return VerifyReport(path, "given", rows, batches=1, **more)
 
 
 def full() -> ReportData:
@@ -40,10 +45,16 @@ def full() -> ReportData:
         ],
         channels=[Channels('<b>"w', [-1.0, -0.5], [1.0, 0.5], 2, 1.5)],
         improvement=[
-            Improved("<b>stem", 1e-2, 1e-3, steps={"gptq": 2e-3, "<i>step": 1e-3}),
-            Improved("head", 0.0, 0.0, "nearest: a <note>"),
+            LayerResult("<b>stem", 1e-2, 1e-3, steps={"gptq": 2e-3, "<i>step": 1e-3}),
+            LayerResult("head", note="nearest: a <note>"),
         ],
-        curve=[Point("INT<u>8", 8.25, 98.0), Point("INT4", 4.5, 97.0), Point("worse", 6.0, 90.0)],
+        curve=Comparison(
+            [
+                Compared("INT<u>8", "", "", metric=98.0, bits=8.25),
+                Compared("INT4", "", "", metric=97.0, bits=4.5),
+                Compared("worse", "", "", metric=90.0, bits=6.0),
+            ]
+        ),
         distributions=[
             Distribution(
                 '<b>"y, input',
@@ -58,10 +69,10 @@ def full() -> ReportData:
         sizes=[Size("model.onnx", 1000, 3980), Size("empty<file>", 0), Size("unknown", 5)],
         unquantized={"INT8": ["<lambda>: softmax, 1 of 1 inputs in float"], "INT4": []},
         verifications=[
-            Verification("int8.onnx", [NodeCheck("a<b>", "int8 per_tensor", 1000, 0)], ["outputs <agree>"]),
-            Verification("int4.onnx", [NodeCheck("b", "int4 per_tensor", 1000, 7), NodeCheck("c", "int4", 10, 0)]),
-            Verification("nothing.onnx", []),
-            Verification("edited.onnx", [NodeCheck("d", "int4", 10, 0, "changed <since> the export")]),
+            verified("int8.onnx", [Row("a<b>", "int8 per_tensor", "activation", 1000)], not_run=["outputs <agree>"]),
+            verified("int4.onnx", [Row("b", "int4", "activation", 1000, 7), Row("c", "int4", "weight", 10)]),
+            verified("nothing.onnx", []),
+            verified("edited.onnx", [Row("d", "int4", "weight", 10, intact=False)]),
         ],
         environment={"torch <x>": "2"},
         advice=NextStep(0.5, 1000, "on <2> batches", tried=[Tried("Do <this>", "fq.this(<model>)", 0.1, 900)], best=0),

@@ -407,16 +407,16 @@ def report(
     compare: Annotated[Path | None, typer.Option(help="rows that fakequant.compare wrote, for a curve")] = None,
 ) -> None:
     """Set two runs side by side on one page, or write the page of one run anew from its figures."""
-    from fakequant.report import curve_of, read_results, report_pair, write_report
+    from fakequant.report import comparison_of, read_results, report_pair, write_report
 
     if compare is not None and second is not None:
         raise typer.BadParameter("--compare is for the page of one run; leave OTHER out")
     if second is not None:
         page = report_pair(first, second, out)
     else:
-        curve, measured = ([], "") if compare is None else curve_of(compare)
+        curve = None if compare is None else comparison_of(compare)
         found = read_results(first)
-        page = write_report(out, found if not curve else replace(found, curve=curve, curve_metric=measured))
+        page = write_report(out, found if curve is None else replace(found, curve=curve))
     Console(soft_wrap=True).print(Text(f"Written: {page}"))
 
 

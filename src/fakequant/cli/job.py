@@ -49,20 +49,18 @@ from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.next_step import AdviceContext, places, unknown_gain
+from fakequant.ptq.results import LayerResult
 from fakequant.report import (
     RESULTS,
     Accuracy,
-    Improved,
     ReportData,
     Section,
     advised,
     environment,
-    improved,
     layers_left,
     measure,
     read_results,
     sizes,
-    verification,
     with_ranges,
     write_report,
     write_results,
@@ -290,7 +288,7 @@ class Unfinished:
         self.folder, self.source, self.settings = folder_in(out), source, ""
         self.done: list[str] = []
         self.accuracy: list[Accuracy] = []
-        self.improvement: list[Improved] = []
+        self.improvement: list[LayerResult] = []
 
     @property
     def has_page(self) -> bool:
@@ -315,7 +313,7 @@ class Unfinished:
             if not settings or state["settings"] != self.settings:
                 return None
             accuracy = value_of(state["accuracy"], "accuracy", Sequence[Accuracy])
-            improvement = value_of(state["improvement"], "improvement", Sequence[Improved])
+            improvement = value_of(state["improvement"], "improvement", Sequence[LayerResult])
             loaded = load(model, self.folder / CHECKPOINT)
             self.done = [str(step) for step in state["done"]]
         except (FakeQuantError, OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -323,7 +321,9 @@ class Unfinished:
         self.accuracy, self.improvement = accuracy, improvement
         return loaded
 
-    def keep(self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[Improved]) -> None:
+    def keep(
+        self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[LayerResult]
+    ) -> None:
         """Keep the model after a step; the state is written last, so that it never names a missing checkpoint."""
         self.done.append(step)
         self._write({"source": self.source})
@@ -412,7 +412,7 @@ class _Progress:
     remarks: list[str] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
     calibrators: dict[str, dict[str, Calibrator]] = field(default_factory=dict)
-    improvement: list[Improved] = field(default_factory=list)
+    improvement: list[LayerResult] = field(default_factory=list)
     missing: dict[Section, str] = field(default_factory=dict)
 
     def measure(self, model: nn.Module, format: str, method: str) -> None:
@@ -559,7 +559,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             channels=measured.channels,
             sizes=sizes({job.label(name): path for name, path in files.items()}, floats),
             unquantized=_unquantized(config, progress, model, example),
-            verifications=[] if check is None else [verification(ONNX, check)],
+            verifications=[] if check is None else [check],
         )
         known = AdviceContext(command=job.command, target=job.target)
         data = advised(model, data, measured, progress.recipe.metric, known=known)
@@ -670,7 +670,7 @@ def _model_steps(job: Job, recipe: Recipe) -> dict[str, Callable[..., None]]:
 def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     with progress.named(model):
         found = improve(model, progress.recipe.calibration_batches(), job.improve or _IMPROVE[0])
-    progress.improvement = improved(found)
+    progress.improvement = found.layers
     progress.remarks.append(f"Weights chosen by {job.improve} steps: {'; '.join(found.conclusions)}.")
     progress.steps.note(str(found) if job.verbose else "\n".join(found.conclusions))
     progress.measure(model, config.name, f"{job.method}, then improved")

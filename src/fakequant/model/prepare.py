@@ -146,7 +146,7 @@ def prepare(
         warn_unregistered(model)
         note_floats(model)
         return model
-    except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
+    except BaseException:
         restore()
         raise
 

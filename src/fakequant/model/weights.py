@@ -79,7 +79,7 @@ def not_compiled() -> Iterator[None]:
 
     A compiled graph calls no new hooks, and `torch.cond`, loops, `torch.map` and `flex_attention`, which compile what
     they call, fail with hooks and calibrators. Torch's compiler is imported here (2 s), because they import it later.
-    Contexts of several threads may overlap, and an interrupt may end an inner one after an outer one.
+    Contexts of several threads may overlap.
     """
     from torch._dynamo import eval_frame
 
@@ -133,9 +133,7 @@ def score_of(metric: Metric, model: nn.Module) -> float:
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """A context in which every module is in eval mode; each module's own mode comes back."""
-    # Not those in eval mode: an interrupt may end this after an outer context, see `restore_on_error`.
-    training = [module for module in model.modules() if module.training]
-    with restore_after(attributes_of(training, "training")):
+    with restore_after(attributes_of(model.modules(), "training")):
         model.eval()
         yield
 

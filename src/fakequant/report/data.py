@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fakequant.errors import OutputError
+from fakequant.export import VerifyReport
 from fakequant.files import writable_file, write_whole
 from fakequant.model.state.plan import UnexpectedValue, mapping_of, value_of
+from fakequant.ptq.comparison import Comparison
+from fakequant.ptq.results import LayerResult
 from fakequant.ptq.trial import NextStep
 
 
@@ -72,6 +75,24 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
             change += f" ± {row.margin:.{decimals}f}"
         cells.append((row.format, row.method, f"{sign * row.value:.{decimals}f}", change, row.note))
     return cells
+
+
+class Checked(NamedTuple):
+    """What a verification compared: its name, specification, elements, differing elements, and another fault or ""."""
+
+    name: str
+    spec: str
+    elements: int
+    differing: int
+    fault: str
+
+
+def checked_in(check: VerifyReport) -> list[Checked]:
+    """All that a verification compared, and what it could not compare."""
+    rows = [Checked(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in check.rows]
+    rows += [Checked(name, "", 0, 0, "belongs to no quantizer of the file") for name in check.uncovered]
+    rows += [Checked(name, "", 0, 0, "is an input that the file does not read") for name in check.ignored]
+    return rows + [Checked(span.name, "", span.elements, 0, str(span)) for span in check.spans if not span.fits]
 
 
 @dataclass(frozen=True)
@@ -166,94 +187,12 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A quantized form of a model: its name, its bits per weight, and its metric (larger is better).
-
-    `failed` says why there are no figures; "" where there are. A metric that is `negated` is shown with the other sign.
-    """
-
-    label: str
-    bits: float
-    metric: float
-    failed: str = ""
-    negated: bool = False
-
-    def shown(self, value: float) -> float:
-        """A value of the metric as the figure that is shown."""
-        return -value if self.negated else value
-
-
-@dataclass(frozen=True)
-class Improved:
-    """What `fakequant.ptq.improve` gained in a layer: the error before and after, or why nothing was chosen.
-
-    `steps` holds the error after each step by its name; see `fakequant.ptq.LayerResult`.
-    """
-
-    layer: str
-    before: float
-    after: float
-    note: str = ""
-    steps: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Size:
     """The size of a file or folder in bytes, and its size with float32 weights if known."""
 
     name: str
     bytes: int
     float_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class NodeCheck:
-    """One quantizer of an exported model, compared bit for bit.
-
-    Args:
-        name: its path.
-        spec: its specification.
-        elements: the number of compared elements.
-        differing: the number of elements that differ.
-        fault: another fault, or "".
-    """
-
-    name: str
-    spec: str
-    elements: int
-    differing: int
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The comparison of an exported file with its model.
-
-    Args:
-        title: the name of the model.
-        nodes: its quantizers.
-        notes: other results, one sentence each.
-        runtime: the runtime that executed the file.
-        as_deployed: whether ONNX Runtime's default session loses less than quantization; None if that is not judged.
-        restored_by: the setting that was seen to help where it loses more; None if none was.
-    """
-
-    title: str
-    nodes: Sequence[NodeCheck]
-    notes: Sequence[str] = ()
-    runtime: str = ""
-    as_deployed: bool | None = None
-    restored_by: str | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether at least one quantizer was compared, and nothing differs from the model."""
-        return bool(self.nodes) and not any(node.differing or node.fault for node in self.nodes)
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is exact, and loses nothing as it is deployed."""
-        return self.exact and self.as_deployed is not False
 
 
 @dataclass(frozen=True)
@@ -271,11 +210,10 @@ class ReportData:
         distributions: the histograms of inputs.
         channels: the weights of layers by channel.
         improvement: what choosing weights by their error gained, by layer.
-        curve: forms of the model to compare, see `Point`.
-        curve_metric: what the curve measures; "" for `metric`.
+        curve: forms of the model to compare; None for none.
         sizes: the sizes of files and weights.
         unquantized: operations that compute in float, by model; an empty list means none.
-        verifications: the comparisons of the exported models.
+        verifications: the comparisons of the exported models; each is called as the file in its path.
         environment: versions and machine.
         advice: what was tried on the model; None where nothing was.
         next: what to do next, in one sentence.
@@ -294,12 +232,11 @@ class ReportData:
     alone_on: str = ""
     distributions: Sequence[Distribution] = ()
     channels: Sequence[Channels] = ()
-    improvement: Sequence[Improved] = ()
-    curve: Sequence[Point] = ()
-    curve_metric: str = ""
+    improvement: Sequence[LayerResult] = ()
+    curve: Comparison | None = None
     sizes: Sequence[Size] = ()
     unquantized: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    verifications: Sequence[Verification] = ()
+    verifications: Sequence[VerifyReport] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     advice: NextStep | None = None
     next: str = ""
@@ -319,7 +256,8 @@ class ReportData:
 
 RESULTS = "results.json"
 """The name of the file in the folder of a job."""
-_FORM = 1
+_FORM = 2
+DECIBELS = "signal over noise of the output, dB"
 
 
 def to_json(data: ReportData) -> str:
@@ -328,20 +266,84 @@ def to_json(data: ReportData) -> str:
     >>> from_json(to_json(ReportData("A model", environment={"torch": "2.13"}))).environment
     {'torch': '2.13'}
     """
-    values = {**asdict(data), "missing": {section.name: why for section, why in data.missing.items()}}
-    return json.dumps({"fakequant_report": _FORM, **_plain(values)}, indent=1)
+    return json.dumps({"fakequant_report": _FORM, **_plain(asdict(data))}, indent=1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name.name if isinstance(name, Enum) else name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class _Read(VerifyReport):
+    """A verification from a file: of an export or of a delivery, and `verdict` where the first form lacks figures."""
+
+    far: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    verdict: bool | None = None
+
+    @property
+    def as_deployed(self) -> bool | None:
+        """As for `VerifyReport`."""
+        return super().as_deployed if self.verdict is None else self.verdict
+
+    @property
+    def passed(self) -> bool:
+        """As for `DeliveryReport`."""
+        return super().passed and not self.far and not self.failed
+
+
+@dataclass(frozen=True)
+class _ReadData(ReportData):
+    verifications: Sequence[_Read] = ()
+
+
+def _of_first_form(values: dict[str, Any]) -> None:
+    """Rename fields of the first form, which had rows of its own for comparisons and verifications."""
+    rows, metric = values.get("curve") or [], values.pop("curve_metric", "")
+    for row in rows:
+        row |= {"preset": row.pop("label"), "method": "", "steps": ""}
+        if metric == DECIBELS and not row["failed"]:
+            row |= {"error": 10 ** (-float(row["metric"]) / 10), "metric": None}
+    negated = [row.pop("negated", False) for row in rows]
+    values["curve"] = {"rows": rows, "negated": any(negated)} if rows else None
+    for one in values.get("verifications") or []:
+        nodes, deployed = one.pop("nodes"), one.pop("as_deployed", None)
+        one["rows"] = [
+            {
+                "quantizer": node["name"],
+                "spec": node["spec"],
+                "kind": "",
+                "elements": node["elements"],
+                "differing": node["differing"],
+                "intact": not node.get("fault"),
+            }
+            for node in nodes
+        ]
+        faults = [f"{node['name']}: {node['fault']}" for node in nodes if node.get("fault")]
+        one |= {"path": one.pop("title"), "inputs": "", "not_run": [*one.pop("notes", ()), *faults]}
+        one |= {"verdict": deployed, "style": "portable" if deployed is not None else "standard"}
 
 
 def from_json(text: str) -> ReportData:
-    """The content that `to_json` wrote.
+    """The content that `to_json` wrote, of this release or an earlier one.
 
     Raises:
         ValueError, RecursionError: another text.
     """
     values = mapping_of(json.loads(text), "the file", lambda item, place: item)
-    if values.pop("fakequant_report", None) != _FORM:
+    form = values.pop("fakequant_report", None)
+    if form not in (1, _FORM):
         raise UnexpectedValue("fakequant_report is another one")
-    found: ReportData = value_of(values, "the file", ReportData)
+    if form != _FORM:
+        try:
+            _of_first_form(values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UnexpectedValue(f"curve or verifications lack {error}") from error
+    found: ReportData = value_of(values, "the file", _ReadData)
     if found.accuracy and not -len(found.accuracy) <= found.reported < len(found.accuracy):
         raise UnexpectedValue(f"reported is {found.reported}, and accuracy has {len(found.accuracy)} rows")
     for row in found.distributions:
@@ -382,11 +384,3 @@ def read_results(path: Path) -> ReportData:
         raise OutputError(
             f"{file} holds no results of a report: {error}; write it again by `fakequant quantize`"
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
@@ -20,7 +19,6 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.export import VerifyReport
-from fakequant.export.verification.verdict import OPTIMISED_ERROR, OutputRow
 from fakequant.files import check_path, read_whole, writable_file
 from fakequant.model.analysis.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
@@ -28,22 +26,18 @@ from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.results import Improvement
-from fakequant.ptq.trial import Compared, read_rows
+from fakequant.ptq.trial import read_rows
 from fakequant.report.advice import advised, with_advice
 from fakequant.report.data import (
     Accuracy,
-    Improved,
-    NodeCheck,
-    Point,
     ReportData,
     Section,
     Size,
-    Verification,
     read_results,
     write_results,
 )
-from fakequant.report.html.page import render_pair, write_page, write_report
 from fakequant.report.measure import measure
+from fakequant.report.page import render_pair, write_page, write_report
 
 _PACKAGES = (
     *("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors"),
@@ -72,12 +66,11 @@ def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Siz
         files: the paths by the name that the report shows.
         float_bytes: the sizes with float32 weights, where known.
     """
-    return [Size(name, _bytes_of(path), float_bytes.get(name)) for name, path in files.items()]
-
-
-def _bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    found = []
+    for name, path in files.items():
+        parts = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        found.append(Size(name, sum(file.stat().st_size for file in parts), float_bytes.get(name)))
+    return found
 
 
 def environment() -> dict[str, str]:
@@ -87,118 +80,42 @@ def environment() -> dict[str, str]:
     'available'
     """
     values = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
-    values["fakequant"] = _version("fakequant") or "from source, not installed"
-    values |= {package: _version(package) or "not installed" for package in _PACKAGES}
+    for package in ("fakequant", *_PACKAGES):
+        try:
+            values[package] = version(package)
+        except PackageNotFoundError:
+            values[package] = "not installed" if package != "fakequant" else "from source, not installed"
     for backend in backends():
         reason = backend.unavailable()
         values[f"backend {backend.name}"] = "available" if reason is None else f"not available: {reason}"
-    values["C++ compiler"] = _compiler()
+    compilers = [*([os.environ["CXX"]] if "CXX" in os.environ else []), *_COMPILERS]
+    values["C++ compiler"] = next((path for name in compilers if (path := shutil.which(name))), "none found")
     values["CPU"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     values["threads"] = str(torch.get_num_threads())
     values["GPU"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
     return values
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _compiler() -> str:
-    names = [os.environ["CXX"], *_COMPILERS] if "CXX" in os.environ else list(_COMPILERS)
-    return next((path for name in names if (path := shutil.which(name))), "none found")
-
-
-def verification(title: str, report: VerifyReport) -> Verification:
-    """Convert the result of `fakequant.verify_onnx` for a report.
-
-    Args:
-        title: the name of the model.
-        report: the result of `verify_onnx`.
-    """
-    nodes = [NodeCheck(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in report.rows]
-    nodes += [NodeCheck(name, "", 0, 0, "belongs to no quantizer of the file") for name in report.uncovered]
-    nodes += [NodeCheck(name, "", 0, 0, "is an input that the file does not read") for name in report.ignored]
-    nodes += [NodeCheck(span.name, "", span.elements, 0, str(span)) for span in report.spans if not span.fits]
-    source = "of calibration" if report.inputs == "given" else f"of {report.inputs}"
-    notes = [f"Compared in {report.runtime} on {report.counted} {source}.", *report.not_run]
-    notes += [f"Against torch: {_output(row)}" for row in report.outputs]
-    notes += [f"By ONNX Runtime's default optimisations: {_output(row)}" for row in report.optimised]
-    if report.optimised_error is not None:
-        notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {OPTIMISED_ERROR}")
-    notes += report.deployment
-    return Verification(title, nodes, notes, report.runtime, report.as_deployed, report.restored_by)
-
-
-def _output(row: OutputRow) -> str:
-    """What is said of one output of the model, in a sentence.
-
-    Sums in another order round to another step, so that outputs may differ where every quantizer is exact.
-    """
-    if not row.differing:
-        return f"{row.name} has the same bits in all {row.elements:,} values."
-    size = (
-        f"by at most {row.max_abs:.3g}" if row.steps is None else f"by at most {row.steps:.2g} of a quantization step"
-    )
-    same = ""
-    if row.rows:
-        same = f"; the largest value is at the same place in {row.same_argmax:,} of {row.rows:,} rows"
-    return (
-        f"{row.differing:,} of {row.elements:,} values of {row.name} differ, {size}, for sums in another order{same}."
-    )
-
-
-def improved(found: Improvement) -> list[Improved]:
-    """Convert the result of `fakequant.ptq.improve` for a report; the largest remaining error comes first."""
-    rows = [Improved(one.layer, one.before, one.after, one.note, one.steps) for one in found.layers]
-    return sorted(rows, key=lambda row: -row.after)
-
-
-DECIBELS = "signal over noise of the output, dB"
-
-
-def curve_of(comparison: Comparison | str | os.PathLike[str]) -> tuple[list[Point], str]:
-    """The points of a comparison and what they measure: "" for the metric of the report, else a name.
-
-    Where a row has no metric, all rows show the error of the output in dB, which is larger for better ones. A row that
-    failed becomes a point without a place, with its reason.
-
-    Args:
-        comparison: what `fakequant.compare` returned, or the path of the rows that it wrote.
+def comparison_of(comparison: Comparison | str | os.PathLike[str]) -> Comparison:
+    """What `fakequant.compare` returned, or the rows that it wrote to a path.
 
     Raises:
         ConfigError: the file cannot be read or holds no rows.
     """
-    found = comparison if isinstance(comparison, Comparison) else _read(Path(comparison))
-    rows = found.rows
-    with_metric = all(row.metric is not None for row in rows if not row.failed)
-    return [_point(row, with_metric, found.negated) for row in rows], "" if with_metric else DECIBELS
-
-
-def _point(row: Compared, with_metric: bool, negated: bool) -> Point:
-    label = " ".join(filter(None, row.way))
-    if row.failed:
-        return Point(label, 0.0, -math.inf, row.failed)
-    if with_metric and row.metric is not None:
-        return Point(label, row.bits, row.metric, negated=negated)
-    return Point(label, row.bits, -10 * math.log10(row.error) if row.error > 0 else math.inf)
-
-
-def _read(path: Path) -> Comparison:
-    wanted = "give the path= of fakequant.compare, or what it returned"
+    if isinstance(comparison, Comparison):
+        return comparison
+    path, wanted = Path(comparison), "give the path= of fakequant.compare, or what it returned"
     try:
         lines = read_whole(path).decode("utf-8", "replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {wanted}") from error
-    result = Comparison()
+    found = Comparison()
     if lines and lines[0].startswith('{"fingerprint"'):
         whole = (line for line in lines[1:] if line.endswith("\n"))  # a kill may cut off the last line
-        result = Comparison(read_rows(path, whole), negated='"negated": true' in lines[0])
-    if not result.rows:
+        found = Comparison(read_rows(path, whole), negated='"negated": true' in lines[0])
+    if not found.rows:
         raise ConfigError(f"{path} holds no rows of a comparison; {wanted}")
-    return result
+    return found
 
 
 @accepts_wrapped_model
@@ -256,9 +173,14 @@ def report(  # noqa: PLR0913  all but the first four by name
     refuse_sharded(model, "report on", offloading=False)
     check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
-    curve, curve_metric = ([], "") if comparison is None else curve_of(comparison)
+    curve = None if comparison is None else comparison_of(comparison)
     measured = measure(model, batches, forward=Batches(batches, "report", inputs=inputs, forward=forward).call)
-    given = list(results)
+    accuracy, name, given = list[Accuracy](), getattr(metric, "__name__", "<none>"), list(results)
+    if metric is not None:
+        with evaluating(model), torch.no_grad():
+            with disabled(model):
+                accuracy.append(Accuracy("float", "", value_of(metric, model)))
+            accuracy.append(Accuracy("quantized", "", value_of(metric, model)))
     missing = {
         Section.ACCURACY: "Give metric= to fakequant.report: a function of the model, larger is better.",
         Section.SIZES: "Only files are listed here; the first screen has the size of the weights.",
@@ -266,16 +188,15 @@ def report(  # noqa: PLR0913  all but the first four by name
     }
     data = ReportData(
         type(model).__name__,
-        metric=_name(metric),
-        accuracy=[] if metric is None else _accuracy(model, metric),
+        metric="metric(model)" if name.startswith("<") else name,
+        accuracy=accuracy,
         layers=measured.layers,
         alone_on=measured.alone_on,
         distributions=measured.distributions,
         channels=measured.channels,
         curve=curve,
-        curve_metric=curve_metric,
-        improvement=[row for found in given if isinstance(found, Improvement) for row in improved(found)],
-        verifications=[verification(Path(f.path).name, f) for f in given if isinstance(f, VerifyReport)],
+        improvement=[row for found in given if isinstance(found, Improvement) for row in found.layers],
+        verifications=[found for found in given if isinstance(found, VerifyReport)],
         environment=environment(),
         missing=missing,
     )
@@ -284,18 +205,6 @@ def report(  # noqa: PLR0913  all but the first four by name
     data = with_advice(data)
     write_results(target.with_suffix(".json"), data)
     return write_report(target, data)
-
-
-def _name(metric: Metric | None) -> str:
-    name = getattr(metric, "__name__", "<none>")
-    return "metric(model)" if name.startswith("<") else name
-
-
-def _accuracy(model: nn.Module, metric: Metric) -> list[Accuracy]:
-    with evaluating(model), torch.no_grad():
-        with disabled(model):
-            before = value_of(metric, model)
-        return [Accuracy("float", "", before), Accuracy("quantized", "", value_of(metric, model))]
 
 
 def report_pair(first: str | os.PathLike[str], second: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

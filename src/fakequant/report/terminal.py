@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
+from fakequant.report.data import checked_in
 from fakequant.text import listed, table, visible
 
 
 def print_report(console: Console, data: ReportData) -> None:
     """Print the accuracy, the sizes, the operations left in float and the verification of a report."""
     if data.accuracy:
-        print_table(
-            console,
-            data.metric,
-            ("format", "method", "value", "change", ""),
-            accuracy_cells(data.accuracy),
-            numbers=(2, 3),
-        )
+        header = ("format", "method", "value", "change", "")
+        print_table(console, data.metric, header, accuracy_cells(data.accuracy), numbers=(2, 3))
     sizes = [
         (size.name, f"{size.bytes:,}", "" if size.float_bytes is None else f"{size.float_bytes:,}")
         for size in data.sizes
@@ -28,23 +25,13 @@ def print_report(console: Console, data: ReportData) -> None:
     if sizes:
         print_table(console, "Sizes", ("what", "bytes", "in float32"), sizes, numbers=(1, 2))
     for model, operations in data.unquantized.items():
-        console.print(
-            Text(
-                visible(
-                    f"{model}, left in float: {listed(operations, 6, 'more, see the page', between='; ') or 'nothing'}"
-                )
-            )
-        )
-    checks = [
-        (
-            check.title,
-            check.runtime,
-            str(len(check.nodes)),
-            f"{sum(node.elements for node in check.nodes):,}",
-            f"{sum(node.differing for node in check.nodes):,}",
-        )
-        for check in data.verifications
-    ]
+        names = listed(operations, 6, "more, see the page", between="; ") or "nothing"
+        console.print(Text(visible(f"{model}, left in float: {names}")))
+    checks = []
+    for check in data.verifications:
+        found = checked_in(check)
+        elements, differing = sum(row.elements for row in found), sum(row.differing for row in found)
+        checks.append((Path(check.path).name, check.runtime, str(len(found)), f"{elements:,}", f"{differing:,}"))
     if checks:
         header = ("model", "run in", "quantizers", "elements compared", "differing")
         print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))

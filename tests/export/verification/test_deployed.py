@@ -14,7 +14,6 @@ import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.export import exporter
 from fakequant.nn import quantizers
-from fakequant.report.of_model import verification
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -113,7 +112,6 @@ def test_what_the_default_session_loses_beside_quantization(
         assert given.to_dict()["as_deployed"] is as_deployed
         assert given.restored_by == restored_by
         assert ("NOT as deployed" in str(given)) is not as_deployed
-        assert verification("model", given).passed is as_deployed
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == (0 if as_deployed else 1)
 
 

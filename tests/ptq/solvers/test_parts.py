@@ -10,8 +10,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.data import progress
-from fakequant.nn.products import MatrixProduct
 from fakequant.nn import products as windows
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.ptq.solvers import transforms
 from fakequant.ptq.solvers.sums import InputSums

@@ -40,7 +40,7 @@ from fakequant.model.run.recorded import (
 )
 from fakequant.model.weights import not_compiled
 from fakequant.nn.sites.functions import CalledAs, Trait, called_as
-from fakequant.restore import restore_after, stack_without
+from fakequant.restore import restore_after
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ADDED = 1000  # tensors after which dead ones are dropped; as many as living ones, where those are more
@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
         with restore_after(lambda: [handle.remove() for handle in handles]):
             for path, module in self.modules.items():
                 self._hook(path, module, handles.append)
-            with not_compiled(), restore_after(stack_without(self)), self:
+            with not_compiled(), self:
                 try:
                     yield
                 finally:

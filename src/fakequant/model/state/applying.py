@@ -49,7 +49,7 @@ from fakequant.nn.sharded import share_mesh
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
-from fakequant.restore import in_order, run_to_the_end, state_of
+from fakequant.restore import in_order, state_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -116,9 +116,9 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             processes.all(None)
             _check_fixed_codes(model)
             _note(model, state)
-        return model  # in the `try`: an interrupt at the end of the `with` is undone, too
-    except BaseException:  # as in `prepare`
-        run_to_the_end(undo)
+        return model
+    except BaseException:
+        undo()
         raise
 
 
@@ -293,7 +293,6 @@ def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, Tensor]) -> None:
-    # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
     _check_dtypes(model, tensors)  # those of quantizers, too
     versions = versions_of(model) if state.versions is None else state.versions
     given = OrderedDict(tensors)

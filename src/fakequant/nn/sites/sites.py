@@ -28,7 +28,6 @@ from fakequant.nn.backward import Backward, Factor, LinearSum, Trained, is_train
 from fakequant.nn.integer import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
-from fakequant.restore import stack_without
 from fakequant.text import module_name
 
 
@@ -373,7 +372,7 @@ class SiteMode(TorchFunctionMode):
         return self
 
     def __exit__(self, *_: object) -> None:
-        _unchecked(stack_without(self))  # torch's own takes off the top, also where an interrupt came after `pause`
+        pause()
 
     def finish(self) -> None:
         """Raise if `forward` made fewer calls than planned, unless it is sure which: it may return early.

@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
-from fakequant.model.analysis.summary import breakable, html_table
-from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, decibels, folded, grade, measured, ranked
-from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells
-from fakequant.report.html.sections import SECTIONS, paragraphs, table
+from fakequant.model.analysis.summary import breakable
+from fakequant.report.advice import BAD_LOSS, FAIR_LOSS
+from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells, checked_in
+from fakequant.report.sections import SECTIONS, decibels, folded, grade, measured, paragraphs, ranked, table
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #d0d7de; --zebra: #f6f8fa;
@@ -137,29 +137,24 @@ SCRIPT = """
 
 
 def verdict(data: ReportData) -> str:
-    """The tiles and the next step."""
-    tiles = [_metric(data), _size(data), _exactness(data), _worst(data)]
+    """The tiles of metric, size, exactness and worst layer, and the next step with what was tried."""
     following = ""
     if data.next:
         code = f"<pre><code>{escape(data.code)}</code></pre>" if data.code else ""
-        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}{_tried(data)}</div>'
+        tried = ""
+        if data.advice is not None and data.advice.tried:
+            advice = data.advice
+            header = ("what was tried", "error of the output", "bytes of weights", "")
+            rows = [("before each change", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
+            for number, one in enumerate(advice.tried):
+                error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
+                chance = "by chance: not on other batches" if one.by_chance else ""
+                rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else chance)))
+            head = escape(f"Tried: {len(advice.tried)}, {advice.judged}")
+            tried = f"<details><summary>{head}</summary>{table(header, rows, numbers=(1, 2))}</details>"
+        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}{tried}</div>'
+    tiles = _metric(data), _size(data), _exactness(data), _worst(data)
     return f'<div class="tiles">{"".join(tiles)}</div>{following}'
-
-
-def _tried(data: ReportData) -> str:
-    """What was tried, in a table that is folded."""
-    advice = data.advice
-    if advice is None or not advice.tried:
-        return ""
-    header = ("what was tried", "error of the output", "bytes of weights", "")
-    rows = [("before each change", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
-    for number, one in enumerate(advice.tried):
-        error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
-        chance = "by chance: not on other batches" if one.by_chance else ""
-        rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else chance)))
-    head = f"Tried: {len(advice.tried)}, {advice.judged}"
-    shown = html_table(header, rows, numbers=(1, 2))
-    return f'<details><summary>{escape(head)}</summary><div class="wide">{shown}</div></details>'
 
 
 def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
@@ -180,8 +175,9 @@ def _metric(data: ReportData) -> str:
 
 
 def _size(data: ReportData) -> str:
-    before, after = sum(layer.float_bytes for layer in data.layers), sum(layer.bytes for layer in data.layers)
-    elements = sum(layer.elements for layer in data.layers)
+    before, after, elements = (
+        sum(getattr(layer, name) for layer in data.layers) for name in ("float_bytes", "bytes", "elements")
+    )
     if not elements:
         return _tile("size of quantized weights", "not measured", "")
     note = f"{amount(before)} in float: {before / after:.2f} times smaller, {8 * after / elements:.2f} bits per weight"
@@ -189,19 +185,16 @@ def _size(data: ReportData) -> str:
 
 
 def _exactness(data: ReportData) -> str:
-    if not data.verifications:
+    checks = data.verifications
+    if not checks:
         return _tile("exported file", "not verified", "export the model to compare every quantizer bit for bit")
-    elements = sum(node.elements for check in data.verifications for node in check.nodes)
-    count = sum(len(check.nodes) for check in data.verifications)
-    runtimes = " and ".join(dict.fromkeys(check.runtime for check in data.verifications if check.runtime))
-    if all(check.passed for check in data.verifications):
-        where = f" in {runtimes}" if runtimes else ""
-        return _tile(
-            "exported file", "exact", f"all {count} quantizers, {elements:,} values, bit for bit{where}", "good"
-        )
-    faulty = [check.title for check in data.verifications if not check.passed]
-    fault = "not as deployed" if all(check.exact for check in data.verifications) else "not the model"
-    return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
+    if faulty := [Path(check.path).name for check in checks if not check.passed]:
+        fault = "not as deployed" if all(check.exact for check in checks) else "not the model"
+        return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
+    rows = [row for check in checks for row in checked_in(check)]
+    runtimes = " and ".join(dict.fromkeys(check.runtime for check in checks if check.runtime))
+    note = f"all {len(rows)} quantizers, {sum(row.elements for row in rows):,} values, bit for bit"
+    return _tile("exported file", "exact", note + (f" in {runtimes}" if runtimes else ""), "good")
 
 
 def _worst(data: ReportData) -> str:
@@ -259,16 +252,22 @@ def render(data: ReportData) -> str:
     >>> page.count("<h2"), "98.5" in page
     (7, True)
     """
-    bodies = {section: SECTIONS[section](data) for section in Section}
-    shown = [section for section, body in bodies.items() if body or section not in OPTIONAL]
-    links = "".join(f'<a href="#{section.name.lower()}">{escape(section.value)}</a>' for section in shown)
+    links, sections = [], []
+    for section in Section:
+        body = SECTIONS[section](data)
+        if not body and section in OPTIONAL:
+            continue
+        if not body:
+            reason = data.missing.get(section, "This run did not measure it.")
+            body = f'<p class="soft">Missing: {escape(reason)}</p>'
+        name, title = section.name.lower(), escape(section.value)
+        links.append(f'<a href="#{name}">{title}</a>')
+        sections.append(f'<section id="{name}"><h2>{title}</h2>{body}</section>\n')
     state = ""
     if data.unfinished:
         state = f'<p class="bad">Not finished: {escape(data.unfinished)}. What follows is what was done by then.</p>'
-    sections = "".join(_section(section, bodies[section], data) for section in shown)
-    return document(
-        data.title, f"{state}{verdict(data)}{paragraphs(data.summary, 'soft')}<nav>{links}</nav><main>{sections}</main>"
-    )
+    head = f"{state}{verdict(data)}{paragraphs(data.summary, 'soft')}"
+    return document(data.title, f"{head}<nav>{''.join(links)}</nav><main>{''.join(sections)}</main>")
 
 
 def document(title: str, body: str) -> str:
@@ -283,13 +282,6 @@ def document(title: str, body: str) -> str:
     )
 
 
-def _section(section: Section, body: str, data: ReportData) -> str:
-    if not body:
-        reason = data.missing.get(section, "This run did not measure it.")
-        body = f'<p class="soft">Missing: {escape(reason)}</p>'
-    return f'<section id="{section.name.lower()}"><h2>{escape(section.value)}</h2>{body}</section>\n'
-
-
 _HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B less A, dB")
 
 
@@ -302,69 +294,52 @@ def render_pair(first: ReportData, second: ReportData) -> str:
     """
     runs = {"A": first, "B": second}
     heads = "".join(f"<h2>{name}: {escape(run.title)}</h2>{verdict(run)}" for name, run in runs.items())
+    metrics = " / ".join(dict.fromkeys(run.metric for run in runs.values() if run.accuracy))
+    accuracy = [(name, *cells) for name, run in runs.items() for cells in accuracy_cells(run.accuracy)]
+    sizes = [(name, size.name, f"{size.bytes:,}") for name, run in runs.items() for size in run.sizes]
+    header = ("run", "format", "method", metrics, "change against float", "")
+    bodies = {
+        "Accuracy": table(header, accuracy, numbers=(3, 4)) if accuracy else "",
+        "Layers": _layers(first.layers, second.layers),
+        "Sizes": table(("run", "what", "bytes"), sizes, numbers=(2,)) if sizes else "",
+    }
     missing = paragraphs(["Missing: neither run measured it."], "soft")
     sections = "".join(
-        f'<section id="{name}"><h2>{title}</h2>{body or missing}</section>'
-        for name, title, body in (
-            ("accuracy", "Accuracy", _accuracy(runs)),
-            ("layers", "Layers", _layers(first.layers, second.layers)),
-            ("sizes", "Sizes", _sizes(runs)),
-        )
+        f'<section id="{title.lower()}"><h2>{title}</h2>{body or missing}</section>' for title, body in bodies.items()
     )
     return document(f"{first.title} / {second.title}", f"{heads}<main>{sections}</main>")
 
 
-def _accuracy(runs: dict[str, ReportData]) -> str:
-    metrics = dict.fromkeys(run.metric for run in runs.values() if run.accuracy)
-    rows = [(name, *cells) for name, run in runs.items() for cells in accuracy_cells(run.accuracy)]
-    if not rows:
-        return ""
-    header = ("run", "format", "method", " / ".join(metrics), "change against float", "")
-    return table(header, rows, numbers=(3, 4))
-
-
-def _sizes(runs: dict[str, ReportData]) -> str:
-    rows = [(name, size.name, f"{size.bytes:,}") for name, run in runs.items() for size in run.sizes]
-    return table(("run", "what", "bytes"), rows, numbers=(2,)) if rows else ""
-
-
 def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
+    """Each layer in both runs, by one measure: alone only if both runs measured that."""
     if not first and not second:
         return ""
     own, other = ({layer.name: layer for layer in layers} for layers in (first, second))
-    every = [*first, *(layer for layer in second if layer.name not in own)]
+    header = "".join(f"<th>{cell}</th>" for cell in _HEADER)
+
+    def row(layer: Layer) -> str:
+        both = one, two = own.get(layer.name), other.get(layer.name)
+        specs = ("not quantized" if it is None else f"{it.input or 'float'} x {it.weight or 'float'}" for it in both)
+        if one is not None and two is not None and (one.alone is None or two.alone is None):
+            both = replace(one, alone=None), replace(two, alone=None)
+        before, after = (None if it is None else it.worst for it in both)
+        change = "<td></td>"
+        if before is not None and after is not None:
+            gain = 0.0 if before == after else after - before
+            kind = "good" if gain > 0.5 else "bad" if gain < -0.5 else "soft"
+            change = f'<td class="{kind}">{"+" if gain > 0 else ""}{decibels(gain) if gain else "0.0"}</td>'
+        return (
+            f"<tr><th scope=row><code>{breakable(layer.name)}</code></th><td>{escape(layer.type)}</td>"
+            f"<td>{escape('; '.join(specs))}</td>{measured(before)}{measured(after)}{change}</tr>"
+        )
 
     def rows(some: Sequence[Layer]) -> str:
-        header = "".join(f"<th>{cell}</th>" for cell in _HEADER)
-        body = "".join(_row(layer, own.get(layer.name), other.get(layer.name)) for layer in some)
+        body = "".join(map(row, some))
         return f'<table class="layers pair"><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>'
 
+    every = [*first, *(layer for layer in second if layer.name not in own)]
     explanation = (
         "Signal over quantization noise of the model's output with only this layer quantized, where both runs measured "
         "that; else of the layer's own tensors."
     )
     return f'<p>{explanation}</p><div id="rows">{folded(every, rows)}</div>'
-
-
-def _row(layer: Layer, one: Layer | None, two: Layer | None) -> str:
-    ratios = _alike(one, two)
-    specs = "; ".join(
-        "not quantized" if f is None else f"{f.input or 'float'} x {f.weight or 'float'}" for f in (one, two)
-    )
-    change = "<td></td>"
-    if ratios[0] is not None and ratios[1] is not None:
-        gain = 0.0 if ratios[0] == ratios[1] else ratios[1] - ratios[0]
-        kind = "good" if gain > 0.5 else "bad" if gain < -0.5 else "soft"
-        change = f'<td class="{kind}">{"+" if gain > 0 else ""}{decibels(gain) if gain else "0.0"}</td>'
-    return (
-        f"<tr><th scope=row><code>{breakable(layer.name)}</code></th>"
-        f"<td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
-        f"{measured(ratios[0])}{measured(ratios[1])}{change}</tr>"
-    )
-
-
-def _alike(one: Layer | None, two: Layer | None) -> list[float | None]:
-    """The ratios of a layer in both runs by one measure: alone only if both runs measured that."""
-    if one is not None and two is not None and (one.alone is None or two.alone is None):
-        one, two = replace(one, alone=None), replace(two, alone=None)
-    return [None if found is None else found.worst for found in (one, two)]
