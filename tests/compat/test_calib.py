@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
-from fakequant.compat.pytorch_quantization.calib.search import mse_amax
+from fakequant.compat.pytorch_quantization.search import mse_amax
 from tests.support.compat_rules import (
     collected,
     entropy_by_loops,

@@ -80,7 +80,7 @@ def sources():
 
 
 def test_interfaces_are_thin():
-    assert len(sources()) > 20
+    assert len(sources()) > 15
     assert [wrong for path, source in sources().items() for wrong in thick(source, path)] == []
 
 

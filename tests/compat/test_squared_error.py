@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fakequant.compat.pytorch_quantization.calib import search
-from fakequant.compat.pytorch_quantization.calib.search import entropy_amax, mse_amax
+from fakequant.compat.pytorch_quantization import search
+from fakequant.compat.pytorch_quantization.search import entropy_amax, mse_amax
 from fakequant.compat.pytorch_quantization.specification import integer_format
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
 from tests.support.compat_rules import entropy_by_loops

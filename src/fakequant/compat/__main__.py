@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from fakequant.compat.alias import INSTALLABLE, install
+from fakequant.compat import INSTALLABLE, install
 
 USAGE = f"""usage: python -m fakequant.compat run SCRIPT [ARGUMENTS]
 

@@ -1,7 +1,8 @@
-"""The largest magnitude along axes."""
+"""The logger of the interface, and the largest magnitude along axes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,18 @@ from torch import Tensor
 
 from fakequant.errors import CalibrationError
 
-__all__ = ["reduce_amax"]
+__all__ = ["reduce_amax", "reset_logger_handler"]
+
+
+logger = logging.getLogger("fakequant.compat.pytorch_quantization")
+"""The logger of all messages of the interface."""
+
+
+def reset_logger_handler() -> None:
+    """Remove all handlers from Python's root logger."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.compat.pytorch_quantization.nn.modules.quant_rnn import QuantRNNBase, QuantRNNCellBase
-from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
+from fakequant.compat.pytorch_quantization.nn import QuantRNNBase, QuantRNNCellBase
+from fakequant.compat.pytorch_quantization.utils import logger
 from fakequant.nn.quantized.recurrent import GateQuantizers, GateWeights
 from fakequant.text import module_name
 

@@ -1,19 +1,151 @@
-"""Histograms of magnitudes, and three methods that choose an amax from them."""
+"""Calibrators: from batches of tensors to an amax."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
+from fakequant.compat.pytorch_quantization.search import entropy_amax, mse_amax, percentile_amax
 from fakequant.compat.pytorch_quantization.specification import NumBits
+from fakequant.compat.pytorch_quantization.utils import logger, reduce_amax
 from fakequant.errors import CalibrationError
 
-from .calibrator import _Calibrator
-from .search import entropy_amax, mse_amax, percentile_amax
-from .weights import calibrate_weights
+__all__ = ["HistogramCalibrator", "MaxCalibrator", "_Calibrator", "calibrate_weights"]
 
-__all__ = ["HistogramCalibrator", "calibrate_weights"]
+
+def __getattr__(name: str) -> ModuleType:
+    """The submodule `max` of the original, as a global of this file, would hide the built-in function."""
+    if name != "max":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return sys.modules[__name__]
+
+
+class _Calibrator:
+    """Collects statistics of tensors and computes an amax.
+
+    Args:
+        num_bits: bits of a code.
+        axis: the axis or axes that keep one amax per index; None for one amax in all.
+        unsigned: whether codes begin at 0.
+    """
+
+    def __init__(self, num_bits: NumBits, axis: int | tuple[int, ...] | None, unsigned: bool) -> None:
+        self._num_bits = num_bits
+        self._axis = axis
+        self._unsigned = unsigned
+        self._told: set[str] = set()
+
+    def collect(self, x: Tensor) -> None:
+        """Collect a tensor."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Discard all collected data."""
+        raise NotImplementedError
+
+    def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the amax of the collected data, or None if there is none."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+
+    def _tell(self, message: str) -> None:
+        """Log a warning the first time."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+
+class MaxCalibrator(_Calibrator):
+    """Collects the largest magnitude of all tensors.
+
+    Args:
+        num_bits: bits of a code.
+        axis: the axis or axes that keep one amax per index; negative ones count from the end.
+        unsigned: whether codes begin at 0; negative values then only cause a warning.
+        track_amax: whether to keep the amax of every tensor in `amaxs`.
+
+    >>> calibrator = MaxCalibrator(8, 0, False)
+    >>> calibrator.collect(torch.tensor([[1.0, -3.0], [0.5, 0.25]]))
+    >>> calibrator.collect(torch.tensor([[2.0, 2.0], [2.0, 2.0]]))
+    >>> calibrator.compute_amax()
+    tensor([[3.],
+            [2.]])
+    """
+
+    def __init__(
+        self,
+        num_bits: NumBits,
+        axis: int | tuple[int, ...] | None,
+        unsigned: bool,
+        track_amax: bool = False,
+    ) -> None:
+        super().__init__(num_bits, axis, unsigned)
+        self._track_amax = track_amax
+        self._amaxs: list[np.ndarray] = []
+        self._calib_amax: Tensor | None = None
+
+    @property
+    def amaxs(self) -> list[np.ndarray]:
+        """The amax of every collected tensor if `track_amax` is set."""
+        return self._amaxs
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Collect a tensor.
+
+        Raises:
+            RuntimeError: amax has another shape than for the tensors before, or the tensor has no elements.
+            IndexError: an axis that it does not have.
+        """
+        amax = reduce_amax(x.detach(), self._reduced_axes(x))
+        if self._unsigned and x.numel() and bool((x < 0).any()):
+            self._tell("Calibrator encountered negative values, although codes are unsigned; is this the right tensor?")
+        if bool(amax.isnan().any()):
+            self._tell("Calibrator encountered NaN, so amax is NaN; repair the layer that makes it.")
+        if self._track_amax:
+            self._amaxs.append(amax.cpu().float().numpy())
+        if self._calib_amax is not None:
+            if amax.shape != self._calib_amax.shape:
+                raise RuntimeError(
+                    f"amax shape changed! It was {list(self._calib_amax.shape)} and is {list(amax.shape)} for a tensor "
+                    f"of shape {list(x.shape)}; collect tensors of one layout"
+                )
+            amax = torch.maximum(self._calib_amax, amax.to(self._calib_amax.device))
+        self._calib_amax = amax
+
+    def reset(self) -> None:
+        """Discard all collected data."""
+        self._calib_amax = None
+
+    def compute_amax(self) -> Tensor | None:
+        """Return a copy of the largest magnitude, or None if nothing was collected."""
+        return None if self._calib_amax is None else self._calib_amax.clone()
+
+    def _reduced_axes(self, x: Tensor) -> list[int]:
+        axes = self._axis if isinstance(self._axis, list | tuple) else [] if self._axis is None else [self._axis]
+        for axis in axes:
+            if not -x.dim() <= axis < x.dim():
+                raise IndexError(f"axis {axis} is out of range for a tensor of shape {list(x.shape)}")
+        kept = {axis % x.dim() for axis in axes}
+        return [axis for axis in range(x.dim()) if axis not in kept]
+
+    def __str__(self) -> str:
+        return f"MaxCalibrator(track_amax={self._track_amax})"
+
+    def __repr__(self) -> str:
+        tracked = f" amaxs={self._amaxs}" if self._track_amax else ""
+        amax = f" calib_amax={self._calib_amax} track_amax={self._track_amax}{tracked}"
+        return f"MaxCalibrator({super().__repr__()}{amax})"
+
 
 # Beyond this number of bins, half a MiB of counts, neighbours are merged instead of bins appended. The mse search
 # quantizes every bin with every threshold, and takes seconds at this size.
@@ -207,3 +339,51 @@ def _merged(bins: float, most: int) -> int:
 def _merge(counts: Tensor, factor: int) -> Tensor:
     factor = min(factor, counts.numel())
     return torch.nn.functional.pad(counts, (0, -counts.numel() % factor)).view(-1, factor).sum(1)
+
+
+@torch.no_grad()
+def calibrate_weights(
+    model: nn.Module,
+    method: str = "percentile",
+    perchannel: bool = True,
+    percentile: float = 99.99,
+    num_bins: int = 2048,
+) -> None:
+    """Set the amax of the weight quantizer of every module that has one, from the weight.
+
+    Args:
+        model: modules with a `weight` and a `weight_quantizer` are calibrated; the calibrators of these are not used.
+        method: "max", "percentile" or "mse".
+        perchannel: one amax per output channel; otherwise one per weight.
+        percentile: how many of 100 magnitudes may not be clipped.
+        num_bins: bins of the histograms of magnitudes, from 0 to the largest.
+
+    Raises:
+        TypeError: another method.
+    """
+    if method not in ("max", "percentile", "mse"):
+        raise TypeError(f"Unsupported calibration method {method}; known are max, percentile and mse")
+    for name, module in model.named_modules():
+        quantizer, weight = getattr(module, "weight_quantizer", None), getattr(module, "weight", None)
+        if quantizer is None or not isinstance(weight, Tensor):
+            continue
+        logger.info("Calibrate weight of %s", name)
+        axis = (1 if isinstance(module, _ConvTransposeNd) else 0) if perchannel else None
+        magnitudes = weight.detach().abs().float().cpu()
+        channels = magnitudes.reshape(1, -1) if axis is None else magnitudes.movedim(axis, 0).flatten(1)
+        if method == "max":
+            amax = channels.amax(1)
+        else:
+            amax = torch.stack([_amax(each.numpy(), quantizer, method, percentile, num_bins) for each in channels])
+        shape = [] if axis is None else [-1 if each == axis else 1 for each in range(weight.dim())]
+        quantizer.amax = amax.reshape(shape).numpy()
+
+
+def _amax(magnitudes: np.ndarray, quantizer: nn.Module, method: str, percentile: float, num_bins: int) -> Tensor:
+    largest = magnitudes.max()
+    if largest == 0:
+        return torch.tensor(0.0)
+    counts, edges = np.histogram(magnitudes, bins=num_bins, range=(0, largest))
+    if method == "percentile":
+        return percentile_amax(counts, edges, percentile)
+    return mse_amax(counts, edges, quantizer.num_bits, quantizer.unsigned)  # pyright: ignore[reportArgumentType]

@@ -3,36 +3,166 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from fakequant import functional
 from fakequant.compat.pytorch_quantization import calib
 from fakequant.compat.pytorch_quantization import utils as quant_utils
-from fakequant.compat.pytorch_quantization.nn.modules import onnx_form
-from fakequant.compat.pytorch_quantization.nn.modules.blocks import Blocks
-from fakequant.compat.pytorch_quantization.nn.modules.clip import Clip
-from fakequant.compat.pytorch_quantization.nn.modules.stored_range import StoredRange
-from fakequant.compat.pytorch_quantization.specification import NumBits, format_of
+from fakequant.compat.pytorch_quantization.clip import Clip
+from fakequant.compat.pytorch_quantization.specification import (
+    NumBits,
+    block_axes,
+    block_specification,
+    format_of,
+    granularity_of,
+)
 from fakequant.compat.pytorch_quantization.tensor_quant import (
     QuantDescriptor,
     fake_quantize,
     fake_tensor_quant,
     tensor_quant,
 )
-from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
+from fakequant.compat.pytorch_quantization.utils import logger
+from fakequant.nn.learned import PreciseModule
+from fakequant.numerics.formats.floats import Format, IntegerFormat
+from fakequant.numerics.granularity import PerBlock, PerChannel
+from fakequant.numerics.qparams import QParams, Range, compute_dtype
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.ops import library
+from fakequant.ops.trt_fp8 import as_trt_fp8, writes_trt_fp8
 
 __all__ = ["TensorQuantizer"]
+
+
+_BUFFERS = ("_amax", "_pre_quant_scale")
+
+
+class Blocks:
+    """How a quantizer with `block_sizes` measures, calibrates and quantizes; the last block of an axis may be smaller.
+
+    Args:
+        block_sizes: of the descriptor.
+    """
+
+    def __init__(self, block_sizes: dict[Any, Any]) -> None:
+        self.block_sizes = dict(block_sizes)
+        self.granularity = PerBlock(block_axes(self.block_sizes), pad=True)
+        self._observed: torch.Size | None = None
+
+    def fake_quantize(
+        self, inputs: Tensor, amax: Tensor | None, factor: float | None, fmt: Format, *, exporting: bool
+    ) -> Tensor:
+        """Inputs rounded to what the format has under the scale of their block.
+
+        Args:
+            inputs: any shape.
+            amax: calibrated, [blocks, axes kept]; None for that of every block of inputs.
+            factor: what amax is multiplied with, if anything.
+            fmt: of the elements.
+            exporting: compute as ONNX does, see `_as_quantize_linear`.
+        """
+        spec = block_specification(fmt, self.block_sizes)
+        if exporting:
+            spec = spec.replace(arithmetic=Arithmetic.DIVIDE)
+        if factor is not None:
+            amax = factor * (library.measure(inputs, self.granularity).amax if amax is None else amax)
+        return functional.fake_quantize(inputs, spec, amax=amax)
+
+    def collect(self, calibrator: Any, inputs: Tensor) -> None:
+        """Show the amax of every block to a calibrator, [1, blocks].
+
+        Raises:
+            NotImplementedError: a calibrator of another kind than "max".
+        """
+        if not isinstance(calibrator, calib.MaxCalibrator):
+            raise NotImplementedError(f"{type(calibrator).__name__} has no blocks; use calib_method='max'")
+        amax = library.measure(inputs, self.granularity).amax[None]
+        self._observed = amax.shape[1:]
+        calibrator._axis = tuple(range(1, amax.dim()))
+        calibrator.collect(amax)
+
+    def restored(self, amax: Tensor) -> Tensor:
+        """What a calibrator made of [1, blocks], as [blocks, axes kept]; one number that stands for none stays."""
+        shape = self._observed
+        return amax if shape is None or amax.numel() != shape.numel() else amax.reshape(shape)
+
+    def __str__(self) -> str:
+        return f"block_sizes={self.block_sizes}"
+
+
+# What TensorRT runs.
+_BITS = 8
+
+
+def _check_exportable(amax: Tensor | None, fmt: Format, narrow_range: bool) -> None:
+    """Whether TensorRT has a form for a quantizer.
+
+    Raises:
+        AssertionError: it has none, or amax is missing.
+    """
+    if amax is None:
+        raise AssertionError("the quantizer has no amax: calibrate it and load amax before exporting to ONNX")
+    several = sum(n != 1 for n in amax.shape)
+    if not fmt.has_zero_point:
+        if several:
+            raise AssertionError(f"floats are exported per tensor only, got an amax of shape {list(amax.shape)}")
+        return
+    if fmt.bits != _BITS:
+        raise AssertionError(f"integers are exported with {_BITS} bits only, got num_bits={fmt.bits}")
+    if fmt.signed and narrow_range:
+        raise AssertionError("a narrow range is not exported: ONNX has all 256 codes; set narrow_range=False")
+    if several > 1:
+        raise AssertionError(f"amax may vary along one axis only, got shape {list(amax.shape)}")
+
+
+def _as_quantize_linear(inputs: Tensor, amax: Tensor, fmt: Format) -> Tensor:
+    """Inputs [...] fake-quantized by QuantizeLinear and DequantizeLinear, amax [1s but along one axis].
+
+    Those divide by a scale and multiply with it, where the quantizer otherwise multiplies with 1 / scale and divides:
+    with it, a model computes in torch what its file computes. Values differ by at most one unit in the last place.
+    """
+    granularity, shape = granularity_of(amax.shape, inputs.shape)
+    amax = amax.detach().to(inputs.device, compute_dtype(inputs.dtype)).reshape(shape)
+    scale = amax / torch.full_like(amax, fmt.bound)
+    # Any scale gives 0 for 0, but ONNX and TensorRT want a positive one.
+    scale = torch.where(scale > 0, scale, 1.0)
+    if writes_trt_fp8(fmt):
+        return as_trt_fp8(inputs, scale)
+    if torch.onnx.is_in_onnx_export():
+        # QuantizeLinear takes no half precision before opset 19, and later none beside a float32 scale.
+        return _as_torch_operator(inputs.to(scale.dtype), scale, granularity, fmt).to(inputs.dtype)
+    spec = QuantSpec(fmt, granularity, symmetric=True, gradient=Gradient.INPUT_RANGE)
+    return library.fake_quantize(inputs, QParams(scale, None, Range(-amax, amax)), spec)
+
+
+def _as_torch_operator(x: Tensor, scale: Tensor, granularity: object, fmt: Format) -> Tensor:
+    """The operator for which torch.onnx.export knows QuantizeLinear and DequantizeLinear.
+
+    Raises:
+        AssertionError: a float format, for which torch has none.
+    """
+    if not isinstance(fmt, IntegerFormat):
+        raise AssertionError(f"torch.onnx.export has no form for {fmt}; use fakequant.export_onnx")
+    zero_point = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device)
+    codes = int(fmt.quant_min), int(fmt.quant_max)
+    if not isinstance(granularity, PerChannel):
+        return torch.fake_quantize_per_tensor_affine(x, scale.reshape(()), zero_point.reshape(()), *codes)
+    axis = cast("PerChannel", granularity).axes[0]
+    return torch.fake_quantize_per_channel_affine(x, scale.reshape(-1), zero_point, axis, *codes)
+
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 
 
-class TensorQuantizer(StoredRange):
+class TensorQuantizer(PreciseModule):
     """Calibrates for, clips and quantizes one tensor, each of which can be turned on and off.
 
     Without an amax, from the descriptor, a calibrator, a state dict or the setter, the range is that of every tensor.
-    amax stays float32 when the model becomes half precision.
+    amax and `pre_quant_scale` are buffers from when they are set: copies, in float32 at least, which stay float32 when
+    the model becomes half precision.
 
     Args:
         quant_desc: how to quantize.
@@ -56,6 +186,7 @@ class TensorQuantizer(StoredRange):
     _blocks: Blocks | None = None
 
     clip: Clip
+    _amax: Tensor
 
     def __init__(
         self,
@@ -92,6 +223,66 @@ class TensorQuantizer(StoredRange):
         # Any other method leaves the attribute out: that the name is wrong shows where it is used.
         if calibrator := _CALIBRATORS.get(quant_desc.calib_method):
             self._calibrator = calibrator(self._num_bits, self._axis, self._unsigned)
+
+    @property
+    def pre_quant_scale(self) -> Tensor | None:
+        """What tensors are multiplied with before all else, also when disabled; None if nothing."""
+        return self._buffers.get("_pre_quant_scale")
+
+    @pre_quant_scale.setter
+    def pre_quant_scale(self, value: Any) -> None:
+        self._set("_pre_quant_scale", value)
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude that has a code, before `scale_amax`; None if it is that of every tensor.
+
+        Raises:
+            RuntimeError: the setter is given another shape than amax has.
+        """
+        return self._buffers.get("_amax")
+
+    @amax.setter
+    def amax(self, value: Any) -> None:
+        self._set("_amax", value)
+
+    def _set(self, name: str, value: Any) -> None:
+        """What the setters do."""
+        if value is None:
+            logger.error("%s cannot be set to None; delete it instead", name)
+            return
+        value = torch.as_tensor(value)
+        old = self._buffers.get(name)
+        if old is not None and old.shape != value.shape:
+            raise RuntimeError(
+                f"Changing shape when setting {name.strip('_')} is not allowed: it has {list(old.shape)}, got "
+                f"{list(value.shape)}; delete it before"
+            )
+        self._set_buffer(name, value)
+
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        """A copy as a buffer: in the one that is there, if the shape is the same."""
+        old = self._buffers.get(name)
+        value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        if old is None or old.shape != value.shape:
+            vars(self).pop(name, None)
+            self.register_buffer(name, value.clone() if old is None else value.to(old.device, copy=True))
+        else:
+            old.data.copy_(value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in _BUFFERS:
+            if prefix + name in state_dict and name not in self._buffers:
+                self.register_buffer(name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _short_amax(self) -> str:
+        amax = self.amax
+        if amax is None:
+            return "dynamic"
+        if amax.numel() == 1:
+            return f"{amax.item():.4f}"
+        return f"[{amax.min().item():.4f}, {amax.max().item():.4f}]({amax.numel()})"
 
     @property
     def num_bits(self) -> NumBits:
@@ -293,9 +484,9 @@ class TensorQuantizer(StoredRange):
         learns = self._learn_amax and is_integer
         if exporting:
             known = self._learned_amax() if learns else None if self.amax is None else self._get_amax(inputs)
-            onnx_form.check(known, fmt, self._narrow_range)
+            _check_exportable(known, fmt, self._narrow_range)
             assert known is not None
-            return onnx_form.fake_quantize(inputs, known, fmt)
+            return _as_quantize_linear(inputs, known, fmt)
         amax = self._learned_amax() if learns else self._get_amax(inputs)
         # Clipped in the precision of amax: rounded to half precision a clipped value may lie beyond it.
         x = self.clip(inputs.to(torch.promote_types(inputs.dtype, amax.dtype))) if learns else inputs

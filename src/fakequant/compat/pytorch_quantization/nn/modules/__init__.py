@@ -1,1 +1,0 @@
-"""The quantizer, and layers that have quantizers."""
