@@ -109,7 +109,7 @@ def test_own_code_is_copied_with_what_it_imports(tmp_path: Path) -> None:
         "lacks modeling_own.py, the code of the model that config.json names"
         in (delivered(source, tmp_path / "b", **given)[0])
     )
-    assert beside(Net("", **given)).missing
+    assert beside(Net("", **given))[1]
 
 
 def test_modules_of_a_sentence_encoder_are_copied(tmp_path: Path) -> None:

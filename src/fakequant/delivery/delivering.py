@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from fakequant.delivery.folder import CONFIG, Folder, check_shard_size, sharded,
 from fakequant.delivery.format import DeliveryFormat, Part, delivery_format, delivery_formats, float_names, paired
 from fakequant.errors import CheckpointError, ExportError, OutputError, warn_user
 from fakequant.files import check_path, read_whole, writable_folder
-from fakequant.model.config import Rule, TensorConfig
+from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
 from fakequant.model.sites.sites import site_path
 from fakequant.model.sizes import spec_bits
-from fakequant.model.state.plan import LayerEntry, QuantizerEntry
+from fakequant.model.state.plan import QuantizerEntry
 from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
+from fakequant.nn.wrappers import Role, accepts_wrapped_model
 from fakequant.ptq.next_step import holders
 from fakequant.text import listed
 
@@ -44,37 +44,33 @@ def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
     """What is quantized in a model: each layer once for each of its weights, and each call of a function."""
     found: list[Part] = []
     for path, entry in state.layers.items():
-        layer = module_at(model, path)
+        layer, held = module_at(model, path), _quantizing(entry.quantizers)
         assert isinstance(layer, QuantizedLayer)
-        found += _of_layer(path, layer, entry)
+        operands = layer.operands(layer)
+        pairs = paired(operands)
+        for attribute, source in pairs.items():
+            inputs = [source] if source else [name for name, one in operands.items() if one.role is Role.INPUT]
+            own = {"input" if source else _shown(name): name for name in inputs}
+            own |= {"weight": attribute, "output": "_output_quantizer"}
+            tensors = {name: held[key] for name, key in own.items() if key in held}
+            if tensors:
+                places = {name: operands[key] for name, key in own.items() if key in operands}
+                paths = {name: join(path, own[name]) for name in tensors}
+                found.append(Part(path, entry.type, layer, tensors, paths, places))
+        if not pairs and held:
+            tensors = {_shown(name): one for name, one in held.items()}
+            found.append(Part(path, entry.type, layer, tensors, {_shown(name): join(path, name) for name in held}))
     for path, owner in state.sites.owners.items():
         for key, site in owner.sites.items():
-            held = {name: one.tensor for name, one in site.quantizers.items() if _is_on(one)}
-            if held:
+            if held := _quantizing(site.quantizers):
                 paths = {name: f"{site_path(path, key)}.{name}" for name in held}
                 found.append(Part(path, key.rpartition("_")[0], module_at(model, path), held, paths, call=key))
     return found
 
 
-def _is_on(entry: QuantizerEntry | None) -> bool:
-    return entry is not None and entry.mode is Mode.QUANTIZE
-
-
-def _of_layer(path: str, layer: QuantizedLayer, entry: LayerEntry) -> Iterator[Part]:
-    held = {name: one.tensor for name, one in entry.quantizers.items() if _is_on(one)}
-    operands = layer.operands(layer)
-    pairs = paired(operands)
-    for attribute, source in pairs.items():
-        inputs = [source] if source else [name for name, one in operands.items() if one.role is Role.INPUT]
-        own = {"input" if source else _shown(name): name for name in inputs}
-        own |= {"weight": attribute, "output": "_output_quantizer"}
-        tensors = {name: held[key] for name, key in own.items() if key in held}
-        if tensors:
-            places = {name: operands[key] for name, key in own.items() if key in operands}
-            yield Part(path, entry.type, layer, tensors, {name: join(path, own[name]) for name in tensors}, places)
-    if not pairs and held:
-        tensors = {_shown(name): one for name, one in held.items()}
-        yield Part(path, entry.type, layer, tensors, {_shown(name): join(path, name) for name in held})
+def _quantizing(entries: Mapping[str, QuantizerEntry | None]) -> dict[str, TensorConfig]:
+    """How quantizers quantize, without those that are switched off."""
+    return {name: one.tensor for name, one in entries.items() if one is not None and one.mode is Mode.QUANTIZE}
 
 
 def _shown(attribute: str) -> str:
@@ -109,12 +105,12 @@ def refuse(
         alike: dict[str, list[str]] = {}
         for name, reason in found.items():
             alike.setdefault(reason, []).append(name)
-        lines = "".join(f"\n  {_named(names)}: {reason}" for reason, names in alike.items())
+        named = (
+            (names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})", reason)
+            for reason, names in alike.items()
+        )
+        lines = "".join(f"\n  {names}: {reason}" for names, reason in named)
         raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
-
-
-def _named(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} parts ({listed(names, 3)})"
 
 
 def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str | None:
@@ -132,7 +128,10 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     if any(one.learned is not None for one in held.values()):
         return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
     scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}
-    left = [name for name, scale in scales.items() if scale is None and _is_fixed(part, name)]
+    # Static quantizers need data before they work; weights have scales of their own.
+    weights = {name for name, place in part.places.items() if place.role is Role.WEIGHT}
+    needs = (name for name, one in part.operands.items() if not one.dynamic and name not in weights)
+    left = [name for name in needs if scales[name] is None]
     if left and with_ranges:
         return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
     dtypes = [scale.dtype for scale in scales.values() if scale is not None]
@@ -143,32 +142,22 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     return None
 
 
-def _is_fixed(part: Part, name: str) -> bool:
-    """Whether a quantizer needs data before it can work: weights have scales of their own."""
-    place = part.places.get(name)
-    return not part.operands[name].dynamic and (place is None or place.role is not Role.WEIGHT)
-
-
 def _nearest(format: DeliveryFormat, part: Part) -> str:
     """The preset nearest to how a layer is quantized that a format can hold, as the end of a message."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
     held: dict[str, tuple[float, float]] = {}
     for name, preset in presets().items():
-        rules = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
-        placed = {key: _placed(rule, own) for rule in rules[:1] for key, own in part.places.items()}
-        tensors = {key: one for key, one in placed.items() if one is not None}
+        rule = next((rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers), None)
+        tensors: dict[str, TensorConfig] = {}
+        for key, place in part.places.items():
+            if rule is not None and (config := rule.tensor(place.role, place.axes(), place.kernel)) is not None:
+                tensors[key] = config.for_each() if place.is_stack else config
         if "weight" in tensors and format.why_not(replace(part, operands=tensors)) is None:
             held[name] = _distance(part, tensors)
     if not held:
         return "; leave it in float by Rule(pattern), or give the model to fakequant.export_onnx"
     return f"; the nearest preset that it holds is {min(held, key=held.__getitem__)}"
-
-
-def _placed(rule: Rule, place: Operand) -> TensorConfig | None:
-    """How a rule quantizes an operand."""
-    config = rule.tensor(place.role, place.axes(), place.kernel)
-    return config.for_each() if place.is_stack and config is not None else config
 
 
 def _distance(part: Part, other: Mapping[str, TensorConfig]) -> tuple[float, float]:
@@ -177,18 +166,16 @@ def _distance(part: Part, other: Mapping[str, TensorConfig]) -> tuple[float, flo
     codes = _IN_FLOAT if ours is None else abs(theirs.bits - ours.spec.format.bits) + (theirs != ours.spec.format)
     for name in ("weight", "input"):
         one, two = part.operands.get(name), other.get(name)
-        bits = [_bits(tensor, part.shape if name == "weight" else ()) for tensor in (one, two)]
+        shape = part.shape if name == "weight" else ()
+        bits = [
+            _IN_FLOAT if x is None else spec_bits(x.spec, shape).per_weight if shape else x.spec.format.bits
+            for x in (one, two)
+        ]
         total += abs(bits[0] - bits[1])
         if one is not None and two is not None:
             total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
             total += _AXES * (one.spec.granularity != two.spec.granularity)
     return codes, total
-
-
-def _bits(tensor: TensorConfig | None, shape: tuple[int, ...]) -> float:
-    if tensor is None:
-        return _IN_FLOAT
-    return spec_bits(tensor.spec, shape).per_weight if shape else tensor.spec.format.bits
 
 
 _KNOWN = (
@@ -205,33 +192,33 @@ _BUFFERS = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
 _MODULES, _GENERATION = "modules.json", "generation_config.json"
 
 
-class SmallFiles(NamedTuple):
-    """The small files of a model.
+def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
+    """The small files of the folder that a model was loaded from, also of one in the cache of Hugging Face.
 
-    Attributes:
-        files: by name, to be copied; of a module of sentence-transformers with its folder.
-        missing: what the files of the model need and the folder will not have, one sentence each.
+    Returns:
+        By name the files to be copied, of a module of sentence-transformers with its folder; and the missing ones, a
+        sentence for each.
     """
-
-    files: Mapping[str, Content]
-    missing: list[str]
-
-
-def beside(model: nn.Module) -> SmallFiles:
-    """The small files of the folder that a model was loaded from, also of one in the cache of Hugging Face."""
     given = str(getattr(model, "name_or_path", "") or "")
     generation: Any = getattr(model, "generation_config", None)
     made = {} if generation is None else {_GENERATION: generation.to_json_string().encode()}
     if not given:
-        return SmallFiles(made, _without_code(model, {}))
+        return made, _without_code(model, {})
     source = folder_of(model)
     if source is None:
-        return SmallFiles(
-            made,
-            [f"the tokenizer and other files of {given}, which is no folder here and not in the cache of Hugging Face"],
-        )
-    names = [name for name in sorted(path.name for path in source.iterdir()) if _is_known(name, _KNOWN)]
-    wanted = [*names, *_code_of(model, source), *_modules_of(source)]
+        return made, [
+            f"the tokenizer and other files of {given}, which is no folder here and not in the cache of Hugging Face"
+        ]
+    wanted = _known_in(source, _KNOWN)
+    for name in _named_code(model):  # the Python files that load the model, with those that they import
+        wanted.append(name)
+        if (source / name).is_file():
+            from transformers.dynamic_module_utils import get_relative_import_files
+
+            wanted += [Path(one).name for one in get_relative_import_files(source / name)]
+    for path in _paths_of(source):
+        if (source / path).is_dir():
+            wanted += [f"{path}/{name}" for name in _known_in(source / path, _OF_MODULES)]
     found = {name: source / name for name in dict.fromkeys(wanted) if (source / name).is_file()}
     large = [name for name, path in found.items() if path.stat().st_size > _LARGE]
     missing = [f"{listed(large)}, which are larger than {_LARGE >> 20} MB"] if large else []
@@ -240,9 +227,9 @@ def beside(model: nn.Module) -> SmallFiles:
     if left := [path for path in _paths_of(source) if not any(name.startswith(f"{path}/") for name in files)]:
         missing.append(f"{listed(left)}, which {_MODULES} names")
     is_text = getattr(model, "main_input_name", "") == "input_ids"
-    if source != Path(given) and is_text and not any(_is_known(name, _KNOWN[:8]) for name in files):
+    if source != Path(given) and is_text and not {*_known_in(source, _KNOWN[:8])} & {*files}:
         missing.append(f"the tokenizer of {given}, which is not in the cache of Hugging Face")
-    return SmallFiles({**made, **files} if _GENERATION not in files else files, missing)
+    return {**made, **files} if _GENERATION not in files else files, missing
 
 
 def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
@@ -275,12 +262,10 @@ def digests(files: Mapping[str, Content]) -> dict[str, str]:
 
 
 def unchanged(folder: Path, files: Mapping[str, Content], written: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Which of some files may be written, and which the user has put there or changed, so that they stay.
+    """The names of files that may be written to a folder, and of those that the user put there or changed.
 
     Args:
-        folder: where they would lie.
-        files: to be written.
-        written: the digests of what an earlier delivery wrote there.
+        written: the digests of the files that an earlier delivery wrote there.
     """
     free, kept = list[str](), list[str]()
     for name, content in files.items():
@@ -299,8 +284,10 @@ def _digest(content: Content) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _is_known(name: str, patterns: Iterable[str]) -> bool:
-    return not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in patterns)
+def _known_in(folder: Path, patterns: Collection[str]) -> list[str]:
+    """The names in a folder that fit a pattern, without hidden ones."""
+    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def folder_of(model: Any) -> Path | None:
@@ -333,16 +320,6 @@ def _named_code(model: Any) -> list[str]:
     return sorted({f"{text.partition('.')[0]}.py" for text in texts})
 
 
-def _code_of(model: Any, source: Path) -> Iterator[str]:
-    """The Python files that load a model, with those that they import."""
-    for name in _named_code(model):
-        yield name
-        if (source / name).is_file():
-            from transformers.dynamic_module_utils import get_relative_import_files
-
-            yield from (Path(one).name for one in get_relative_import_files(source / name))
-
-
 def _without_code(model: Any, files: Mapping[str, Content]) -> list[str]:
     left = [name for name in _named_code(model) if name not in files]
     return [f"{listed(left)}, the code of the model that config.json names in auto_map"] if left else []
@@ -353,14 +330,6 @@ def _paths_of(source: Path) -> list[str]:
     values = _json(source / _MODULES)
     paths = [one.get("path") for one in values if isinstance(one, dict)] if isinstance(values, list) else []
     return [path for path in paths if isinstance(path, str) and path not in ("", ".", "..") and "/" not in path]
-
-
-def _modules_of(source: Path) -> Iterator[str]:
-    for path in _paths_of(source):
-        if (source / path).is_dir():
-            yield from (
-                f"{path}/{one.name}" for one in sorted((source / path).iterdir()) if _is_known(one.name, _OF_MODULES)
-            )
 
 
 _CALL = "deliver(model, 'folder', 'compressed-tensors')"
@@ -425,11 +394,7 @@ def deliver_state(
     """Write a state in a format, see `deliver`.
 
     Args:
-        state: what is written.
         model: prepared as the state says; its own tensors are not read.
-        folder: where the files are written.
-        chosen: the format.
-        max_shard_size: the largest number of bytes of a file of tensors.
         others: tensors that the model does not load, to be written as they are.
     """
     target = Path(folder)
@@ -447,16 +412,14 @@ def deliver_state(
         files = {name or key: content for key, content in files.items()}
         write_folder(out, files, lambda: _refuse_others(chosen, out, files))
         return out / next(iter(files))
-    small = beside(model)
-    free, kept = unchanged(out, small.files, written_in(out) or {})
-    notes = (
-        [f"the folder lacks {'; and '.join(small.missing)}; put there what loads the model"] if small.missing else []
-    )
+    small, missing = beside(model)
+    free, kept = unchanged(out, small, written_in(out) or {})
+    notes = [f"the folder lacks {'; and '.join(missing)}; put there what loads the model"] if missing else []
     if kept:
         notes.append(
             f"{listed(kept)} in {out} stay as they are, others than those of the model; remove them to get its"
         )
-    copied = {one: small.files[one] for one in free}
+    copied = {one: small[one] for one in free}
     files = {**copied, **sharded(files, max_shard_size, digests(copied))}
     write_folder(out, files, lambda: _refuse_others(chosen, out, {*files} - {*free}))
     if notes:
@@ -481,13 +444,7 @@ def weights_in(folder: Path) -> list[str]:
 
 
 def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str]) -> None:
-    """Raise where a folder has files of these names, and no delivery in the format wrote them.
-
-    Args:
-        chosen: the format.
-        path: of the folder, or of the file where the format is one.
-        names: of the files.
-    """
+    """Raise where the folder `path`, or that of the file, has files of these names that no delivery wrote."""
     folder = path.parent if chosen.suffix else path
     if (there := sorted(name for name in names if (folder / name).exists())) and not chosen.wrote(path):
         raise OutputError(

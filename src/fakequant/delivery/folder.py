@@ -48,17 +48,30 @@ def check_shard_size(limit: int) -> None:
 
 
 def sharded(files: Files, limit: int, beside: Mapping[str, str]) -> dict[str, Content]:
-    """The same files, with tensors in shards of at most `limit` bytes and an index.
-
-    Args:
-        files: by name.
-        limit: of a shard.
-        beside: the digests of the files that are written with them; the headers of shards have them.
-    """
+    """The files with tensors in shards of at most `limit` bytes and an index; headers have the digests `beside`."""
     found: dict[str, Content] = {}
     for file, content in files.items():
-        is_tensors = file.endswith(".safetensors") and isinstance(content, Mapping)
-        found |= _shards(file, content, limit, json.dumps(beside)) if is_tensors else {file: content}
+        if not (file.endswith(".safetensors") and isinstance(content, Mapping)):
+            found[file] = content
+            continue
+        tensors: Any = content
+        shards, held = list[dict[str, Any]]([{}]), 0
+        for name, tensor in tensors.items():
+            if shards[-1] and held + size_of(tensor) > limit:
+                shards.append({})
+                held = 0
+            shards[-1][name] = tensor
+            held += size_of(tensor)
+        metadata = {**getattr(tensors, "metadata", {}), _MARK: json.dumps(beside)}
+        if len(shards) == 1:
+            found[file] = TensorFile(tensors, metadata)
+            continue
+        stem = file.removesuffix(".safetensors")
+        names = [f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+        place = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": sum(map(size_of, tensors.values()))}, "weight_map": place}
+        found |= {name: TensorFile(shard, metadata) for name, shard in zip(names, shards, strict=True)}
+        found[f"{file}.index.json"] = json.dumps(index, indent=2).encode()
     return found
 
 
@@ -74,31 +87,10 @@ def written_in(folder: Path) -> dict[str, str] | None:
     return found
 
 
-def _shards(file: str, tensors: Any, limit: int, mark: str) -> dict[str, Content]:
-    shards: list[dict[str, Any]] = [{}]
-    held = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and held + size_of(tensor) > limit:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += size_of(tensor)
-    metadata = {**getattr(tensors, "metadata", {}), _MARK: mark}
-    if len(shards) == 1:
-        return {file: TensorFile(tensors, metadata)}
-    stem = file.removesuffix(".safetensors")
-    names = [f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
-    place = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": sum(map(size_of, tensors.values()))}, "weight_map": place}
-    found: dict[str, Content] = {name: TensorFile(shard, metadata) for name, shard in zip(names, shards, strict=True)}
-    return {**found, f"{file}.index.json": json.dumps(index, indent=2).encode()}
-
-
 class Folder:
     """A folder with `config.json` and tensors, read when they are asked for; nothing in it is executed.
 
     Attributes:
-        path: of the folder.
         config: the content of `config.json`.
         quantization: what it says of quantization.
     """
@@ -143,12 +135,7 @@ class Folder:
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors of a folder by name, read at each access.
-
-    Args:
-        folder: that holds the files.
-        places: the file of each tensor.
-    """
+    """The tensors of a folder by name, each in its file by `places`, read at each access."""
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
         self._places = places
@@ -247,8 +234,7 @@ def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
 
     Args:
         make: as a configuration says.
-        size: of the files, in bytes.
-        path: of what is read, for the message.
+        size: of the files at the path, in bytes.
 
     Raises:
         CheckpointError: the configuration is of a larger model, or damaged.
@@ -296,7 +282,7 @@ class FileNames:
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A tensor of a model as files hold it; codes and scales in the axes of a weight go the same way."""
+        """The pieces of a tensor of a model in files; codes and scales in the axes of a weight go the same way."""
         if self._model is None:
             return {name: tensor}
         from transformers.core_model_loading import revert_weight_conversion

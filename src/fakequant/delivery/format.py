@@ -43,9 +43,9 @@ class Part:
         kind: the class of the float layer, or the function.
         module: at the path.
         operands: what is quantized, by name: "input", "weight" and "output" of a layer, those of the function.
-        paths: those of their quantizers.
+        paths: of their quantizers.
         places: of a layer, where these tensors have their axes.
-        call: which of the functions that the module calls, as "sdpa_0"; "" of a layer.
+        call: the function among those that the module calls, as "sdpa_0"; "" of a layer.
     """
 
     path: str
@@ -70,6 +70,16 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """That of the weight."""
         return tuple(self.module.get_parameter(self.places["weight"].weight).shape) if self.weight else ()
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the weight is a table whose rows are looked up."""
+        return isinstance(self.module, nn.Embedding)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is a table, or the matrix [out, in] of a linear layer."""
+        return self.is_table or isinstance(self.module, nn.Linear)
 
     @property
     def is_stack(self) -> bool:
@@ -134,11 +144,9 @@ class DeliveryFormat(ABC):
         """
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files | None:
-        """The files with tensors that the model does not load; None where they cannot hold any.
+        """The files of `encode` with tensors that the model does not load; None where they cannot hold any.
 
-        Args:
-            files: of `encode`.
-            tensors: in float, by the names that the model's source has.
+        The tensors are in float, by the names that the model's source has.
         """
         return None
 
@@ -191,14 +199,9 @@ def delivery_formats() -> dict[str, DeliveryFormat]:
     folder = Path(__file__).parent / "formats"
     names = [one.name for one in pkgutil.iter_modules([str(folder)])]
     modules = [import_module(f"{__package__}.formats.{name}") for name in names]
-    return {name: made for module in modules for name, made in _formats_in(module)} | _added
-
-
-def _formats_in(module: Any) -> Iterator[tuple[str, DeliveryFormat]]:
-    for value in vars(module).values():
-        is_own = isinstance(value, type) and value.__module__ == module.__name__
-        if is_own and issubclass(value, DeliveryFormat) and hasattr(value, "name"):
-            yield value.name, value()
+    values = ((module.__name__, value) for module in modules for value in vars(module).values())
+    classes = [one for name, one in values if isinstance(one, type) and one.__module__ == name]
+    return {cls.name: cls() for cls in classes if issubclass(cls, DeliveryFormat) and hasattr(cls, "name")} | _added
 
 
 def delivery_format(name: str) -> DeliveryFormat:
@@ -249,10 +252,7 @@ def format_of(path: Path) -> DeliveryFormat:
     raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")
 
 
-_ROLES = Role.WEIGHT, Role.INPUT
-
-
-class Place(NamedTuple):
+class WeightSlot(NamedTuple):
     """A weight of a layer.
 
     Attributes:
@@ -272,9 +272,9 @@ class Place(NamedTuple):
     operand: Operand
 
 
-def places_of(model: nn.Module) -> dict[str, Place]:
+def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
     """The weights of a model that can be quantized, by their names in the state dict."""
-    found: dict[str, Place] = {}
+    found: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         form = type(module) if isinstance(module, QuantizedLayer) else quantized_class(module)
         if form is None:
@@ -283,14 +283,16 @@ def places_of(model: nn.Module) -> dict[str, Place]:
         operands = form.operands(module)
         classes = tuple(cls.__name__ for cls in own.__mro__)
         for name, source in paired(operands).items():
-            place = Place(path, own.__name__, classes, name, source, operands[name])
-            found[join(path, operands[name].weight)] = place
+            slot = WeightSlot(path, own.__name__, classes, name, source, operands[name])
+            found[join(path, operands[name].weight)] = slot
     return found
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
     """The quantizers of weights, each with that of the input that it multiplies; "" where none belongs to it alone."""
-    weights, inputs = ([name for name, one in operands.items() if one.role is role] for role in _ROLES)
+    weights, inputs = (
+        [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
+    )
     return dict(zip(weights, inputs if len(inputs) == len(weights) else [""] * len(weights), strict=True))
 
 
@@ -322,7 +324,7 @@ class Stored(NamedTuple):
 def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
     """Parts whose weights are floats with the values of their codes: tables, and what is tied by `shared` names."""
     tied = {*shared, *shared.values()}
-    return [part for part in parts if part.weight and (isinstance(part.module, nn.Embedding) or part.weight in tied)]
+    return [part for part in parts if part.weight and (part.is_table or part.weight in tied)]
 
 
 def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
@@ -370,7 +372,7 @@ class LayeredWriter:
         parts: Sequence[Part],
         stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
     ) -> None:
-        self.state, self._model, self._names, self._stored = state, model, FileNames(model), stored
+        self.state, self._names = state, FileNames(model)
         self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
         self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
@@ -383,27 +385,19 @@ class LayeredWriter:
             tensor = lazy(state.tensors, state.shared.get(name, name))
             pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             for key, piece in pieces.items():
-                if name in self.coded:
-                    self._add_codes(self.coded[name], key, piece)
-                else:
-                    self._add_float(name, key, piece, tensor)
-
-    def _add_codes(self, part: Part, key: str, piece: Tensor) -> None:
-        base = key.removesuffix(".weight")
-        self.pieces.setdefault(part.weight, []).append(base)
-        for end, one in self._stored(part, piece.shape, piece.dtype).items():
-            self.tensors[f"{base}.{end}"] = self._piece(part.weight, key, one)
-
-    def _add_float(self, name: str, key: str, piece: Tensor, tensor: LazyTensor) -> None:
-        base, module = key.removesuffix(".weight"), module_at(self._model, name.rpartition(".")[0])
-        if base != key and piece.dim() == 2 and not isinstance(module, nn.Embedding):
-            self.ignored += dict.fromkeys(
-                [base, name.removesuffix(".weight")] if piece.shape == tensor.shape else [base]
-            )
-        if name not in self.state.shared:
-            is_whole = name not in self.in_float and piece.shape == tensor.shape
-            plain = Stored("values", piece.shape, piece.dtype)
-            self.tensors[key] = tensor if is_whole else self._piece(name, key, plain)
+                base, is_whole = key.removesuffix(".weight"), piece.shape == tensor.shape
+                if (part := self.coded.get(name)) is not None:
+                    self.pieces.setdefault(name, []).append(base)
+                    for end, one in stored(part, piece.shape, piece.dtype).items():
+                        self.tensors[f"{base}.{end}"] = self._piece(name, key, one)
+                    continue
+                is_table = isinstance(module_at(model, name.rpartition(".")[0]), nn.Embedding)
+                if base != key and piece.dim() == 2 and not is_table:
+                    self.ignored += dict.fromkeys([base, name.removesuffix(".weight")] if is_whole else [base])
+                if name not in state.shared:
+                    plain = Stored("values", piece.shape, piece.dtype)
+                    is_plain = is_whole and name not in self.in_float
+                    self.tensors[key] = tensor if is_plain else self._piece(name, key, plain)
 
     def _piece(self, name: str, key: str, one: Stored) -> LazyTensor:
         return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
@@ -412,8 +406,8 @@ class LayeredWriter:
         """A field of a weight, or the values of a tensor, in the pieces that files hold."""
         state = self.state
         if field == "values":
-            is_coded = name in self.in_float
-            return self._names.split(name, state.weights[name].values() if is_coded else state.tensors[name])
+            coded = name in self.in_float
+            return self._names.split(name, state.weights[name].values() if coded else state.tensors[name])
         if field == "codes":
             return self._names.split(name, state.weights[name].codes)
         part = self.coded[name]
@@ -501,15 +495,15 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
 def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
     """The state of a float model with the values of a state."""
     found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
-    places = places_of(model)
+    slots = weight_slots(model)
     for name in state.weights:
-        place, held = places[name], state.weights[name]
+        slot, held = slots[name], state.weights[name]
         held.check()
-        found[name], entry = held.values(), state.layers[place.path].transform
-        layer = module_at(model, place.path)
+        found[name], entry = held.values(), state.layers[slot.path].transform
+        layer = module_at(model, slot.path)
         if entry is not None and name.rpartition(".")[2] in first_weights(layer):
             transform = make_transform(entry.kind, layer, **entry.options)
-            prefix = f"{join(place.path, '_input_transform')}."
+            prefix = f"{join(slot.path, '_input_transform')}."
             own = {key.removeprefix(prefix): state.tensors[key] for key in state.tensors if key.startswith(prefix)}
             transform.load_state_dict(own)
             found[name] = transform.out_of_weight(layer, found[name])

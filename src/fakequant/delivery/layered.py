@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, FileNames, Folder, build, written_in
-from fakequant.delivery.format import DeliveryFormat, Part, Place, float_names, places_of, written_in_float
+from fakequant.delivery.format import DeliveryFormat, Part, WeightSlot, float_names, weight_slots, written_in_float
 from fakequant.errors import CheckpointError, ExportError, warn_user
 from fakequant.functional import quantize
 from fakequant.model.config import TensorConfig
@@ -22,15 +22,14 @@ from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, T
 from fakequant.model.state.snapshots import Files, Made, QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join
-from fakequant.numerics.formats import parse_format
 from fakequant.numerics.formats.packing import unpack
-from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
-Codes = tuple[Tensor, Tensor, "Tensor | None"]
-"""Codes, scales and zero points of a weight [out, in]."""
+Read = Callable[[], Tensor]
+"""Reads a tensor whose type and shape are checked."""
 FLOATS = {torch.float16: ScaleSpec("float16"), torch.bfloat16: ScaleSpec("bfloat16"), torch.float32: ScaleSpec()}
 """Types in which files have scales."""
 _INPUTS = "_input_transform"
@@ -53,7 +52,9 @@ class CodedWeight:
 
     Attributes:
         spec: of the weight.
-        make: reads its codes, scales [out, groups] and zero points.
+        codes: in the storage of the format.
+        scale: [out, groups].
+        zero_point: the same; None without one.
         input: the quantization of the layer's input; None for float.
         output: the quantization of the layer's output; None for float.
         ranges: the tensors of these quantizers, as "input.scale" or "output.zero_point".
@@ -61,7 +62,9 @@ class CodedWeight:
     """
 
     spec: QuantSpec
-    make: Callable[[], Codes]
+    codes: Read
+    scale: Read
+    zero_point: Read | None = None
     input: TensorConfig | None = None
     output: TensorConfig | None = None
     ranges: Mapping[str, Tensor] = field(default_factory=dict)
@@ -73,8 +76,8 @@ class LayerTensors:
     """The tensors of a file that belong to one weight.
 
     Attributes:
-        folder: the folder, with its configuration.
-        tensors: the tensors of the folder.
+        folder: with its configuration.
+        tensors: of the folder.
         base: the path of the layer in the file.
         shape: of the weight, [out, in].
         path: the path of the layer in the model.
@@ -96,8 +99,8 @@ class LayerTensors:
         """Whether a tensor with this end of the name exists."""
         return join(self.base, end) in self.tensors
 
-    def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Tensor:
-        """Read a tensor; its shape becomes the first of the given shapes.
+    def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
+        """What reads a tensor; its shape becomes the first of the given shapes.
 
         Raises:
             CheckpointError: there is none, or it is of another dtype or shape.
@@ -111,7 +114,19 @@ class LayerTensors:
             kinds = " or ".join(map(str, allowed))
             self.refuse(f"{end} is {tensor.dtype} of shape {[*tensor.shape]}, not {kinds} of {expected}")
         self.used.add(key)
-        return tensor.reshape(tuple(shapes[0]))
+        return lambda: self.tensors[key].reshape(tuple(shapes[0]))
+
+    def powers(self, end: str, shape: Sequence[int]) -> Read:
+        """What reads powers of two, of which a file has the exponents as bytes."""
+        exponents = self.get(end, torch.uint8, shape)
+        if bool((exponents() == 255).any()):
+            self.refuse(f"{end} holds codes for no number")
+        return lambda: torch.ldexp(torch.ones(tuple(shape)), exponents().to(torch.int32) - 127)
+
+    def fours(self, end: str, rows: int, columns: int) -> Read:
+        """What reads numbers of 4 bits [rows, columns], two inputs in a byte, the first one in its low bits."""
+        packed = self.get(end, torch.uint8, (rows, -(-columns // 2)))
+        return lambda: unpack(packed(), 4, columns).to(torch.uint8)
 
     def groups(self, size: object) -> Groups:
         """The groups for the group size of a configuration; -1 is one group.
@@ -207,18 +222,21 @@ class _LayeredReader:
         self.weights: dict[str, Callable[[], WeightCodes]] = {}
 
     def state(self) -> QuantizedState:
-        shared, places = shared_names(self.model), places_of(self.model)
+        shared, slots = shared_names(self.model), weight_slots(self.model)
         for name in float_names(self.model):
             pieces = self.names.split(name, torch.empty_like(self.own[name], device="meta"))
             if name in shared:
                 self.used |= {*pieces}
                 continue
-            place = places.get(name)
-            coded = {} if place is None else {key: self._coded(key, place, len(pieces)) for key in pieces}
-            if place is None or None in coded.values():
-                self._add_float(name, pieces, place)
+            slot = slots.get(name)
+            coded = {} if slot is None else {key: self._coded(key, slot, len(pieces)) for key in pieces}
+            if slot is None or None in coded.values():
+                self._need(*pieces)
+                shape, channels = self.own[name].shape, slot and slot.operand.channels
+                whole = partial(self.names.joined, name, shape=shape, channels=channels)
+                self.found[name] = lambda whole=whole, keys=(*pieces,): whole({key: self.tensors[key] for key in keys})
             else:
-                self._add(name, place, {key: one for key, one in coded.items() if one is not None})
+                self._add(name, slot, {key: one for key, one in coded.items() if one is not None})
         sites, ranges = self.format.calls(self.folder, self.model)
         for name, key in ranges.items():
             self._need(key)
@@ -228,79 +246,82 @@ class _LayeredReader:
             sites=sites, layers=self.layers, shared=shared, tensors=Made(self.found), weights=Made(self.weights)
         )
 
-    def _coded(self, key: str, place: Place, pieces: int) -> CodedWeight | None:
-        operand, weight = place.operand, self.own[join(place.path, place.operand.weight)]
+    def _coded(self, key: str, slot: WeightSlot, pieces: int) -> CodedWeight | None:
+        operand, weight = slot.operand, self.own[join(slot.path, slot.operand.weight)]
         shape = weight.shape[operand.channels], weight.shape[operand.reduction]
         if pieces > 1:
-            piece = self.names.split(join(place.path, operand.weight), torch.empty_like(weight, device="meta"))[key]
+            piece = self.names.split(join(slot.path, operand.weight), torch.empty_like(weight, device="meta"))[key]
             shape = piece.shape[0], piece.shape[1]
         is_alone = not operand.is_stack and operand.channels == 0
-        classes = ("Linear",) if operand.is_stack else place.classes
+        classes = ("Linear",) if operand.is_stack else slot.classes
         base = key.rpartition(".")[0]
-        module = LayerTensors(self.folder, self.tensors, base, shape, place.path, classes, is_alone)
+        module = LayerTensors(self.folder, self.tensors, base, shape, slot.path, classes, is_alone)
         found = self.format.coded(module) if weight.dim() - operand.is_stack == 2 else None
         self.used |= module.used if found is not None else set()
         return found
-
-    def _add_float(self, name: str, pieces: Mapping[str, Tensor], place: Place | None) -> None:
-        self._need(*pieces)
-        channels = place and place.operand.channels
-        self.found[name] = lambda: self._joined(name, {key: self.tensors[key] for key in pieces}, channels)
 
     def _need(self, *keys: str) -> None:
         if missing := [key for key in keys if key not in self.tensors]:
             raise CheckpointError(f"{self.folder.path} lacks {listed(missing)}; it is damaged, or of another model")
         self.used |= {*keys}
 
-    def _joined(self, name: str, pieces: Mapping[str, Tensor], channels: int | None) -> Tensor:
-        return self.names.joined(name, pieces, self.own[name].shape, channels)
-
-    def _add(self, name: str, place: Place, coded: Mapping[str, CodedWeight]) -> None:
+    def _add(self, name: str, slot: WeightSlot, coded: Mapping[str, CodedWeight]) -> None:
         first, *others = coded.values()
         if any((one.spec, one.input, one.output) != (first.spec, first.input, first.output) for one in others):
             raise CheckpointError(f"{self.folder.path} has experts of {name} that are quantized in different ways")
         if any(not torch.equal(one.ranges[key], x) for key, x in first.ranges.items() for one in others):
             raise CheckpointError(f"{self.folder.path} has experts of {name} with different ranges of their input")
-        config = TensorConfig(first.spec).placed(place.operand.axes())
-        config = config.for_each() if place.operand.is_stack else config
-        entry = self.layers.setdefault(place.path, LayerEntry(place.kind, {}))
-        entry.quantizers[place.attribute] = QuantizerEntry(config)
-        for role, attribute in (("input", place.input), ("output", "_output_quantizer")):
+        config = TensorConfig(first.spec).placed(slot.operand.axes())
+        config = config.for_each() if slot.operand.is_stack else config
+        entry = self.layers.setdefault(slot.path, LayerEntry(slot.kind, {}))
+        entry.quantizers[slot.attribute] = QuantizerEntry(config)
+        for role, attribute in (("input", slot.input), ("output", "_output_quantizer")):
             if (held := first.input if role == "input" else first.output) is not None and attribute:
                 entry.quantizers[attribute] = QuantizerEntry(held)
-                ranges = {key.partition(".")[2]: x for key, x in first.ranges.items() if key.startswith(role)}
-                self.found |= {join(place.path, f"{attribute}.{key}"): partial(_same, x) for key, x in ranges.items()}
+                for key, x in first.ranges.items():
+                    if key.startswith(role):
+                        self.found[join(slot.path, f"{attribute}{key.removeprefix(role)}")] = lambda x=x: x
         if first.transform is not None:
             kind, buffers = first.transform
-            self.layers[place.path] = LayerEntry(entry.type, entry.quantizers, TransformEntry(kind, {}))
+            self.layers[slot.path] = LayerEntry(entry.type, entry.quantizers, TransformEntry(kind, {}))
             for key, value in buffers.items():
-                self.found[join(place.path, f"{_INPUTS}.{key}")] = partial(Tensor.clone, value)
-        self.weights[name] = partial(self._weight, name, place, config.spec, coded)
+                self.found[join(slot.path, f"{_INPUTS}.{key}")] = partial(Tensor.clone, value)
+        self.weights[name] = partial(self._weight, name, slot, config.spec, coded)
 
-    def _weight(self, name: str, place: Place, spec: QuantSpec, coded: Mapping[str, CodedWeight]) -> WeightCodes:
-        like, channels = self.own[name], place.operand.channels
+    def _weight(self, name: str, slot: WeightSlot, spec: QuantSpec, coded: Mapping[str, CodedWeight]) -> WeightCodes:
+        like, channels = self.own[name], slot.operand.channels
         groups = spec.granularity.group_shape(tuple(like.shape))
-        made = {key: _without_zero_scales(one.spec, *one.make()) for key, one in coded.items()}
-        whole: list[Tensor | None] = []
-        for number, shape in enumerate((like.shape, groups, groups)):
-            parts = {key: one[number] for key, one in made.items()}
-            tensors = {key: part for key, part in parts.items() if part is not None}
-            joined = self.names.joined(name, tensors, shape, channels) if tensors else None
-            is_turned = joined is not None and not place.operand.is_stack and channels == 1
-            whole.append(joined.mT.contiguous() if is_turned and joined is not None else joined)
-        codes, scale, point = whole
-        assert codes is not None
-        assert scale is not None
-        point = None if point is None else point.to(torch.int32).reshape(groups)
-        if not bool(scale.float().isfinite().all()):
+        read = {key: _without_zero_scales(one) for key, one in coded.items()}
+
+        def joined(number: int, shape: Sequence[int]) -> Tensor:
+            whole = self.names.joined(name, {key: one[number] for key, one in read.items()}, shape, channels)
+            return whole.mT.contiguous() if channels == 1 and not slot.operand.is_stack else whole
+
+        codes, scale = joined(0, like.shape), joined(1, groups)
+        point = joined(2, groups).reshape(groups) if all(len(one) == 3 for one in read.values()) else None
+        if not bool(scale.isfinite().all()):
             raise CheckpointError(f"{self.folder.path}: of {name}, scales are not finite; the file is damaged")
-        reader = (join(place.path, place.attribute),)
-        return WeightCodes(codes, scale.float().reshape(groups), point, spec, tuple(like.shape), like.dtype, reader)
+        reader = (join(slot.path, slot.attribute),)
+        return WeightCodes(codes, scale.reshape(groups), point, spec, tuple(like.shape), like.dtype, reader)
 
     def _check_left(self) -> None:
+        """Refuse tensors that the model has no place for, except those that the format or the model skips."""
         left = [name for name in self.tensors if name not in self.used]
         reasons = {name: self.format.skips(name) for name in left}
-        if others := [name for name, reason in reasons.items() if reason is None and self._is_other(name)]:
+        # The class of the model, or the file, says which tensors it does not load: with a prefix, those of a head.
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        said, prefix = self.tensors.metadata.get(OTHERS, "[]"), self.names.prefix
+        others = [
+            name
+            for name, reason in reasons.items()
+            if reason is None
+            and (
+                (prefix and not name.startswith(prefix))
+                or f'"{name}"' in said
+                or any(re.search(pattern, name) for pattern in patterns)
+            )
+        ]
+        if others:
             why = f"{listed(others)} stay in the file, because {type(self.model).__name__} does not load them"
             reasons |= dict.fromkeys(others, why)
         for name, reason in reasons.items():
@@ -313,99 +334,17 @@ class _LayeredReader:
         for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
             warn_user(f"{self.format.name}: {reason}")
 
-    def _is_other(self, name: str) -> bool:
-        """Whether the class of the model, or the file, says that the model does not load a tensor."""
-        if self.names.prefix and not name.startswith(self.names.prefix):
-            return True  # of the head that the base model lacks
-        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        said = self.tensors.metadata.get(OTHERS, "[]")
-        return f'"{name}"' in said or any(re.search(pattern, name) for pattern in patterns)
 
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _without_zero_scales(spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> Codes:
-    """Replace each scale of 0 by the largest scale, and the codes of its group by the code of 0; values stay."""
-    empty = scale == 0
+def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
+    """Codes, scales and zero points with the largest scale in place of 0, and the code of 0 there; values stay."""
+    spec, codes, scale = one.spec, one.codes(), one.scale().float().contiguous()
+    point, empty = None if one.zero_point is None else one.zero_point().to(torch.int32), scale == 0
     if spec.scale.is_exact or not bool(empty.any()):
-        return codes, scale, point
+        return [codes, scale, *([] if point is None else [point])]
     peak = scale.max()
     filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)
     zeros, _ = quantize(torch.zeros(codes.shape), spec, scale=filled.float(), zero_point=point)
     sizes = [-(-whole // groups) for whole, groups in zip(codes.shape, scale.shape, strict=True)]
     wide = empty.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: codes.shape[0], : codes.shape[1]]
     chosen = torch.where(wide, zeros.view(torch.uint8), codes.view(torch.uint8))  # floats of 8 bits are not chosen from
-    return chosen.view(codes.dtype), filled, point
-
-
-INT8, INTX, FP8, NVFP4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor", "NVFP4Tensor"
-E4M3 = parse_format("float8_e4m3fn")
-NVFP4_SPEC = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
-
-
-def _granularity(module: LayerTensors, block: object) -> tuple[Granularity, tuple[int, int]]:
-    """How blocks of a size lie in a weight, and how many there are."""
-    rows, columns = module.shape
-    if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
-        module.refuse(f"block_size is {block!r:.60}, not two numbers")
-    high, wide = block
-    if block == [rows, columns]:
-        return PerTensor(), (1, 1)
-    if high != 1 or columns % wide:
-        module.refuse(f"block_size is {block}, not the whole weight, rows, or groups that divide {columns} inputs")
-    return (PerChannel(0) if wide == columns else PerBlock({-1: wide})), (rows, columns // wide)
-
-
-def _scale(module: LayerTensors, groups: tuple[int, int]) -> Callable[[], Tensor]:
-    found = partial(module.get, "_weight_scale", FLOATS, groups, *([(), (1,)] if groups == (1, 1) else []))
-    found()
-    return found
-
-
-def _integers(module: LayerTensors, data: Mapping[str, Any], *, bits: int = 0) -> CodedWeight:
-    target = data["target_dtype"]["_data"] if not bits else f"int{bits}"
-    if target not in {f"int{n}" for n in range(2, 9)}:
-        module.refuse(f"target_dtype is {target!r:.40}; this reader knows int2 to int8")
-    granularity, groups = _granularity(module, data["block_size"])
-    codes, scale = partial(module.get, "_weight_qdata", torch.int8, module.shape), _scale(module, groups)
-    codes()
-    points = None
-    if module.has("_weight_zero_point"):
-        shapes = [groups, *([(), (1,)] if groups == (1, 1) else [])]
-        points = module.get("_weight_zero_point", [torch.int8, torch.int32, torch.int64, *FLOATS], *shapes)
-        if not bool((points == points.round()).all()):
-            module.refuse("zero points are no whole numbers, which this reader does not know")
-        points = points if bool(points.any()) else None
-    spec = QuantSpec(target, granularity, symmetric=points is None, scale=FLOATS[scale().dtype])
-    return CodedWeight(spec, lambda: (codes(), scale().float(), points))
-
-
-def _fp8(module: LayerTensors, data: Mapping[str, Any]) -> CodedWeight:
-    granularity, groups = _granularity(module, data["block_size"] or [*module.shape])
-    codes, scale = partial(module.get, "_weight_qdata", torch.float8_e4m3fn, module.shape), _scale(module, groups)
-    codes()
-    return CodedWeight(QuantSpec(E4M3, granularity), lambda: (codes(), scale().float(), None))
-
-
-def _nvfp4(module: LayerTensors, data: Mapping[str, Any]) -> CodedWeight:
-    rows, columns = module.shape
-    if data["block_size"] != 16 or columns % 16:
-        module.refuse(f"block_size is {data['block_size']!r:.40} for {columns} inputs; NVFP4 has groups of 16")
-    codes = partial(module.get, "_weight_qdata", torch.uint8, (rows, columns // 2))
-    scale = partial(module.get, "_weight_scale", torch.float8_e4m3fn, (rows, columns // 16))
-    shared = partial(module.get, "_weight_per_tensor_scale", torch.float32, (1,), ())
-    for tensor in (codes, scale, shared):
-        tensor()
-    return CodedWeight(
-        NVFP4_SPEC, lambda: (unpack(codes(), 4, columns).to(torch.uint8), scale().float() * shared(), None)
-    )
-
-
-READERS: dict[str, Callable[[LayerTensors, Mapping[str, Any]], CodedWeight]] = {
-    INT8: partial(_integers, bits=8),
-    INTX: _integers,
-    FP8: _fp8,
-    NVFP4: _nvfp4,
-}
+    return [chosen.view(codes.dtype), filled, *([] if point is None else [point])]

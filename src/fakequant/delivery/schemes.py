@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fakequant.delivery.format import Engine, Part, Stored
 from fakequant.errors import CheckpointError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.run.outputs import record
-from fakequant.model.sites.sites import SitePlan, plan_sites
+from fakequant.model.sites.sites import plan_sites
 from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry, sites_entry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.nn.quantized.forms import own_class
@@ -192,18 +192,13 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
         args["scale_dtype"] = _DTYPES[_POWERS]
     elif spec.scale.format is not None:
         return f"scales of activations are float32, or {_POWERS} for groups of 32"
-    return _with_their_rule(config, args)
-
-
-def _with_their_rule(config: TensorConfig, args: Args) -> Args | str:
-    """The arguments if programs choose scales and codes by this rule, or the reason why they do not."""
-    if config.dynamic and not _is_their_rule(config.spec, args):
+    if config.dynamic and not _is_their_rule(spec, args):
         return (
             "programs take other scales of dynamic ranges: vLLM for INT8 amax / 127 and its reciprocal, the preset "
             "W8A8_DYNAMIC, transformers for integers amax / (2**bits - 1) * 2, for floats under "
             f"powers of two {_POWERS}:even, and of 8 bits {_POWERS}:even_fp4"
         )
-    is_fixed = not config.dynamic and config.spec.arithmetic is not Arithmetic.DIVIDE
+    is_fixed = not config.dynamic and spec.arithmetic is not Arithmetic.DIVIDE
     return "programs divide activations by their scale" if is_fixed else args
 
 
@@ -234,10 +229,6 @@ def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
     """A scheme of a file, completed with the defaults of omitted arguments.
-
-    Args:
-        group: an entry of `config_groups`.
-        format: the file's format, for groups without one.
 
     Raises:
         CheckpointError: arguments that this reader does not know.
@@ -386,73 +377,40 @@ def _choices(items: Any) -> int:
     return count
 
 
-class _Weight(NamedTuple):
-    """The layout of a weight [rows, columns]: makes its stored tensors."""
-
-    args: Args
-    is_packed: bool
-    shift: int
-    rows: int
-    columns: int
-
-    @property
-    def bits(self) -> int:
-        return self.args["num_bits"]
-
-    def signed(self, x: Tensor) -> Tensor:
-        # Bytes wrap around, so that one of each number is enough.
-        return x if x.dtype is torch.int8 else (x.to(torch.uint8) + -self.shift % 256).view(torch.int8)
-
-    def words(self, x: Tensor) -> Tensor:
-        packed = pack(x, self.bits, (1 << self.bits - 1) - self.shift)
-        left = -packed.shape[-1] % 4
-        return viewed(pad(packed, (0, left)) if left else packed, torch.int32)
-
-    def of_words(self, x: Tensor, count: int) -> Tensor:
-        return (unpack(viewed(x, torch.uint8), self.bits, count) - (1 << self.bits - 1)).to(torch.int8)
-
-    def codes(self, storage: torch.dtype) -> tuple[str, Stored]:
-        shape = (self.rows, self.columns)
-        if self.is_packed:
-            size = (self.rows, -(-self.columns * self.bits // 32))
-            load = partial(self.of_words, count=self.columns)
-            return "weight_packed", Stored("codes", size, torch.int32, self.words, load)
-        if self.args["type"] == "int":
-            return "weight", Stored("codes", shape, torch.int8, self.signed)
-        if self.bits == 8:
-            return "weight", Stored("codes", shape, storage)
-        size = (self.rows, self.columns * self.bits // 8)
-        bits, count = self.bits, self.columns
-        return "weight_packed", Stored(
-            "codes", size, torch.uint8, partial(pack, bits=bits), lambda x: unpack(x, bits, count).to(torch.uint8)
-        )
-
-    def zero_point(self, flat: Sequence[int], groups: Sequence[int]) -> Stored:
-        if not self.is_packed or self.args["strategy"] == "tensor":
-            return Stored("zero_point", flat, torch.int8, lambda x: self.signed(x).reshape(flat))
-        size = (-(-self.rows * self.bits // 32), groups[1])
-        rows, words, of_words = self.rows, self.words, self.of_words
-        return Stored("zero_point", size, torch.int32, lambda x: words(x.mT).mT, lambda x: of_words(x.mT, rows).mT)
-
-
 def stored(
     scheme: Mapping[str, Any], format: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Stored]:
-    """The stored tensors of a weight, by the ends of their names.
-
-    Args:
-        scheme: the scheme of the layer.
-        format: the format of the codes.
-        shape: [out, in].
-        dtype: the dtype of scales without a format.
-    """
-    args, (rows, columns) = scheme["weights"], shape
+    """The stored tensors of a weight [out, in], by the ends of their names; `dtype` is of scales without a format."""
+    args, (rows, columns), shift = scheme["weights"], shape, shift_of(format)
+    bits, is_packed, is_tensor = args["num_bits"], scheme["format"] == PACKED, args["strategy"] == "tensor"
     high, wide = args.get("block_structure") or (1, args.get("group_size") or columns)
-    is_tensor = args["strategy"] == "tensor"
     groups = (1, 1) if is_tensor else (-(-rows // high), -(-columns // wide))
     flat = (1,) if is_tensor else groups
-    weight = _Weight(args, scheme["format"] == PACKED, shift_of(format), rows, columns)
-    found = dict([weight.codes(format.storage)])
+
+    def signed(x: Tensor) -> Tensor:
+        # Bytes wrap around, so that one of each number is enough.
+        return x if x.dtype is torch.int8 else (x.to(torch.uint8) + -shift % 256).view(torch.int8)
+
+    def words(x: Tensor) -> Tensor:
+        packed = pack(x, bits, (1 << bits - 1) - shift)
+        left = -packed.shape[-1] % 4
+        return viewed(pad(packed, (0, left)) if left else packed, torch.int32)
+
+    def of_words(x: Tensor, count: int) -> Tensor:
+        return (unpack(viewed(x, torch.uint8), bits, count) - (1 << bits - 1)).to(torch.int8)
+
+    found: dict[str, Stored] = {}
+    if is_packed:
+        size = (rows, -(-columns * bits // 32))
+        found["weight_packed"] = Stored("codes", size, torch.int32, words, partial(of_words, count=columns))
+    elif args["type"] == "int":
+        found["weight"] = Stored("codes", (rows, columns), torch.int8, signed)
+    elif bits == 8:
+        found["weight"] = Stored("codes", (rows, columns), format.storage)
+    else:
+        size = (rows, columns * bits // 8)
+        to_codes: Callable[[Tensor], Tensor] = lambda x: unpack(x, bits, columns).to(torch.uint8)  # noqa: E731
+        found["weight_packed"] = Stored("codes", size, torch.uint8, partial(pack, bits=bits), to_codes)
     if args["strategy"] == "tensor_group":
         found["weight_scale"] = Stored("scale_codes", groups, _E4M3.storage)
         found["weight_global_scale"] = Stored("shared", (1,), torch.float32, reciprocal, reciprocal)
@@ -461,7 +419,11 @@ def stored(
     else:
         found["weight_scale"] = Stored("scale", flat, dtype, lambda x: x.reshape(flat).to(dtype), Tensor.float)
     if not args["symmetric"]:
-        found["weight_zero_point"] = weight.zero_point(flat, groups)
+        point = Stored("zero_point", flat, torch.int8, lambda x: signed(x).reshape(flat))
+        if is_packed and not is_tensor:
+            size = (-(-rows * bits // 32), groups[1])
+            point = Stored("zero_point", size, torch.int32, lambda x: words(x.mT).mT, lambda x: of_words(x.mT, rows).mT)
+        found["weight_zero_point"] = point
     return found
 
 
@@ -496,7 +458,7 @@ def missed_cache(modules: Iterable[nn.Module]) -> str:
     )
 
 
-def attention_sites(model: nn.Module, config: TensorConfig, operands: Iterable[str]) -> SitesEntry:
+def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection[str]) -> SitesEntry:
     """The calls of attention of a language model, with quantizers of some operands.
 
     A float model runs once with two tokens, by which its calls are found; a prepared one has them.
@@ -513,22 +475,18 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Iterable[s
         plan = plan_sites(model, Config("attention", (Rule("*", ops=("attention",), input=config),)), recording)
     except (ConfigError, TypeError) as error:
         raise CheckpointError(f"keys and values are quantized, and the model calls no attention: {error}") from error
-    return _entry(model, plan, {*operands})
-
-
-def _entry(model: nn.Module, plan: SitePlan, operands: set[str]) -> SitesEntry:
     keys = {path: list(own) for path, own in plan.training_keys.items()}
     owners = {
         path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, keys.get(path))
         for path, steps in plan.steps.items()
     }
     for site in plan.sites:
-        held = {
+        entries = {
             name: SiteQuantizerEntry(one.tensor, kind=one.kind, group=one.group)
             for name, one in site.quantizers.items()
             if name in operands
         }
-        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
+        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), entries, weights=dict(site.weights))
     return SitesEntry(owners, list(plan.shielded))
 
 
@@ -566,12 +524,6 @@ def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | L
 def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
     """Whether the package has a weight in bfloat16 for models of any dtype; under powers of two it is exact."""
     return "scale_dtype" in scheme["weights"]
-
-
-def _has_scales_of_inputs(scheme: Scheme) -> bool:
-    """Whether a program chooses scales of inputs that are no powers of two."""
-    args = scheme.get(ROLES["input"], {})
-    return bool(args.get("dynamic")) and "scale_dtype" not in args
 
 
 def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
@@ -616,14 +568,7 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
 
 
 def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> Engine:
-    """The model as transformers loads it.
-
-    Args:
-        path: of the folder.
-        model: that was delivered.
-        groups: the schemes of the folder.
-        missed: why it leaves keys and values in float; "" if it does not.
-    """
+    """The delivered model as transformers loads it from a folder with some schemes; `missed` is of `missed_cache`."""
     import transformers
 
     dtype = next(model.parameters()).dtype
@@ -637,7 +582,9 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
             note = "dequantizes all layers by one scheme, and the file has several"
         elif ROLES["input"] in coded[0]:
             note = "leaves activations in float where it dequantizes at once"
-    elif dtype is not torch.float32 and any(map(_has_scales_of_inputs, coded)):
+    elif dtype is not torch.float32 and any(
+        args.get("dynamic") and "scale_dtype" not in args for args in (one.get(ROLES["input"], {}) for one in coded)
+    ):
         note = f"rounds scales of dynamic inputs to {dtype}"
     if note or missed:
         return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +21,13 @@ from fakequant.delivery.format import DeliveryFormat, Engine, decoded, format_of
 from fakequant.errors import CalibrationError, VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
-from fakequant.model.config import TensorConfig
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import evaluating
 from fakequant.nn.learned import GLOBAL_SCALE, has_tensor_scale
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, lowest_of, patterns_of
-from fakequant.numerics.spec import QuantSpec
 from fakequant.restore import restore_on_error, state_of
 from fakequant.text import listed
 
@@ -73,28 +70,24 @@ def fix_global_scales(
     largest: dict[str, Tensor] = {}
     with ExitStack() as hooks, evaluating(model), torch.no_grad():
         for name, one in found.items():
-            hooks.callback(one.register_forward_pre_hook(partial(_see, largest, name)).remove)
+
+            def see(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                if args[0].numel():
+                    amax = args[0].detach().abs().amax().float()
+                    largest[name] = torch.maximum(amax, largest[name]) if name in largest else amax
+
+            hooks.callback(one.register_forward_pre_hook(see).remove)
         for batch in given:
             given.run(model, batch)
     if left := [name for name in found if not bool(largest.get(name, torch.zeros(())) > 0)]:
         raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
     with restore_on_error(state_of(found.values())):
         for name, one in found.items():
-            one.fix_global_scale(_most(one) / largest[name].reshape(1))
+            scale = one.spec.scale
+            assert scale.format is not None, "see `has_tensor_scale`"
+            most = scale.format.quant_max * scale.bound(one.spec.format)  # of a block, in units of the global scale
+            one.fix_global_scale(most / largest[name].reshape(1))
     return model
-
-
-def _see(largest: dict[str, Tensor], name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if args[0].numel():
-        amax = args[0].detach().abs().amax().float()
-        largest[name] = torch.maximum(amax, largest[name]) if name in largest else amax
-
-
-def _most(quantizer: Quantizer) -> float:
-    """The largest value of a block in units of the scale of the tensor."""
-    fmt = quantizer.spec.scale.format
-    assert fmt is not None, "see `has_tensor_scale`"
-    return fmt.quant_max * quantizer.spec.scale.bound(quantizer.spec.format)
 
 
 _CALL = "verify_delivery('folder', model, batches)"
@@ -165,7 +158,7 @@ def verify_delivery(
     if kept is None:
         kept, report.inputs = _dummy_batches(model)
     weights = {path for path, one in quantizers(model).items() if one.kind is Kind.WEIGHT}
-    _compare_codes(report, live, stored, weights)
+    _compare_states(report, live, stored, weights)
     if missing := [name for name in format.packages if find_spec(name) is None]:
         report.not_run.append(f"Not loaded by another program: {' and '.join(missing)} not installed.")
         return report
@@ -173,7 +166,11 @@ def verify_delivery(
         report.runtime += f", {engine.name}"
         report.not_run += engine.notes
         with _failing(report, f"The weights are not read by {engine.name}"):
-            _compare_weights(report, live, engine)
+            for row in report.rows:
+                if (name := row.quantizer) in live.weights and name in engine.weights:
+                    ours = live.weights[name].values()
+                    # 0.0 is added because gguf has no -0.0, which moves no product; codes are compared with their sign.
+                    _count(row, [ours + 0.0], [engine.weights[name].to(ours.dtype) + 0.0])
         if kept and engine.model is not None:
             _compare_outputs(report, model, engine, kept, inputs)
         elif engine.model is not None:
@@ -220,10 +217,10 @@ def _loaded(report: DeliveryReport, format: DeliveryFormat, path: Path, model: n
         yield engine
 
 
-def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
-    """Add a row for each weight, one for the ranges of activations, and one for the float tensors.
+def _compare_states(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
+    """Add a row for each weight, for the ranges of activations, for the float tensors, and for what one side lacks.
 
-    What one of file and model has alone gets a row of its own. `weights` are the paths of the quantizers of weights.
+    `weights` are the paths of the quantizers of weights.
     """
     for name in [*live.weights, *(one for one in stored.weights if one not in live.weights)]:
         if name in live.weights and name in stored.weights:
@@ -233,33 +230,31 @@ def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: Quantiz
             row = Row(name, str(live.weights[name].spec), "values")
             _count(row, [live.weights[name].values()], [stored.tensors[name]])
         else:
-            row = _alone(name)
+            row = _Alone(name, "", "", intact=False)
         report.rows.append(row)
-    _compare_ranges(report, live, stored, weights)
-    _compare_floats(report, live, stored)
-
-
-def _compare_ranges(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
-    ranges = Row("ranges of activations", "", "activation")
-    ours, theirs = (_activations(state, weights) for state in (live, stored))
+    ranges, floats = Row("ranges of activations", "", "activation"), Row("float tensors", "", "in float")
+    ours, theirs = (
+        {p: one.tensor for p, _, one in state.quantizers() if p not in weights and one.mode is Mode.QUANTIZE}
+        for state in (live, stored)
+    )
+    alone = list[str]()
     for path in {**ours, **theirs}:
+        key = f"{path}.scale"
         if path not in ours or path not in theirs or ours[path].dynamic is not theirs[path].dynamic:
-            report.rows.append(_alone(path))
-        elif f"{path}.scale" in live.tensors and f"{path}.scale" in stored.tensors:
-            specs = ours[path].spec, theirs[path].spec
-            _count(ranges, *(_range(state, path, spec) for state, spec in zip((live, stored), specs, strict=True)))
-        elif f"{path}.scale" in live.tensors or f"{path}.scale" in stored.tensors:
-            report.rows.append(_alone(f"{path}.scale"))
+            alone.append(path)
+        elif key in live.tensors and key in stored.tensors:
+            pairs = (live, ours[path]), (stored, theirs[path])
+            points = (x.tensors.get(f"{path}.zero_point", torch.zeros(1)) - _middle(y.spec.format) for x, y in pairs)
+            _count(ranges, *([x.tensors[key].flatten(), p.flatten()] for (x, _), p in zip(pairs, points, strict=True)))
+        elif key in live.tensors or key in stored.tensors:
+            alone.append(key)
         key = f"{path}.{GLOBAL_SCALE}"
         if key in live.tensors and key in stored.tensors:
             _count(ranges, [live.tensors[key]], [stored.tensors[key]])
         elif key in live.tensors or key in stored.tensors:
-            report.rows.append(_alone(key))
+            alone.append(key)
+    report.rows += [_Alone(name, "", "", intact=False) for name in alone]
     report.rows += [ranges] if ranges.elements else []
-
-
-def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
-    floats = Row("float tensors", "", "in float")
     own = (path for state in (live, stored) for path, _, _ in state.quantizers())
     coded = {*live.weights, *stored.weights}
     for name in without_quantizers(dict.fromkeys([*live.tensors, *stored.tensors]), own):
@@ -268,7 +263,7 @@ def _compare_floats(report: DeliveryReport, live: QuantizedState, stored: Quanti
         if name in live.tensors and (held := stored.shared.get(name, name)) in stored.tensors:
             _count(floats, [live.tensors[name]], [stored.tensors[held]])
         elif name not in live.shared:  # a tied tensor that the file has twice
-            report.rows.append(_alone(name))
+            report.rows.append(_Alone(name, "", "", intact=False))
     report.rows += [floats] if floats.elements else []
 
 
@@ -280,28 +275,17 @@ class _Alone(Row):
         return "in one of file and model alone"
 
 
-def _alone(name: str) -> Row:
-    return _Alone(name, "", "", intact=False)
-
-
-def _activations(state: QuantizedState, weights: set[str]) -> dict[str, TensorConfig]:
-    """How quantizers beside those of weights quantize, by path, without those that are switched off."""
-    held = ((path, entry) for path, _, entry in state.quantizers() if path not in weights)
-    return {path: entry.tensor for path, entry in held if entry.mode is Mode.QUANTIZE}
-
-
 def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     """Add the number of differing values to a row; if two shapes differ, all values count."""
     for one, two in zip(ours, theirs, strict=True):
         one, two = one.cpu(), two.cpu()  # a model may be on another device than a file
         row.elements += one.numel()
-        row.differing += one.numel() if one.shape != two.shape else _differing(one, two)
-
-
-def _differing(one: Tensor, two: Tensor) -> int:
-    if not one.is_floating_point() or one.element_size() == 1 or one.dtype is not two.dtype:
-        return int((one != two).sum())
-    return differing_bits(one.detach(), two)
+        if one.shape != two.shape:
+            row.differing += one.numel()
+        elif not one.is_floating_point() or one.element_size() == 1 or one.dtype is not two.dtype:
+            row.differing += int((one != two).sum())
+        else:
+            row.differing += differing_bits(one.detach(), two)
 
 
 def _numbers(weight: WeightCodes) -> list[Tensor]:
@@ -312,25 +296,9 @@ def _numbers(weight: WeightCodes) -> list[Tensor]:
     return [patterns_of(weight.codes, format) + lowest_of(format) - _middle(format), weight.scale, point - middle]
 
 
-def _range(state: QuantizedState, path: str, spec: QuantSpec) -> list[Tensor]:
-    """The scale of a quantizer, and its zero point among signed codes."""
-    point = state.tensors.get(f"{path}.zero_point", torch.zeros(1))
-    return [state.tensors[f"{path}.scale"].flatten(), point.flatten() - _middle(spec.format)]
-
-
 def _middle(format: Format) -> int:
     """The code of an unsigned integer format that is 0 among signed ones."""
     return 1 << format.bits - 1 if format.has_zero_point and not format.signed else 0
-
-
-def _compare_weights(report: DeliveryReport, live: QuantizedState, engine: Engine) -> None:
-    rows = {row.quantizer: row for row in report.rows}
-    for name in live.weights:
-        theirs: Mapping[str, Tensor] = engine.weights
-        if name in theirs and name in rows:
-            ours = live.weights[name].values()
-            # 0.0 is added because gguf has no -0.0, which moves no product; codes are compared with their sign above.
-            _count(rows[name], [ours + 0.0], [theirs[name].to(ours.dtype) + 0.0])
 
 
 def _compare_outputs(

@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError, VerificationError, nearest
+from fakequant.model.state.plan import keys_of, number, value_of
 from fakequant.numerics.formats import (
     FLOAT4_E2M1FN,
     FLOAT6_E2M3FN,
@@ -189,100 +190,31 @@ def read(model: ModelProto) -> FileRecord:
     if text is None:
         raise VerificationError("not written by fakequant.export_onnx: it has no record of quantizers")
     try:
-        values = _Values(json.loads(text))
-        if (layout := values.whole("layout", _LONGEST)) != _LAYOUT_VERSION:
+        values = json.loads(text)
+        json.dumps(values, ensure_ascii=False).encode()  # raises for lone surrogates, which no name in a file can have
+        (layout,) = keys_of(values, "", "layout")
+        if number(layout, "layout") != _LAYOUT_VERSION:
             raise VerificationError(
                 f"has a record of layout {layout}, this version reads {_LAYOUT_VERSION}; export it again"
             )
-        return FileRecord(
-            values.text("version"),
-            Style(values.text("style")),
-            [_site(_Values(site)) for site in values.items("sites")],
-            [_input(_Values(entry)) for entry in values.items("inputs")],
-        )
-    except (ValueError, KeyError, RecursionError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise VerificationError(f"its record of quantizers is damaged: {what}; export it again") from error
-
-
-class _Values:
-    """A JSON object with typed access to its values.
-
-    Raises:
-        ValueError: not a JSON object, or a value has another type or is too large.
-        KeyError: a value is missing.
-    """
-
-    def __init__(self, values: Any) -> None:
-        if not isinstance(values, dict):
-            raise ValueError(f"an object was expected, got {values!r:.40}")
-        self._values = values
-
-    def text(self, key: str) -> str:
-        value = str(self._of_type(key, str, "text"))
-        value.encode()  # raises for lone surrogates, which no name in a file can have
-        return value
-
-    def text_or_none(self, key: str) -> str | None:
-        return None if self._values.get(key) is None else self.text(key)
-
-    def items(self, key: str) -> list[Any]:
-        return list(self._of_type(key, list, "a list"))
-
-    def texts(self, key: str) -> list[str]:
-        return [_Values({key: item}).text(key) for item in self.items(key)]
-
-    def number(self, key: str) -> float:
-        value = self._of_type(key, (int, float), "a number")
-        if isinstance(value, bool) or not abs(value) < math.inf:
-            raise ValueError(f"{key} is {value!r}, expected a finite number")
-        return float(value)
-
-    def whole(self, key: str, beyond: int, least: int = 0) -> int:
-        value = self._of_type(key, int, "a whole number")
-        if isinstance(value, bool) or not least <= value < beyond:
-            raise ValueError(f"{key} is {value!r:.40}, expected {least} to {beyond - 1}")
-        return int(value)
-
-    def lengths(self, key: str, least: int = 0) -> list[int]:
-        """Return the lengths of a tensor's axes."""
-        items = self.items(key)
-        if len(items) > _MOST_AXES:
-            raise ValueError(f"{key} has {len(items)} axes, expected at most {_MOST_AXES}")
-        return [_Values({key: item}).whole(key, _LONGEST, least) for item in items]
-
-    def _of_type(self, key: str, kind: type | tuple[type, ...], words: str) -> Any:
-        value = self._values[key]
-        if not isinstance(value, kind):
-            raise ValueError(f"{key} is {value!r:.40}, expected {words}")
-        return value
-
-
-def _site(values: _Values) -> SiteRecord:
-    return SiteRecord(
-        quantizer=values.text("quantizer"),
-        spec=values.text("spec"),
-        expressed=values.text("expressed"),
-        x=values.text("x"),
-        y=values.text("y"),
-        parameters=Parameters(values.text("parameters")),
-        scale=values.text("scale"),
-        zero_point=values.text_or_none("zero_point"),
-        codes=values.text_or_none("codes"),
-        groups=values.lengths("groups"),
-        repeats=values.lengths("repeats", least=1),
-        constants=values.texts("constants"),
-        digest=values.text("digest"),
-        scale_of_scales=values.text_or_none("scale_of_scales"),
-    )
-
-
-def _input(values: _Values) -> InputRecord:
-    if (dtype := values.text("dtype")) not in INPUT_DTYPES:
-        raise ValueError(f"dtype is {dtype!r:.40}, expected one of {', '.join(INPUT_DTYPES)}")
-    low, high = values.number("low"), values.number("high")
-    key, state = values.text_or_none("key"), values.text_or_none("state")
-    return InputRecord(values.text("name"), values.lengths("shape"), dtype, low, high, key, state)
+        record: FileRecord = value_of({key: x for key, x in values.items() if key != "layout"}, "", FileRecord)
+        lengths = [("shape", one.shape, 0) for one in record.inputs]
+        for site in record.sites:
+            lengths += [("groups", site.groups, 0), ("repeats", site.repeats, 1)]
+        for what, axes, least in lengths:
+            if len(axes) > _MOST_AXES:
+                raise ValueError(f"{what} has {len(axes)} axes, expected at most {_MOST_AXES}")
+            if wrong := [n for n in axes if not least <= n < _LONGEST]:
+                raise ValueError(f"{what} is {wrong[0]}, expected {least} to {_LONGEST - 1}")
+        for entry in record.inputs:
+            if entry.dtype not in INPUT_DTYPES:
+                raise ValueError(f"dtype is {entry.dtype!r:.40}, expected one of {', '.join(INPUT_DTYPES)}")
+            for name, bound in (("low", entry.low), ("high", entry.high)):
+                if not math.isfinite(bound):
+                    raise ValueError(f"{name} is {bound}, expected a finite number")
+        return record
+    except (ValueError, RecursionError, ExportError) as error:  # ExportError: an unknown style
+        raise VerificationError(f"its record of quantizers is damaged: {error}; export it again") from error
 
 
 Dimension = int | str
@@ -450,7 +382,14 @@ def layout(
     blocks of 64 along axis 2
     """
     if blocks is None:
-        blocks = [_block(n, g) for n, g in zip(shape, groups, strict=True)]
+        pairs = list(zip(shape, groups, strict=True))
+        if cut := [(n, g) for n, g in pairs if n != g != 1 and not (isinstance(n, int) and isinstance(g, int))]:
+            n, g = cut[0]
+            raise ExportError(
+                f"an axis of symbolic length {n} is divided into {g} groups; export it with a static length, or use "
+                "PerToken() or PerTensor()"
+            )
+        blocks = [1 if n == g else n if g == 1 else int(n) // int(g) for n, g in pairs]
     grouped = [axis for axis, g in enumerate(groups) if g != 1]
     if not grouped:
         return ScaleLayout()
@@ -501,20 +440,6 @@ def _refuse_symbolic(blocks: Sequence[tuple[Dimension, int]]) -> None:
             )
 
 
-def _block(n: Dimension, groups: Dimension) -> Dimension:
-    """Return how many elements of an axis share a scale."""
-    if n == groups:
-        return 1
-    if groups == 1:
-        return n
-    if isinstance(n, int) and isinstance(groups, int):
-        return n // groups
-    raise ExportError(
-        f"an axis of symbolic length {n} is divided into {groups} groups; export it with a static length, or use "
-        "PerToken() or PerTensor()"
-    )
-
-
 def _text(shape: Sequence[Dimension]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -559,8 +484,12 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
             f"{spec}: scales of ONNX are positive, and those of {spec.scale} have signs; use an unsigned format of "
             "scales without the rule 'signed', or deliver the model in a format that has signs, such as GGUF"
         )
-    codes = encoding(spec.format, style)
-    return codes if style is Style.PORTABLE else replace(codes, scale=_scale_type(spec, style))
+    codes, fmt = encoding(spec.format, style), spec.scale.format
+    # Exact scales without a second level are float32 numbers.
+    if style is Style.PORTABLE or fmt is None or (spec.scale.is_exact and spec.scale.granularity is None):
+        return codes
+    powers = _E8M0 if style is Style.STANDARD else _EXPONENT
+    return replace(codes, scale=powers if fmt == FLOAT8_E8M0FNU else encoding(fmt, style).element)
 
 
 def check_choice(spec: QuantSpec) -> None:
@@ -575,15 +504,6 @@ def check_choice(spec: QuantSpec) -> None:
             f"{spec}: the file cannot choose such scales for every tensor; calibrate the quantizer, or use {scale} for "
             "weights only"
         )
-
-
-def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
-    fmt = spec.scale.format
-    if fmt is None or (spec.scale.is_exact and spec.scale.granularity is None):  # float32 holds them
-        return None
-    if fmt == FLOAT8_E8M0FNU:
-        return _E8M0 if style is Style.STANDARD else _EXPONENT
-    return encoding(fmt, style).element
 
 
 def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -> None:

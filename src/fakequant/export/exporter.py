@@ -5,28 +5,27 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Size, Tensor, fx, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import OF_TORCH, Inputs, described, example_arguments, select_inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown, warn_user
-from fakequant.export.capability import FIRST_OPSET, FileRecord, SiteRecord, Style, check_opset, check_scale, write
+from fakequant.export.capability import FIRST_OPSET, FileRecord, Style, check_opset, check_scale, write
 from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
-from fakequant.export.trace import TracedSite, check, sites, to_onnx, trace
+from fakequant.export.trace import TracedSite, check, depending, sites, to_onnx, trace
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.execution import simulated
@@ -59,22 +58,15 @@ def active_weights(model: nn.Module) -> list[Product]:
     return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 
 
-@torch.no_grad()
-def codes_to_write(model: nn.Module) -> dict[str, Tensor]:
-    """Fixed codes that quantizing the weights again does not give, by the path of the quantizer."""
-    weights = quantized_weights(model).items()
-    found = {path: own.quantizer.codes_of_weight(own.parameter) for path, own in weights if own.parameter is not None}
-    return {path: codes.cpu() for path, codes in found.items() if codes is not None}
-
-
 @contextmanager
 def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Fix the scales that follow the weights for a while, so that the quantized weights are constants.
 
     Weights with fixed codes are quantized as others, so that each has its node; `lower` writes the codes.
     """
-    dynamic = [w for w in active_weights(model) if w.quantizer.scales_each_call]
-    coded = [w.quantizer for w in active_weights(model) if w.quantizer.fixed_codes is not None]
+    weights = active_weights(model)
+    dynamic = [w for w in weights if w.quantizer.scales_each_call]
+    coded = [w.quantizer for w in weights if w.quantizer.fixed_codes is not None]
     with (
         restore_after(
             attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "is_zero_weight", "dynamic")
@@ -88,30 +80,15 @@ def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         for weight in dynamic:
             if (parameter := plain.get(id(weight))) is not None:
                 weight.quantizer.freeze(parameter)
-        _freeze_as_called(model, [w.quantizer for w in dynamic if id(w) not in plain], args, kwargs)
+        # Scales of computed weights are fixed in a forward pass, because `layer.weight` may be outdated.
+        if waiting := [w.quantizer for w in dynamic if id(w) not in plain]:
+            with ExitStack() as hooks, simulated(model), torch.no_grad():
+                for quantizer in waiting:
+                    hooks.callback(quantizer.register_forward_pre_hook(lambda own, args: own.freeze(args[0])).remove)
+                model(*args, **kwargs)
         for weight in dynamic:
             weight.quantizer.dynamic = False
         yield
-
-
-def _freeze_as_called(
-    model: nn.Module, waiting: list[Quantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Fix the scales of computed weights in a forward pass, because `layer.weight` may be outdated."""
-    if not waiting:
-        return
-    hooks: list[RemovableHandle] = []
-    with restore_after(lambda: [hook.remove() for hook in hooks]), simulated(model), torch.no_grad():
-        for quantizer in waiting:
-            hooks.append(_freezing(quantizer))
-        model(*args, **kwargs)
-
-
-def _freezing(quantizer: Quantizer) -> RemovableHandle:
-    def freeze(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        quantizer.freeze(args[0])
-
-    return quantizer.register_forward_pre_hook(freeze)
 
 
 _NEXT = "next_"
@@ -124,7 +101,14 @@ def states(program: ExportedProgram) -> dict[str, str]:
     Raises:
         ExportError: the model writes a tensor in place that is no buffer.
     """
-    written = _written(program.graph)
+    written: set[str] = set()  # placeholders whose memory the nodes write
+    base = {node: node.name for node in program.graph.nodes if node.op == "placeholder"}
+    for node in program.graph.nodes:
+        schema = getattr(getattr(node.target, "_schema", None), "arguments", ())
+        for argument, value in zip(schema, node.args, strict=False):
+            if argument.alias_info is not None and isinstance(value, fx.Node) and value in base:
+                base[node] = base[value]
+                written |= {base[value]} if argument.alias_info.is_write else set()
     if not written:
         return {}
     for spec in program.graph_signature.input_specs:
@@ -140,44 +124,20 @@ def states(program: ExportedProgram) -> dict[str, str]:
     mutations = [spec for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     changed = {str(spec.target): spec.arg.name for spec in mutations}
     wanted = {spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT}
+    readers = {path: depending(program.graph, lambda node, own=held[path]: node is own) for path in changed}
+    reached = {path: {node.name for node in own} for path, own in readers.items()}
     found: list[str] = []
-    while new := [path for path in changed if path not in found and wanted & _reached(held[path])]:
+    while new := [path for path in changed if path not in found and wanted & reached[path]]:
         found += new
         wanted |= {changed[path] for path in new}
     return {f"state_{path.replace('.', '_')}": path for path in changed if path in found}
 
 
-def _written(graph: fx.Graph) -> set[str]:
-    """The placeholders of a graph whose memory its nodes write."""
-    base = {node: node.name for node in graph.nodes if node.op == "placeholder"}
-    written: set[str] = set()
-    for node in graph.nodes:
-        for argument, value in zip(
-            getattr(getattr(node.target, "_schema", None), "arguments", ()), node.args, strict=False
-        ):
-            if argument.alias_info is not None and isinstance(value, fx.Node) and value in base:
-                base[node] = base[value]
-                written |= {base[value]} if argument.alias_info.is_write else set()
-    return written
-
-
-def _reached(node: fx.Node) -> set[str]:
-    """The names of a node and of all that depend on it."""
-    waiting, seen = [node], {node.name}
-    while waiting:
-        new = [user for user in waiting.pop().users if user.name not in seen]
-        seen.update(user.name for user in new)
-        waiting += new
-    return seen
-
-
 @contextmanager
 def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
-    """A context in which a model takes buffers as arguments and also returns their new values; gives those of now.
+    """A context in which a model takes the buffers of `states` as arguments and also returns their new values.
 
-    Args:
-        model: what is traced.
-        found: see `states`.
+    It gives those of now.
     """
     if not found:
         yield {}
@@ -224,15 +184,6 @@ def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) 
         dynamic_shapes = dict(zip(inspect.signature(model.forward).parameters, dynamic_shapes, strict=False))
     free = {name: dict.fromkeys(range(model.get_buffer(path).dim()), Dim.AUTO) for name, path in found.items()}
     return {**dynamic_shapes, **free}
-
-
-def name_outputs(model: ModelProto, found: Mapping[str, str]) -> None:
-    """Name the last outputs of a graph, the new values of the buffers."""
-    from onnx import helper
-
-    for name, output in zip(reversed([*found]), reversed(model.graph.output), strict=False):
-        model.graph.node.append(helper.make_node("Identity", [output.name], [f"{_NEXT}{name}"]))
-        output.name = f"{_NEXT}{name}"
 
 
 MAX_BYTES = 2**31 - 2**20
@@ -358,18 +309,38 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     warn_raised(raise_scales(model))
     chosen_example = example if inputs is None else select_inputs(example, inputs)
     ready = traced(model, chosen_example, path, dynamic_shapes, opset, dialect)
-    needed, demanding = _most_demanding(ready.sites)
-    chosen = check_opset(opset, needed, demanding)
+    demanding = max(ready.sites, key=lambda site: site.needs)
+    needed = max(demanding.needs, FIRST_OPSET)
+    chosen = check_opset(opset, needed, f"{module_name(demanding.path)} ({demanding.spec})")
     converted = ready.to_onnx(model, chosen, dynamic_shapes, input_names, output_names)
-    data, records, saved = _lowered(converted, ready, needed, dialect)
+    sizes = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
+    records = lower(converted, dynamic, dialect, ready.codes)
+    write(converted, FileRecord(__version__, dialect, records, input_records(converted, ready.program, ready.state)))
+    data = finish(converted, needed)
     unread = unread_inputs(converted)
-    _refuse_lost_inputs(model, converted, ready, unread)
+
+    def run(example: Any) -> Any:
+        args, kwargs = example
+        kwargs = {name: x for name, x in kwargs.items() if name not in ready.state}
+        with restore_after(state_before(model)), evaluating(model), torch.no_grad():
+            return model(*args, **kwargs)
+
+    names = [value.name for value in converted.graph.input]
+    if lost := [name for name in unread if depends_on(run, ready.program.example_inputs, names.index(name))]:
+        raise ExportError(
+            f"no node of the file would read the input {', '.join(lost)}, on which the model's outputs depend: tracing "
+            "made a constant of it. Compute with tensors in forward, without float(), int() and numpy"
+        )
     write_whole(ready.target, data)
+    stored = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    weights = {record.x: sizes[record.x] for record in records if record.codes and record.x not in stored}
+    codes = {record.codes: stored[record.codes] for record in records if record.codes}
     return ExportReport(
         ready.target,
         chosen,
         len(data),
-        len(data) + saved,
+        len(data) + sum(weights.values()) - sum(codes.values()),
         [Exported(record.quantizer, record.spec, record.expressed) for record in records],
         sorted(set(quantizers(model)) - {record.quantizer for record in records}),
         unread,
@@ -391,36 +362,6 @@ def _names(
     if len(given) != count:
         raise ExportError(f"{option} has {len(given)} names for {count} {option.partition('_')[0]}s; give one for each")
     return [*given, *state]
-
-
-def _refuse_lost_inputs(model: nn.Module, converted: ModelProto, ready: Traced, unread: list[str]) -> None:
-    """Raise if a file does not read an input on which the model's outputs depend."""
-
-    def run(example: Any) -> Any:
-        args, kwargs = example
-        kwargs = {name: x for name, x in kwargs.items() if name not in ready.state}
-        with restore_after(state_before(model)), evaluating(model), torch.no_grad():
-            return model(*args, **kwargs)
-
-    names = [value.name for value in converted.graph.input]
-    if lost := [name for name in unread if depends_on(run, ready.program.example_inputs, names.index(name))]:
-        raise ExportError(
-            f"no node of the file would read the input {', '.join(lost)}, on which the model's outputs depend: tracing "
-            "made a constant of it. Compute with tensors in forward, without float(), int() and numpy"
-        )
-
-
-def _lowered(converted: ModelProto, ready: Traced, needed: int, style: Style) -> tuple[bytes, list[SiteRecord], int]:
-    """Replace the quantizer nodes; returns the bytes of the file, its records, and the bytes that its codes save."""
-    sizes = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
-    dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
-    records = lower(converted, dynamic, style, ready.codes)
-    write(converted, FileRecord(__version__, style, records, input_records(converted, ready.program, ready.state)))
-    data = finish(converted, needed)
-    remaining = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
-    weights = {record.x: sizes[record.x] for record in records if record.codes and record.x not in remaining}
-    codes = {record.codes: remaining[record.codes] for record in records if record.codes}
-    return data, records, sum(weights.values()) - sum(codes.values())
 
 
 @dataclass(frozen=True)
@@ -456,12 +397,17 @@ class Traced:
         Raises:
             ExportError: other numbers of names than of inputs or outputs.
         """
+        from onnx import helper
+
         signature, state = self.program.graph_signature, self.state
         input_names = _names("input_names", input_names, signature.user_inputs, state)
         output_names = _names("output_names", output_names, signature.user_outputs, state)
         shapes = with_state(model, state, dynamic_shapes)
         converted = to_onnx(self.program, opset, shapes, input_names, output_names)
-        name_outputs(converted, state)
+        # The last outputs are the new values of the buffers.
+        for name, output in zip(reversed([*state]), reversed(converted.graph.output), strict=False):
+            converted.graph.node.append(helper.make_node("Identity", [output.name], [f"{_NEXT}{name}"]))
+            output.name = f"{_NEXT}{name}"
         return converted
 
 
@@ -485,8 +431,20 @@ def traced(
     target = writable_file(path)
     active = _check(model, opset, style)
     arguments = args, kwargs = example_arguments(example)
-    _check_example(model, example, args, kwargs)
-    codes = codes_to_write(model)
+    leaves = pytree.tree_leaves((args, kwargs))
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ExportError(f"an example is a tensor, a tuple of arguments or a dict of them, got {shown(example)}")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        cure = "give one batch, not a list of batches" if isinstance(example, list) else "give the arguments of forward"
+        raise ExportError(
+            f"the model cannot be called with the example, {described(example)}: {error}; {cure}"
+        ) from error
+    with torch.no_grad():  # fixed codes that quantizing the weights again does not give
+        weights = quantized_weights(model).items()
+        fixed = {path: w.quantizer.codes_of_weight(w.parameter) for path, w in weights if w.parameter is not None}
+        codes = {path: one.cpu() for path, one in fixed.items() if one is not None}
     with (
         in_eval_mode(model),
         fixed_ranges(model),
@@ -529,20 +487,6 @@ def _program(
         return trace(model, args, {**kwargs, **values}, with_state(model, state, dynamic_shapes)), state
 
 
-def _check_example(model: nn.Module, example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a model's `forward` does not take an example, or if the example holds no tensor."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
-        raise ExportError(f"an example is a tensor, a tuple of arguments or a dict of them, got {shown(example)}")
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        cure = "give one batch, not a list of batches" if isinstance(example, list) else "give the arguments of forward"
-        raise ExportError(
-            f"the model cannot be called with the example, {described(example)}: {error}; {cure}"
-        ) from error
-
-
 def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
     """Return the quantizers that will be in the file.
 
@@ -556,7 +500,17 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             "call fakequant.calibrate(model, batches)"
         )
     _check_all(model, active, opset, style)
-    _check_size(model)
+    saved = sum(
+        weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
+        for weight in active_weights(model)
+    )
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
+    if size > MAX_BYTES:
+        raise ExportError(
+            f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
+            "quantize more weights, or export the model in parts"
+        )
     return active
 
 
@@ -566,7 +520,18 @@ def _check_all(model: nn.Module, active: Mapping[str, Quantizer], opset: int | N
     shapes = {id(weight.quantizer): weight.tensor.shape for weight in active_weights(model)}
     for name, quantizer in active.items():
         try:
-            _check_quantizer(quantizer, shapes.get(id(quantizer)), opset, style)
+            if quantizer.mode is Mode.OBSERVE:
+                raise ExportError("is observing; finish the calibration")
+            if quantizer.global_scale is not None:
+                raise ExportError("has a fixed global_scale, which ONNX files cannot have; set it to None")
+            if quantizer.by_value is not None and style is Style.TRT:
+                by = quantizer.by_value.name
+                raise ExportError(f"has ranges by {by}, and TensorRT takes constant scales; calibrate without by=")
+            spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
+            encoding = check(spec, style, shapes.get(id(quantizer)), constant=is_weight, dynamic=quantizer.dynamic)
+            check_opset(opset, encoding.opset(constant=is_weight), str(spec))
+            if quantizer.scale is not None and not quantizer.dynamic:
+                check_scale(quantizer.scale, spec, style)
         except ExportError as error:
             refused.append(f"{name}: {error}")
     if refused:
@@ -580,47 +545,6 @@ def refuse_unexportable(style: str, model: nn.Module) -> None:
 
 
 holders.append(refuse_unexportable)
-
-
-def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None, style: Style) -> None:
-    """Check that ONNX can express a quantizer, from the shape of its weight if it has one.
-
-    Raises:
-        ExportError: ONNX cannot; the message says why.
-    """
-    if quantizer.mode is Mode.OBSERVE:
-        raise ExportError("is observing; finish the calibration")
-    if quantizer.global_scale is not None:
-        raise ExportError("has a fixed global_scale, which ONNX files cannot have; set it to None")
-    if quantizer.by_value is not None and style is Style.TRT:
-        name = quantizer.by_value.name
-        raise ExportError(f"has ranges by {name}, and TensorRT takes constant scales; calibrate without by=")
-    is_weight = quantizer.kind is Kind.WEIGHT
-    spec = quantizer.spec
-    encoding = check(spec, style, shape, constant=is_weight, dynamic=quantizer.dynamic)
-    check_opset(opset, encoding.opset(constant=is_weight), str(spec))
-    if quantizer.scale is not None and not quantizer.dynamic:
-        check_scale(quantizer.scale, spec, style)
-
-
-def _check_size(model: nn.Module) -> None:
-    saved = sum(
-        weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
-        for weight in active_weights(model)
-    )
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
-    if size > MAX_BYTES:
-        raise ExportError(
-            f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
-            "quantize more weights, or export the model in parts"
-        )
-
-
-def _most_demanding(quantizing: list[TracedSite]) -> tuple[int, str]:
-    """Return the opset that all quantizers together need, and the quantizer that needs it."""
-    site = max(quantizing, key=lambda s: s.needs)
-    return max(site.needs, FIRST_OPSET), f"{module_name(site.path)} ({site.spec})"
 
 
 def finish(model: ModelProto, needed: int) -> bytes:

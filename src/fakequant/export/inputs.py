@@ -1,4 +1,4 @@
-"""The inputs of a file: what the record says of them, and the tensors of a batch for them."""
+"""The graph of a file, its inputs as the record says of them, and the tensors of a batch for them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,7 @@ class GraphEditor:
     def add(self, name: str, array: np.ndarray, *, shared: bool = False) -> str:
         """Add a constant and return its name, which gets a number if the name is taken.
 
-        Args:
-            name: the wanted name.
-            array: the values.
-            shared: whether to reuse a constant with the same contents, for example for tied weights.
+        `shared` reuses a constant with the same contents, as for tied weights.
         """
         from onnx import numpy_helper
 
@@ -99,14 +96,7 @@ class GraphEditor:
         return [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
 
     def declare(self, name: str, kind: int, shape: Sequence[Dimension], *, visible: bool = False) -> None:
-        """Declare a value that nodes will compute.
-
-        Args:
-            name: of the value.
-            kind: its element type, as in TensorProto.
-            shape: its shape.
-            visible: whether it is a value of this graph, not of one inside of it.
-        """
+        """Declare a value that nodes will compute; one that is `visible` is of this graph, not of one inside of it."""
         from onnx import helper
 
         self._values[name] = helper.make_tensor_value_info(name, kind, list(shape))
@@ -254,24 +244,25 @@ def random_batch(records: list[InputRecord], file_bytes: int) -> Any:
             f"the file has only {file_bytes:,} bytes; pass batches"
         )
     generator = torch.Generator().manual_seed(_SEED)
-    tensors = [_random_input(record, generator) for record in records]
+    tensors = []
+    for record in records:
+        dtype = INPUT_DTYPES[record.dtype]
+        if not dtype.is_floating_point:
+            low, high = (min(max(int(bound), _LOWEST), _HIGHEST) for bound in (record.low, record.high))
+            whole = torch.randint(low, max(high, low) + 1, record.shape, generator=generator, device="cpu")
+            tensors.append(whole.to(dtype))
+            continue
+        # The maximum of a few hundred normal numbers is about 3 standard deviations.
+        size = max(abs(record.low), abs(record.high)) / 3 or 1.0
+        x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size
+        special = torch.tensor(
+            [0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size], dtype=x.dtype, device=x.device
+        )
+        pick = torch.randint(0, 20 * len(special), record.shape, generator=generator, device="cpu")
+        tensors.append(torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x).to(dtype))
     if records and all(record.key is not None for record in records):
         return {str(record.key): x for record, x in zip(records, tensors, strict=True)}
     return tuple(tensors)
-
-
-def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
-    dtype = INPUT_DTYPES[record.dtype]
-    if not dtype.is_floating_point:
-        low, high = (min(max(int(bound), _LOWEST), _HIGHEST) for bound in (record.low, record.high))
-        values = torch.randint(low, max(high, low) + 1, record.shape, generator=generator, device="cpu")
-        return values.to(dtype)
-    # The maximum of a few hundred normal numbers is about 3 standard deviations.
-    size = max(abs(record.low), abs(record.high)) / 3 or 1.0
-    x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size
-    special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size], dtype=x.dtype, device=x.device)
-    pick = torch.randint(0, 20 * len(special), record.shape, generator=generator, device="cpu")
-    return torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x).to(dtype)
 
 
 def on_device_of(model: nn.Module | None, batch: Any) -> Any:
@@ -287,12 +278,9 @@ def unread_inputs(model: ModelProto) -> list[str]:
 
 
 def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None:
-    """Whether the results of a model depend on the values of a tensor of a batch; None if that cannot be told.
+    """Whether the results of a model depend on the tensor at a place of a batch; None if that cannot be told.
 
-    Args:
-        run: calls the model with a batch, and leaves the model as it was.
-        batch: in any form.
-        place: of the tensor, among the tensors of the batch.
+    `run` calls the model with a batch, and leaves the model as it was.
     """
     leaves, form = pytree.tree_flatten(batch)
     index = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][place]

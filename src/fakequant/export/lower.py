@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ from fakequant.export.nodes import loops, trt
 from fakequant.export.nodes.loops import lower_scale
 from fakequant.export.nodes.trt import EmittedSite, ScaleNames, computed_scale, constant_scale
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, place
-from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.text import module_name
@@ -46,14 +44,6 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-class _Stored(NamedTuple):
-    """The names that the verifier looks up in the file."""
-
-    codes: str | None
-    scale: ScaleNames
-    zero_point: str | None
 
 
 def lower(
@@ -76,6 +66,8 @@ def lower(
     Raises:
         ExportError: ONNX cannot express a quantizer; the message names it.
     """
+    from onnx import helper
+
     editor = GraphEditor(model.graph)
     nodes: list[NodeProto] = []
     records: list[SiteRecord] = []
@@ -83,6 +75,12 @@ def lower(
     equal: dict[tuple[Any, ...], SiteRecord] = {}
     renamed: dict[str, str] = {}
     outputs = {output.name for output in model.graph.output}
+
+    def in_loop(node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
+        site = _site(editor, node, path, style)
+        record = _express(site, is_dynamic=site.constant is None)
+        return site.nodes, record
+
     for node in model.graph.node:
         if node.domain != DOMAIN:
             nodes.append(node)
@@ -90,7 +88,7 @@ def lower(
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         try:
             if node.op_type == loops.OPERATOR:
-                own, record = loops.write_loop(editor, node, path, style, partial(_in_loop, editor, style))
+                own, record = loops.write_loop(editor, node, path, style, in_loop)
                 nodes += own
                 records += [record] if record is not None else []
                 continue
@@ -107,35 +105,26 @@ def lower(
             if site.constant is not None and editor.is_constant(site.x):
                 records.append(_fold(site, site.constant))
             else:
-                records.append(_express_once(site, path in dynamic or site.scale in computed, equal, outputs))
-                renamed[site.y] = records[-1].y
+                # An activation that equals an earlier one has its nodes, and none of its own.
+                same = equal.get(_identity(site))
+                if same is not None and site.y not in outputs:
+                    record = replace(same, quantizer=site.path)
+                else:
+                    record = _express(site, path in dynamic or site.scale in computed)
+                    equal |= {} if site.constant is None else {_identity(site): record}
+                records.append(record)
+                renamed[site.y] = record.y
         except ExportError as error:
             raise ExportError(f"{module_name(path)}: {error}") from error
         nodes += site.nodes
     _rename_inputs(nodes, renamed)
     editor.finish(nodes)
-    _import_domains(model)
+    domains = [entry for entry in model.opset_import if entry.domain != DOMAIN]
+    if any(node.domain == trt.DOMAIN for node in model.graph.node):
+        domains.append(helper.make_opsetid(trt.DOMAIN, 1))
+    del model.opset_import[:]
+    model.opset_import.extend(domains)
     return records
-
-
-def _in_loop(editor: GraphEditor, style: Style, node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
-    """The nodes of a quantizer in the body of a loop, and its record."""
-    site = _site(editor, node, path, style)
-    record = _express(site, is_dynamic=site.constant is None)
-    return site.nodes, record
-
-
-def _express_once(
-    site: EmittedSite, is_dynamic: bool, equal: dict[tuple[Any, ...], SiteRecord], outputs: set[str]
-) -> SiteRecord:
-    """Lower an activation; one that equals an earlier one has its nodes, and none of its own."""
-    same = equal.get(_identity(site))
-    if same is not None and site.y not in outputs:
-        return replace(same, quantizer=site.path)
-    record = _express(site, is_dynamic)
-    if site.constant is not None:
-        equal[_identity(site)] = record
-    return record
 
 
 def _identity(site: EmittedSite) -> tuple[Any, ...]:
@@ -154,17 +143,6 @@ def _rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None
         node.input[:] = [names.get(name, name) for name in node.input]
         for graph in inner_graphs(node):
             _rename_inputs(graph.node, names)
-
-
-def _import_domains(model: ModelProto) -> None:
-    """Update the declared operator sets: remove the domain of fakequant, and add that of TensorRT if it is used."""
-    from onnx import helper
-
-    kept = [entry for entry in model.opset_import if entry.domain != DOMAIN]
-    if any(node.domain == trt.DOMAIN for node in model.graph.node):
-        kept.append(helper.make_opsetid(trt.DOMAIN, 1))
-    del model.opset_import[:]
-    model.opset_import.extend(kept)
 
 
 def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> EmittedSite:
@@ -194,22 +172,23 @@ def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Emit
 
 def _fold(site: EmittedSite, params: QParams) -> SiteRecord:
     """Store a constant weight as codes with one DequantizeLinear."""
-
-    weight = site.editor.tensor(site.x)
-    if bool(weight.isnan().any()) and not _has_nan(site.spec.format):
-        raise ExportError(f"the weight holds NaN, which has no code in {site.spec.format}; repair the weight")
+    fmt = site.spec.format
+    if bool(site.editor.tensor(site.x).isnan().any()):
+        code = fmt.to_storage(torch.full((1,), torch.nan, dtype=torch.float32, device="cpu"))
+        if not bool(fmt.from_storage(code, torch.float32).isnan().all()):
+            raise ExportError(f"the weight holds NaN, which has no code in {fmt}; repair the weight")
     if site.encoding.portable:
         codes, scale, words = loops.fold(site)
-        return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
+        return _record(site, Parameters.CONSTANT, words, ScaleNames(scale, scale), codes)
     codes = site.add("codes", stored_codes(site.weight_codes(params), site.encoding.element))
     if trt.needed(site):
         scale, words = trt.dequantize(site, codes, params)
-        return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
+        return _record(site, Parameters.CONSTANT, words, ScaleNames(scale, scale), codes)
     scale, zero_point = _constant_parameters(site, params)
     _dequantize(site, codes, scale.scale, zero_point)
     nodes = "codes, DequantizeLinear and Sum" if site.encoding.guarded else "codes and DequantizeLinear"
     words = f"{site.encoding.element.name} {nodes}, {site.layout}{_of_scales(site, scale)}"
-    return _record(site, Parameters.CONSTANT, _Stored(codes, scale, zero_point), words)
+    return _record(site, Parameters.CONSTANT, words, scale, codes, zero_point)
 
 
 def _dequantize(site: EmittedSite, codes: str, scale: str, zero_point: str | None) -> None:
@@ -240,26 +219,20 @@ def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
     return f", {element.name} codes of scales with their own DequantizeLinear"
 
 
-def _has_nan(fmt: Format) -> bool:
-    """Whether a format has a code for NaN."""
-    stored = fmt.to_storage(torch.full((1,), torch.nan, dtype=torch.float32, device="cpu"))
-    return bool(fmt.from_storage(stored, torch.float32).isnan().all())
-
-
 def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
     """Lower an activation."""
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
     parameters = computed if site.constant is None else Parameters.CONSTANT
     if site.encoding.portable:
         scale, words = loops.express(site)
-        return _record(site, parameters, _Stored(None, ScaleNames(scale, scale), None), words)
+        return _record(site, parameters, words, ScaleNames(scale, scale))
+    own = ScaleNames(site.scale, site.scale)
     if trt.needed(site):
-        words = trt.quantize(site)
-        return _record(site, parameters, _Stored(None, ScaleNames(site.scale, site.scale), None), words)
-    scale, zero_point, words = _quantize_dequantize(site)
-    if site.constant is not None:
-        return _record(site, parameters, _Stored(None, scale, zero_point), words)
-    return _record(site, parameters, _Stored(None, ScaleNames(site.scale, site.scale), site.zero_point), words)
+        return _record(site, parameters, trt.quantize(site), own)
+    names, zero_point, words = _quantize_dequantize(site)
+    if site.constant is None:
+        return _record(site, parameters, words, own, zero_point=site.zero_point)
+    return _record(site, parameters, words, names, zero_point=zero_point)
 
 
 def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str]:
@@ -272,10 +245,26 @@ def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str
     between = " between Sums" if site.encoding.guarded else ""
     words = [f"QuantizeLinear and DequantizeLinear{between}, {site.encoding.element.name}, {site.layout}"]
     if reciprocal:
-        value = site.emit("Mul", value, _reciprocal(site))
+        if site.constant is not None:
+            factor = site.add("reciprocal", site.spread(site.constant.scale.reciprocal()))
+        else:
+            factor = site.spread_computed(site.emit("Div", site.number("unit", 1.0), site.scale))
+        value = site.emit("Mul", value, factor)
         words.append("after a product with the reciprocal scale")
-    if site.encoding.clips or overflow:
-        value = _clip(site, value)
+    if site.encoding.clips or overflow:  # in the units of QuantizeLinear's input
+        bounds = (site.spec.format.quant_min, site.spec.format.quant_max)
+        if site.constant is None:
+            ends = [_computed_bound(site, name, code) for name, code in zip(("low", "high"), bounds, strict=True)]
+            value = site.emit("Min", site.emit("Max", value, ends[0]), ends[1])
+        else:
+            low, high = (site.spread(_constant_bound(site.constant, code, site.spec.arithmetic)) for code in bounds)
+            # ONNX Runtime 1.31 fuses Clip with QuantizeLinear, and then cannot load a file with 4-bit codes.
+            if site.layout.axis is None and site.encoding.element.bits != 4:
+                ends = [site.add("low", low.reshape(())), site.add("high", high.reshape(()))]
+                value = site.emit("Clip", value, *ends)
+            else:
+                value = site.emit("Max", value, site.add("low", low))
+                value = site.emit("Min", value, site.add("high", high))
         words.append(f"clipped before to {site.spec.format.quant_min} to {site.spec.format.quant_max}")
     scale, zero_point = (
         _computed_parameters(site) if site.constant is None else _constant_parameters(site, site.constant)
@@ -286,7 +275,11 @@ def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str
     precision = TensorProto.FLOAT if site.encoding.powers and not reciprocal else None
     if site.encoding.guarded:
         value = site.emit("Sum", value)
-    unit = _ones(site) if reciprocal else scale.scale
+    unit = scale.scale
+    if reciprocal and site.layout.symbolic:  # ones in the shape of the scale: scale / scale is exactly 1
+        unit = site.arranged(site.emit("Div", site.scale, site.scale))
+    elif reciprocal:
+        unit = site.add("one", _ones_array(site))
     codes = site.emit("QuantizeLinear", value, unit, *rest, **site.place(), output_dtype=typed, precision=precision)
     _dequantize(site, codes, scale.scale, zero_point)
     return scale, zero_point, f"{', '.join(words)}{_of_scales(site, scale)}"
@@ -318,32 +311,6 @@ def _ones_array(site: EmittedSite) -> np.ndarray:
     return site.arrange(torch.ones(shape, dtype=torch.float32, device="cpu")).numpy()
 
 
-def _ones(site: EmittedSite) -> str:
-    """Add ones in the shape of the scale, as scale / scale, which is exactly 1."""
-    if not site.layout.symbolic:
-        return site.add("one", _ones_array(site))
-    return site.arranged(site.emit("Div", site.scale, site.scale))
-
-
-def _reciprocal(site: EmittedSite) -> str:
-    if site.constant is not None:
-        return site.add("reciprocal", site.spread(site.constant.scale.reciprocal()))
-    return site.spread_computed(site.emit("Div", site.number("unit", 1.0), site.scale))
-
-
-def _clip(site: EmittedSite, value: str) -> str:
-    """Add nodes that clip a value, in the units of QuantizeLinear's input, to the lowest and highest code."""
-    bounds = (site.spec.format.quant_min, site.spec.format.quant_max)
-    if site.constant is None:
-        low, high = (_computed_bound(site, name, code) for name, code in zip(("low", "high"), bounds, strict=True))
-        return site.emit("Min", site.emit("Max", value, low), high)
-    low, high = (site.spread(_constant_bound(site.constant, code, site.spec.arithmetic)) for code in bounds)
-    # ONNX Runtime 1.31 fuses Clip with QuantizeLinear, and then cannot load a file with 4-bit codes.
-    if site.layout.axis is None and site.encoding.element.bits != 4:
-        return site.emit("Clip", value, site.add("low", low.reshape(())), site.add("high", high.reshape(())))
-    return site.emit("Min", site.emit("Max", value, site.add("low", low)), site.add("high", high))
-
-
 def _constant_bound(params: QParams, code: float, arithmetic: Arithmetic) -> Tensor:
     scale = params.scale
     zero_point = torch.zeros_like(scale) if params.zero_point is None else params.zero_point.float()
@@ -371,7 +338,14 @@ def _computed_bound(site: EmittedSite, name: str, code: float) -> str:
     return site.spread_computed(bound)
 
 
-def _record(site: EmittedSite, parameters: Parameters, names: _Stored, words: str) -> SiteRecord:
+def _record(
+    site: EmittedSite,
+    parameters: Parameters,
+    words: str,
+    scale: ScaleNames,
+    codes: str | None = None,
+    zero_point: str | None = None,
+) -> SiteRecord:
     constants = list(dict.fromkeys(site.added))
     return SiteRecord(
         quantizer=site.path,
@@ -380,12 +354,12 @@ def _record(site: EmittedSite, parameters: Parameters, names: _Stored, words: st
         x=site.x,
         y=site.y,
         parameters=parameters,
-        codes=names.codes,
-        scale=names.scale.constant,
-        scale_of_scales=names.scale.shared,
-        zero_point=names.zero_point,
+        codes=codes,
+        scale=scale.constant,
+        scale_of_scales=scale.shared,
+        zero_point=zero_point,
         groups=[] if site.constant is None else list(site.constant.scale.shape),
-        repeats=[] if names.scale.shared else list(site.layout.repeats),
+        repeats=[] if scale.shared else list(site.layout.repeats),
         constants=constants,
         digest=digest(site.editor.constant(name) for name in constants),
     )

@@ -4,10 +4,9 @@ A second node, `fakequant::ChooseScale`, computes scales from the range of the t
 and onnxscript convert and optimise the graph, so these steps cannot change the result of a quantizer. `lower` replaces
 the nodes when all constants are known.
 
-Fold quantized tensors that do not depend on any input into constants, computed by torch with the model's bits.
-
-Examples are weights from a hook or a parametrization, learned queries and position tables. torch's exporter folds some
-of them too, but with numpy's arithmetic.
+Quantized tensors that do not depend on any input are folded into constants, computed by torch with the model's bits:
+weights from a hook or a parametrization, learned queries, position tables. torch's exporter folds some of them too, but
+with numpy's arithmetic.
 """
 
 from __future__ import annotations
@@ -71,7 +70,16 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
             # The model may write to the tensor between two readers.
             read[reader] = key = readers[reader], 0 if value.is_inference() else value._version
             values.setdefault(key, value.clone())
-    constants = {key: _add(program, f"fakequant_constant_{i}", values[key], key[0]) for i, key in enumerate(values)}
+    constants: dict[tuple[fx.Node, int], fx.Node] = {}
+    for number, (key, value) in enumerate(values.items()):
+        name = f"fakequant_constant_{number}"
+        first = next(node for node in program.graph.nodes if node.op == "placeholder")
+        with program.graph.inserting_before(first):  # the inputs come last
+            constants[key] = node = program.graph.placeholder(name)
+        node.meta["val"] = key[0].meta["val"]
+        spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+        program.graph_signature.input_specs.insert(0, spec)
+        program.constants[name] = value
     for reader, key in read.items():
         reader.update_arg(0, constants[key])
     program.graph.eliminate_dead_code(lambda node: node.is_impure() or _is_of_transform(node))
@@ -92,11 +100,12 @@ class _Known:
         self._program = program
         self._values: dict[fx.Node, Any] = {}
         named = {**dict(program.named_parameters()), **dict(program.named_buffers()), **program.constants}
-        for node, spec in zip(_placeholders(program), program.graph_signature.input_specs, strict=True):
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
             if spec.kind is not InputKind.USER_INPUT and spec.target in named:
                 value = named[spec.target]
                 self._values[node] = value.detach() if isinstance(value, Tensor) else value
-        self._owned = {value.untyped_storage().data_ptr() for value in _tensors(self._values)}
+        self._owned = _memory(self._values)
 
     def values(self, readers: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
         """Yield each reader with a known source, and the value of the source at that point of the graph."""
@@ -116,12 +125,16 @@ class _Known:
         known = all(source in self._values for source in node.all_input_nodes)
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            changed = self._changed(node, schema)
-            if changed is None:
+            arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+            writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            leaves = pytree.tree_leaves([arguments.get(name) for name in writes])
+            sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+            if any(source not in self._values for source in sources):
                 return False
+            changed = _memory({source: self._values[source] for source in sources})
             # A write to the model's own tensors is not executed here, and a write of an unknown value is not known.
             if not known or changed & self._owned:
-                self._forget(changed)
+                self._values = {one: x for one, x in self._values.items() if not _memory({one: x}) & changed}
                 return True
         if known and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._values[source])
@@ -129,45 +142,16 @@ class _Known:
                 self._values[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
         return True
 
-    def _changed(self, node: fx.Node, schema: Any) -> set[int] | None:
-        """Return the addresses of the memory that a node writes to, or None if they are not known."""
-        arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-        writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        written = [arguments.get(name) for name in writes]
-        sources = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node)]
-        if any(source not in self._values for source in sources):
-            return None
-        return {value.untyped_storage().data_ptr() for value in _tensors({s: self._values[s] for s in sources})}
-
-    def _forget(self, memory: set[int]) -> None:
-        for node in list(self._values):
-            if any(value.untyped_storage().data_ptr() in memory for value in _tensors({node: self._values[node]})):
-                del self._values[node]
-
 
 def _is_of_transform(node: fx.Node) -> bool:
     """Whether a node begins or ends a `torch.vmap`, or wraps a tensor for it."""
     return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
-def _tensors(values: dict[fx.Node, Any]) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(list(values.values())) if isinstance(leaf, Tensor))
-
-
-def _placeholders(program: ExportedProgram) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if node.op == "placeholder"]
-
-
-def _add(program: ExportedProgram, name: str, value: Tensor, like: fx.Node) -> fx.Node:
-    """Add a constant to the program and return its placeholder, which comes before those of the inputs."""
-    first = next(node for node in program.graph.nodes if node.op == "placeholder")
-    with program.graph.inserting_before(first):
-        node = program.graph.placeholder(name)
-    node.meta["val"] = like.meta["val"]
-    spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
-    program.graph_signature.input_specs.insert(0, spec)
-    program.constants[name] = value
-    return node
+def _memory(values: dict[fx.Node, Any]) -> set[int]:
+    """The addresses of the memory of the tensors among some values."""
+    tensors = (leaf for leaf in pytree.tree_leaves(list(values.values())) if isinstance(leaf, Tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 @dataclass(frozen=True)
@@ -191,7 +175,7 @@ def check(
     Args:
         spec: the specification.
         style: the dialect of the file.
-        shape: the shape of the tensor, or None if it is not known yet.
+        shape: of the tensor; None if it is not known yet.
         constant: whether the tensor is a weight.
         dynamic: whether the range is computed from every tensor.
 
@@ -257,7 +241,17 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     Raises:
         torch.export's errors: the model cannot be traced.
     """
-    with torch.no_grad(), _quiet(), _marked(model):
+    # The paths that torch finds are those by which Python got to a module: a plain list is in none.
+    quantizing = {path: module for path, module in model.named_modules() if path and hasattr(type(module), "quantizes")}
+
+    def run(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with traceback.annotate({DOMAIN: path}):
+            return forward(*args, **kwargs)
+
+    marked = restore_after(forwards_of(quantizing.values()))
+    with torch.no_grad(), _quiet(), marked, traceback.preserve_node_meta():
+        for path, module in quantizing.items():
+            vars(module)["forward"] = partial(run, path, module.forward)
         program = traced_program(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes))
         inline_regions(program, gradients=False)
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
@@ -272,24 +266,6 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
             }
     fold_constants(program, (_TARGET, _SCALE_TARGET))
     return program
-
-
-@contextmanager
-def _marked(model: nn.Module) -> Iterator[None]:
-    """A context in which the nodes of a trace have the paths of the quantizers that made them.
-
-    The paths that torch finds are those by which Python got to a module: a plain list is in none.
-    """
-    found = {path: module for path, module in model.named_modules() if path and hasattr(type(module), "quantizes")}
-
-    def run(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with traceback.annotate({DOMAIN: path}):
-            return forward(*args, **kwargs)
-
-    with restore_after(forwards_of(found.values())), traceback.preserve_node_meta():
-        for path, module in found.items():
-            vars(module)["forward"] = partial(run, path, module.forward)
-        yield
 
 
 def module_path(model: nn.Module, path: str) -> str:
@@ -329,8 +305,8 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Trace
     quantizers: list[TracedSite] = []
     refused: list[str] = []
     inputs, graph = set(program.graph_signature.user_inputs), program.graph_module.graph
-    moving = _depending(graph, lambda node: node.name in inputs)
-    by_bits = _depending(graph, lambda node: node.target in _BITS)
+    moving = depending(graph, lambda node: node.name in inputs)
+    by_bits = depending(graph, lambda node: node.target in _BITS)
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -392,7 +368,7 @@ def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
     return TracedSite(join(_path(node), str(name)), spec, placement.opset(constant=False))
 
 
-def _depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """The sources among the nodes of a graph, and all nodes that depend on one."""
     found: set[fx.Node] = set()
     for node in graph.nodes:  # in the order of the program
@@ -423,7 +399,11 @@ def to_onnx(
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
 ) -> ModelProto:
-    """Convert the graph to ONNX, with a node `fakequant::FakeQuantize` for every quantizer."""
+    """Convert the graph to ONNX, with a node `fakequant::FakeQuantize` for every quantizer.
+
+    Raises:
+        ExportError: torch does not write the opset, and the installed onnx lacks it or cannot convert to it.
+    """
     with torch.no_grad(), _quiet(), library.translated_to_onnx():
         converted = torch.onnx.export(
             program,
@@ -432,24 +412,13 @@ def to_onnx(
             dynamic_shapes=dynamic_shapes,
             input_names=input_names,
             output_names=output_names,
-            custom_translation_table={
-                _TARGET: _translation(),
-                _SCALE_TARGET: _scale_translation(),
-                loops.TARGET: loops.translation(),
-            },
+            custom_translation_table=_translations(),
             verbose=False,
         )
     assert converted is not None
     model = converted.model_proto
-    return model if opset <= LAST_OPSET else _convert(model, opset)
-
-
-def _convert(model: ModelProto, opset: int) -> ModelProto:
-    """Convert the model to an opset that torch's exporter does not write, and keep the properties of fakequant's nodes.
-
-    Raises:
-        ExportError: the installed onnx lacks the opset, or cannot convert an operator to it.
-    """
+    if opset <= LAST_OPSET:
+        return model
     import onnx
 
     if opset > (newest := onnx.defs.onnx_opset_version()):
@@ -469,13 +438,14 @@ def _convert(model: ModelProto, opset: int) -> ModelProto:
     return converted
 
 
-def _translation() -> Any:
-    """Return the function that torch's exporter calls for every quantizer node."""
+def _translations() -> dict[Any, Any]:
+    """The functions that torch's exporter calls for the nodes of fakequant."""
     import onnx.defs
     from onnxscript import values
 
-    formal = onnx.defs.OpSchema.FormalParameter
-    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    formal, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    types, optional = onnx.defs.OpSchema.AttrType, onnx.defs.OpSchema.FormalParameterOption.Optional
+    spec, floats = attribute("spec", types.STRING, ""), ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     schema = onnx.defs.OpSchema(
         OPERATOR,
         DOMAIN,
@@ -486,47 +456,30 @@ def _translation() -> Any:
             formal("zero_point", "Z", param_option=optional),
         ],
         outputs=[formal("y", "T")],
-        type_constraints=[
-            ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], ""),
-            ("Z", ["tensor(int32)", "tensor(float)"], ""),
-        ],
-        attributes=[
-            onnx.defs.OpSchema.Attribute("spec", onnx.defs.OpSchema.AttrType.STRING, ""),
-            onnx.defs.OpSchema.Attribute("call", onnx.defs.OpSchema.AttrType.INT, ""),
-        ],
+        type_constraints=[("T", floats, ""), ("Z", ["tensor(int32)", "tensor(float)"], "")],
+        attributes=[spec, attribute("call", types.INT, "")],
     )
     operator = values.Op(values.Opset(DOMAIN, 1), OPERATOR, schema)
-
-    # A unique number prevents the optimiser from merging equal quantizers.
-    calls = itertools.count()
-
-    def translate(x: Any, scale: Any, zero_point: Any, spec: str) -> Any:
-        inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
-        return operator(*inputs, spec=spec, call=next(calls))
-
-    return translate
-
-
-def _scale_translation() -> Any:
-    """Return the function that torch's exporter calls for every opaque computation of scales."""
-    import onnx.defs
-    from onnxscript import values
-
     schema = onnx.defs.OpSchema(
         SCALE_OPERATOR,
         DOMAIN,
         1,
-        inputs=[onnx.defs.OpSchema.FormalParameter("x", "T")],
-        outputs=[onnx.defs.OpSchema.FormalParameter("scale", "tensor(float)")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[onnx.defs.OpSchema.Attribute("spec", onnx.defs.OpSchema.AttrType.STRING, "")],
+        inputs=[formal("x", "T")],
+        outputs=[formal("scale", "tensor(float)")],
+        type_constraints=[("T", floats, "")],
+        attributes=[spec],
     )
-    operator = values.Op(values.Opset(DOMAIN, 1), SCALE_OPERATOR, schema)
+    scale_operator = values.Op(values.Opset(DOMAIN, 1), SCALE_OPERATOR, schema)
+    calls = itertools.count()  # a unique number prevents the optimiser from merging equal quantizers
 
-    def translate(x: Any, spec: str) -> Any:
-        return operator(x, spec=spec)
+    def quantizer(x: Any, scale: Any, zero_point: Any, spec: str) -> Any:
+        inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return operator(*inputs, spec=spec, call=next(calls))
 
-    return translate
+    def chosen_scale(x: Any, spec: str) -> Any:
+        return scale_operator(x, spec=spec)
+
+    return {_TARGET: quantizer, _SCALE_TARGET: chosen_scale, loops.TARGET: loops.translation()}
 
 
 @contextmanager

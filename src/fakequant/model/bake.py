@@ -52,7 +52,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
     refuse_unprepared(model)
     refuse_sharded(model, "store the codes of")
     shared = shared_names(model)
-    weights, places = QuantizedWeights(model, shared), dict(_places(model, pattern))
+    weights, places = QuantizedWeights(model, shared, quantized_weights(model)), dict(_places(model, pattern))
     found = weights.in_float.items()
     left = {name: why for name, why in found if name in places or matches(layer_of(name), pattern)}
     if not (places or left):

@@ -77,15 +77,12 @@ def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
         raise ConfigError(f"the model has no list of modules {shown(name)} for blocks=; its lists are {known}")
     if not lists:
         raise ConfigError("the model has no list of modules whose items could be its blocks")
-    chosen = max(lists, key=lambda path: _size(lists[path])) if name is None else name
+    sizes = {path: sum(parameter.numel() for parameter in one.parameters()) for path, one in lists.items()}
+    chosen = max(lists, key=sizes.__getitem__) if name is None else name
     found = {join(chosen, key): block for key, block in lists[chosen].named_children()}
     if len(set(found.values())) < len(lists[chosen]):
         raise ConfigError(f"{chosen} holds a block twice, which is called with the weights of another one")
     return found
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class _Substitute(nn.Module):
@@ -199,9 +196,6 @@ class _AllSeen(BaseException):
 class _Recorder:
     """Records the calls of blocks, which do not run.
 
-    Args:
-        model, blocks, batches: as for `calls_of`.
-
     Attributes:
         found: by block and the number of the batch.
         as_tuple: whether a block returns a tuple.
@@ -234,7 +228,7 @@ class _Recorder:
         self.learned, self.failed, hooks = False, None, []
         try:
             for path, module in self._model.named_modules():
-                hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._entered(path)))
+                hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._enter(path)))
             with in_place_of(self._model, self._blocks, self._called), torch.no_grad(), suppress(_AllSeen):
                 self._batches.run(self._model, self._batches.numbered[number])
         except BatchError as error:
@@ -252,7 +246,7 @@ class _Recorder:
             )
         return self._fits
 
-    def _entered(self, path: str) -> None:
+    def _enter(self, path: str) -> None:
         if not self._order:
             self.before.add(path)
 

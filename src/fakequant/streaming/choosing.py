@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import float_tensors
-from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry
+from fakequant.model.state.plan import OwnerEntry, Plan, SiteQuantizerEntry, SitesEntry
 from fakequant.model.state.snapshots import LazyTensor, LazyTensors, Made, QuantizedState, lazy, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import disabled, evaluating, raise_scales
@@ -50,13 +50,7 @@ Load = Callable[[str], Mapping[str, Tensor]]
 
 
 class ModelSource:
-    """A model on the meta device, and where its weights come from.
-
-    Args:
-        model: in float.
-        load: gives the tensors of a module.
-        files: the files that hold them, each with its size and the time of its last change.
-    """
+    """A float model on the meta device, and where its weights come from: files with their sizes and times of change."""
 
     def __init__(self, model: nn.Module, load: Load, files: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.model, self._load, self.files = model, load, files or {}
@@ -64,11 +58,6 @@ class ModelSource:
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path) -> ModelSource:
         """The model of a folder of transformers, or one on the meta device with a function that loads it.
-
-        Args:
-            source: the folder or the model.
-            load: of the model.
-            copies: a folder for tensors that files hold in another form, such as experts one by one.
 
         Raises:
             ConfigError: a model with weights, or one without a function.
@@ -90,8 +79,16 @@ class ModelSource:
         Raises:
             CheckpointError: a tensor that is not given, or that has another shape.
         """
-        places, given = _empty(module, {*without}), self._given(path)
-        filled = [(shared, tensor, _filled(path, shared, tensor, given)) for tensor, shared in places]
+        parts, skipped = dict(module.named_modules(remove_duplicate=False)), {*without}
+        inside = tuple(f"{name}." for name, part in parts.items() if part in skipped)
+        places: dict[int, tuple[Tensor, _Places]] = {}  # of each tensor without values
+        for name, part in parts.items():
+            for held in () if f"{name}.".startswith(inside) else (part._parameters, part._buffers):
+                for own, tensor in held.items():
+                    if tensor is not None and tensor.is_meta:
+                        places.setdefault(id(tensor), (tensor, []))[1].append((join(name, own), held, own))
+        given = self._given(path)
+        filled = [(shared, tensor, _filled(path, shared, tensor, given)) for tensor, shared in places.values()]
         try:
             for shared, _, values in filled:
                 for _, held, own in shared:
@@ -130,17 +127,6 @@ _Places = list[tuple[str, dict[str, Any], str]]
 """The places of a tensor in a module, several where it is tied: its name, the dict that holds it, and its key there."""
 
 
-def _empty(module: nn.Module, without: set[nn.Module]) -> list[tuple[Tensor, _Places]]:
-    """The tensors of a module that have no values, with their places."""
-    found: dict[int, tuple[Tensor, _Places]] = {}
-    for name, part in _named(module, without):
-        for held in (part._parameters, part._buffers):
-            for own, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    found.setdefault(id(tensor), (tensor, []))[1].append((join(name, own), held, own))
-    return [*found.values()]
-
-
 def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
     """The values of a tensor; of those that are tied, one name is enough."""
     names = [name for name, *_ in shared]
@@ -155,13 +141,6 @@ def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tens
         )
     values = values.to(tensor.dtype, copy=True)  # choosing writes into it
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-
-
-def _named(module: nn.Module, without: set[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None and child not in without:
-            yield from _named(child, without, f"{path}.{name}" if path else name)
 
 
 def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
@@ -204,11 +183,7 @@ def joined_state(
 ) -> QuantizedState:
     """The state of a prepared model whose modules outside of the blocks have their weights.
 
-    Args:
-        source: the model.
-        blocks: by path.
-        work: with the finished blocks.
-        quantized: which blocks it has; the others come from the source.
+    Blocks that are `quantized` come from `work`, the others from the source.
     """
     state = snapshot(source.model)
     inside = tuple(f"{path}." for path in blocks)
@@ -216,7 +191,15 @@ def joined_state(
     weights: dict[str, Callable[[], WeightCodes]] = {
         name: lambda name=name: state.weights[name] for name in state.weights if not name.startswith(inside)
     }
-    plans = [_without(state, inside)]
+    outside = Plan(
+        layers={name: entry for name, entry in state.layers.items() if not f"{name}.".startswith(inside)},
+        sites=SitesEntry(
+            {name: entry for name, entry in state.sites.owners.items() if not f"{name}.".startswith(inside)},
+            [name for name in state.sites.shielded if not f"{name}.".startswith(inside)],
+        ),
+        stale=[name for name in state.stale if not name.startswith(inside)],
+    )
+    plans = [outside]
     for number, (path, block) in enumerate(blocks.items()):
         own = block.state_dict()
         if not quantized[number]:
@@ -233,9 +216,12 @@ def joined_state(
             tensors[join(path, name)] = LazyTensor.of(
                 own[name], lambda number=number, name=name: work.state(number).weights[name].values()
             )
-            weights[join(path, name)] = lambda number=number, name=name, path=path: _renamed(
-                work.state(number).weights[name], path
-            )
+
+            def coded(number: int = number, name: str = name, path: str = path) -> WeightCodes:
+                weight = work.state(number).weights[name]
+                return replace(weight, quantizers=tuple(join(path, one) for one in weight.quantizers))
+
+            weights[join(path, name)] = coded
     plan = Plan(
         shared=state.shared,
         versions=state.versions,
@@ -251,45 +237,24 @@ def joined_state(
     return QuantizedState.of(plan, LazyTensors(ordered), Made(weights))
 
 
-def _renamed(weight: WeightCodes, path: str) -> WeightCodes:
-    return replace(weight, quantizers=tuple(join(path, name) for name in weight.quantizers))
-
-
-def _without(plan: Plan, inside: tuple[str, ...]) -> Plan:
-    """The part of a plan that is outside of some modules."""
-    sites = plan.sites
-    return Plan(
-        layers={path: entry for path, entry in plan.layers.items() if not f"{path}.".startswith(inside)},
-        sites=SitesEntry(
-            {path: entry for path, entry in sites.owners.items() if not f"{path}.".startswith(inside)},
-            [path for path in sites.shielded if not f"{path}.".startswith(inside)],
-        ),
-        stale=[path for path in plan.stale if not path.startswith(inside)],
-    )
-
-
 def _placed(plan: Plan, path: str) -> Plan:
     """The plan of a module as a part of the plan of the model that has it at a path."""
-    sites = plan.sites
-    return Plan(
-        layers={join(path, name): entry for name, entry in plan.layers.items()},
-        sites=SitesEntry(
-            {join(path, name): _placed_owner(entry, path) for name, entry in sites.owners.items()},
-            [join(path, name) for name in sites.shielded],
-        ),
-        stale=[join(path, name) for name in plan.stale],
-    )
 
-
-def _placed_owner(owner: OwnerEntry, path: str) -> OwnerEntry:
-    return replace(owner, sites={key: _placed_site(site, path) for key, site in owner.sites.items()})
-
-
-def _placed_site(site: SiteEntry, path: str) -> SiteEntry:
     def placed(entry: SiteQuantizerEntry) -> SiteQuantizerEntry:
         return entry if entry.group is None else replace(entry, group=join(path, entry.group))
 
-    return replace(site, quantizers={key: placed(entry) for key, entry in site.quantizers.items()})
+    owners: dict[str, OwnerEntry] = {}
+    for name, owner in plan.sites.owners.items():
+        placed_sites = {
+            key: replace(site, quantizers={own: placed(entry) for own, entry in site.quantizers.items()})
+            for key, site in owner.sites.items()
+        }
+        owners[join(path, name)] = replace(owner, sites=placed_sites)
+    return Plan(
+        layers={join(path, name): entry for name, entry in plan.layers.items()},
+        sites=SitesEntry(owners, [join(path, name) for name in plan.sites.shielded]),
+        stale=[join(path, name) for name in plan.stale],
+    )
 
 
 _CALLER = "improve_folder"
@@ -297,12 +262,6 @@ _CALLER = "improve_folder"
 
 class Blocks:
     """The blocks of a prepared model, chosen one after the other.
-
-    Args:
-        source: the model.
-        blocks: by path.
-        batches: of the model.
-        processes: that choose together.
 
     Attributes:
         quantized: which blocks have quantizers.
@@ -362,7 +321,11 @@ class Blocks:
         mask = _mask_of(dict(enumerate(given)))
 
         def run(model: nn.Module, call: _Rest) -> Any:
-            return call.run(model, self._batches)
+            token = _PRESENT.set(call)
+            try:
+                return self._batches.run(model, call.batch)
+            finally:
+                _PRESENT.reset(token)
 
         floats, quantized = (Batches(own, _CALLER, forward=run, mask=mask).kept() for own in (wanted, given))
         see = self._calls.substitute(lambda: _PRESENT.get().hidden)
@@ -432,25 +395,13 @@ _PRESENT: ContextVar[Any] = ContextVar("present")
 """The call of the modules after the blocks that runs now, in this thread."""
 
 
+@dataclass(eq=False)
 class _Rest:
-    """A call of a model whose blocks do not run.
+    """A call of a model whose blocks do not run."""
 
-    Args:
-        batch: of the model.
-        hidden: the hidden states after the last block.
-        mask: the unmasked tokens.
-    """
-
-    def __init__(self, batch: Any, hidden: Tensor, mask: Tensor | None) -> None:
-        self.batch, self.hidden, self.mask = batch, hidden, mask
-
-    def run(self, model: nn.Module, batches: Batches) -> Any:
-        """What the model gives."""
-        token = _PRESENT.set(self)
-        try:
-            return batches.run(model, self.batch)
-        finally:
-            _PRESENT.reset(token)
+    batch: Any
+    hidden: Tensor
+    mask: Tensor | None
 
 
 def _weights_of(block: nn.Module) -> str:
@@ -586,7 +537,13 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     with ExitStack() as stack, processes:  # an error of one process is raised in all
         check_path(target, call)
         check_shard_size(max_shard_size)
-        chosen, chosen_steps = delivery_format(format), _without_transforms(steps)
+        chosen, checked = delivery_format(format), checked_steps(steps)
+        if not isinstance(steps, str) and (transforms := [step for step in checked if step in TRANSFORMS]):
+            raise ConfigError(
+                f"the step {transforms[0]!r} puts a transform before inputs, for which files of other programs have no "
+                "place; leave it out"
+            )
+        chosen_steps = tuple(step for step in checked if step not in TRANSFORMS)
         given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
         out = Path(target)
         own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
@@ -605,7 +562,9 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         opened = ModelSource.of(source, load, copies)
         prepare(opened.model, config)
         found = blocks_of(opened.model, blocks)
-        _refuse_format(chosen, opened.model)
+        state = snapshot(opened.model)
+        plan = QuantizedState.of(state, state.tensors)
+        refuse(chosen, opened.model, parts_of(opened.model, plan), plan, with_ranges=False)
         chooser = Blocks(opened, found, given, processes)
         same = {"quantization": digest(repr(opened.model)), "steps": str(chosen_steps), "format": chosen.name}
         check_same(processes, same | dict.fromkeys(found, ""), "got other arguments")
@@ -650,19 +609,3 @@ def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: Deli
                 "folder, or remove them"
             )
         refuse_replacing(chosen, target, [CONFIG])
-
-
-def _without_transforms(steps: str | Sequence[str]) -> tuple[str, ...]:
-    found = checked_steps(steps)
-    if not isinstance(steps, str) and (given := [step for step in found if step in TRANSFORMS]):
-        raise ConfigError(
-            f"the step {given[0]!r} puts a transform before inputs, for which files of other programs have no place; "
-            "leave it out"
-        )
-    return tuple(step for step in found if step not in TRANSFORMS)
-
-
-def _refuse_format(chosen: DeliveryFormat, model: nn.Module) -> None:
-    state = snapshot(model)
-    plan = QuantizedState.of(state, state.tensors)
-    refuse(chosen, model, parts_of(model, plan), plan, with_ranges=False)

@@ -47,12 +47,17 @@ class Work:
             raise CheckpointError(
                 f"{self.folder} holds other files, {listed(others)}; remove them, or give another folder"
             )
-        self._state = lru_cache(maxsize=1)(self._read_state)
+        self.state = lru_cache(maxsize=1)(self._state)
+        """The state of a finished block by its number; use it before you ask for another one."""
 
     @staticmethod
     def is_begun(folder: Path) -> bool:
         """Whether a folder holds a run: a file says so that comes first and goes last."""
-        return any(_is_mark(path) for path in folder.glob("run-*.json"))
+        for path in folder.glob("run-*.json"):
+            with suppress(CheckpointError):
+                if _OWN.fullmatch(path.name) and _MARK in _read(path, _Run):
+                    return True
+        return False
 
     def mark(self) -> None:
         """Say that the folder holds a run, if it does not."""
@@ -61,9 +66,6 @@ class Work:
 
     def begin(self, run: Mapping[str, str]) -> None:
         """Go on with a run, or begin it.
-
-        Args:
-            run: what it depends on, by name, as texts.
 
         Raises:
             CheckpointError: the folder holds another run.
@@ -109,14 +111,7 @@ class Work:
             write_in_order({self._hidden(number): ready})
 
     def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult], weights: str) -> None:
-        """Keep a finished block.
-
-        Args:
-            number: its place.
-            block: None where it has no quantizers.
-            layers: what was chosen.
-            weights: the digest of those in float.
-        """
+        """Keep a finished block, None where it has no quantizers, and a digest of its weights in float."""
         if self._rank == 0:
             if block is not None:
                 save(block, self._block(number), packed=True)
@@ -141,11 +136,7 @@ class Work:
         with suppress(OSError):
             self._hidden(number).unlink()
 
-    def state(self, number: int) -> QuantizedState:
-        """The state of a finished block; use it before you ask for another one."""
-        return self._state(number)
-
-    def _read_state(self, number: int) -> QuantizedState:
+    def _state(self, number: int) -> QuantizedState:
         if self._manifest(number) != self._results(number).manifest:
             raise CheckpointError(f"{self._block(number)} is damaged: {MANIFEST} is another; remove {self.folder}")
         return read(self._block(number))[0]
@@ -162,8 +153,7 @@ class Work:
         return self._results(number).layers
 
     def _results(self, number: int) -> _Results:
-        path = self._block(number) / _RESULTS
-        return _read(path, _Results)
+        return _read(self._block(number) / _RESULTS, _Results)
 
     def remove(self) -> None:
         """Remove what this class wrote, and the folder if nothing else is in it; what says that it is a run, last."""
@@ -212,10 +202,3 @@ def _read(path: Path, kind: Any) -> Any:
         return value_of(json.loads(read_whole(path)), path.name, kind)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; remove {path.parent}") from error
-
-
-def _is_mark(path: Path) -> bool:
-    try:
-        return _OWN.fullmatch(path.name) is not None and _MARK in _read(path, _Run)
-    except CheckpointError:
-        return False

@@ -5,7 +5,7 @@ import torch
 
 import fakequant as fq
 from fakequant.delivery import deliver
-from fakequant.delivery.format import places_of
+from fakequant.delivery.format import weight_slots
 from fakequant.delivery.gguf.architecture import _MIXTURES, GgufNames, architecture_of, mixture
 from fakequant.delivery.gguf.blocks import GgufFile
 from fakequant.delivery.gguf.lattices import kind_of
@@ -26,7 +26,7 @@ def rules_of(model, name):
     """The types of a mixture by the names of tensors in a file."""
     names = GgufNames(architecture_of(model), model.config)
     rules = {rule.pattern: rule.weight.spec for rule in mixture(model, name).rules}
-    places = places_of(model).items()
+    places = weight_slots(model).items()
     return {names.of(weight)[0]: kind_of(rules[one.path], model.get_parameter(weight).shape) for weight, one in places}
 
 

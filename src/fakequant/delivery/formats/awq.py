@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors, Read
 from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
@@ -31,24 +30,20 @@ class Awq(LayeredFormat):
         groups = module.groups(given.get("group_size", given.get("q_group_size", 128)))
         if rows % _WORD:
             module.refuse(f"codes are in words of {_WORD} outputs, which do not divide {rows}")
-        words = (columns, rows // _WORD), (groups.count, rows // _WORD)
-        module.get("qweight", torch.int32, words[0])
-        scales = FLOATS[module.get("scales", FLOATS, (groups.count, rows)).dtype]
-        has_points = module.has("qzeros")
-        if has_points:
-            module.get("qzeros", torch.int32, words[1])
-
-        def make() -> Codes:
-            codes = _outputs(module.get("qweight", torch.int32, words[0]), rows)
-            scale = module.get("scales", FLOATS, (groups.count, rows)).float().T.contiguous()
-            if not has_points:
-                return (codes - (1 << _BITS - 1)).to(torch.int8), scale, None
-            return codes.to(torch.uint8), scale, _outputs(module.get("qzeros", torch.int32, words[1]), rows)
-
-        return CodedWeight(QuantSpec("uint4" if has_points else "int4", groups.granularity, scale=scales), make)
+        codes, scales = _outputs(module, "qweight", columns), module.get("scales", FLOATS, (groups.count, rows))
+        points = _outputs(module, "qzeros", groups.count) if module.has("qzeros") else None
+        signed = (lambda: codes().view(torch.int8) - 8) if points is None else codes
+        spec = QuantSpec("uint4" if points else "int4", groups.granularity, scale=FLOATS[scales().dtype])
+        return CodedWeight(spec, signed, lambda: scales().T, points)
 
 
-def _outputs(words: Tensor, rows: int) -> Tensor:
-    """Unpack words [n, out / 8] into integers [out, n]."""
-    packed = unpack(words.contiguous().view(torch.uint8), _BITS, rows)
-    return packed.unflatten(-1, (-1, _WORD))[..., _PLACES].flatten(-2).T.contiguous()
+def _outputs(module: LayerTensors, end: str, count: int) -> Read:
+    """What unpacks words [count, out / 8] into integers [out, count]."""
+    rows = module.shape[0]
+    words = module.get(end, torch.int32, (count, rows // _WORD))
+
+    def read() -> torch.Tensor:
+        packed = unpack(words().contiguous().view(torch.uint8), _BITS, rows).to(torch.uint8)
+        return packed.unflatten(-1, (-1, _WORD))[..., _PLACES].flatten(-2).T.contiguous()
+
+    return read

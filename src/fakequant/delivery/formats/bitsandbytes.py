@@ -6,13 +6,14 @@ A byte holds two codes, the first one in its high bits. Source: bitsandbytes 0.5
 from __future__ import annotations
 
 import json
-from math import gcd, prod
+from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors, Read
 from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
@@ -34,73 +35,59 @@ class BitsAndBytes(LayeredFormat):
         for end, what in {f"{_STATE}fp4": "FP4 of bitsandbytes", "SCB": "LLM.int8()"}.items():
             if module.has(end):
                 module.refuse(f"codes are {what}, and this reader knows its NF4")
-        return _Nf4Weight(module).coded() if module.has(f"{_STATE}nf4") else None
-
-
-class _Nf4Weight:
-    """The tensors of a weight."""
-
-    def __init__(self, module: LayerTensors) -> None:
-        self.module, (self.rows, self.columns) = module, module.shape
-        self.state = self._state()
-        self.size = self._number("blocksize")
-        self.blocks = -(-self.rows * self.columns // self.size)
-        if self.state.get("shape") != [self.rows, self.columns]:
-            module.refuse(f"codes are of a weight of shape {self.state.get('shape')!r:.80}, not {[*module.shape]}")
-        table = module.get("weight.quant_map", torch.float32, (16,))
-        format = _SPEC.format
+        if not module.has(f"{_STATE}nf4"):
+            return None
+        key, (rows, columns), format = f"{_STATE}nf4", module.shape, _SPEC.format
+        length = module.tensors[f"{module.base}.{key}"].numel()
+        if length > _LARGEST:
+            module.refuse(f"{key} has {length} bytes, which are no description of a weight")
+        try:
+            state = json.loads(bytes(module.get(key, torch.uint8, (length,))().tolist()))
+        except (ValueError, RecursionError) as error:
+            module.refuse(f"{key} is no JSON: {error}")
+        if not isinstance(state, dict):
+            module.refuse(f"{key} is no object of JSON")
+        size, values = _number(module, state, "blocksize"), rows * columns
+        if state.get("shape") != [rows, columns]:
+            module.refuse(f"codes are of a weight of shape {state.get('shape')!r:.80}, not {[*module.shape]}")
+        table = module.get("weight.quant_map", torch.float32, (16,))()
         assert isinstance(format, TableFormat)
         if not torch.equal(table, torch.tensor(format.grid.table.values, dtype=torch.float32)):  # type: ignore[union-attr]
             module.refuse("weight.quant_map is another table than that of NF4")
-        self._packed()
-        self._scales()
-
-    def _state(self) -> dict[str, Any]:
-        key = f"{_STATE}nf4"
-        length = self.module.tensors[f"{self.module.base}.{key}"].numel()
-        if length > _LARGEST:
-            self.module.refuse(f"{key} has {length} bytes, which are no description of a weight")
-        try:
-            state = json.loads(bytes(self.module.get(key, torch.uint8, (length,)).tolist()))
-        except (ValueError, RecursionError) as error:
-            self.module.refuse(f"{key} is no JSON: {error}")
-        if not isinstance(state, dict):
-            self.module.refuse(f"{key} is no object of JSON")
-        return state
-
-    def _number(self, key: str) -> int:
-        value = self.state.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.module.refuse(f"{key} is {value!r:.40}, not a number of values")
-        return value
-
-    def _packed(self) -> Tensor:
-        bytes, key = -(-self.rows * self.columns // 2), f"{self.module.base}.weight"
-        held = self.module.tensors[key].dtype if key in self.module.tensors else torch.uint8
-        count = bytes // (held.itemsize if held in _STORAGES else 1)
-        return self.module.get("weight", _STORAGES, (count,), (count, 1), (1, count)).view(torch.uint8)
-
-    def _scales(self) -> Tensor:
-        """One scale for each block."""
-        blocks = (self.blocks,)
-        if not self.module.has("weight.nested_absmax"):
-            return self.module.get("weight.absmax", torch.float32, blocks)
-        size, offset = self._number("nested_blocksize"), self.state.get("nested_offset")
-        if not isinstance(offset, float):
-            self.module.refuse(f"nested_offset is {offset!r:.40}, not a number")
-        codes = self.module.get("weight.absmax", torch.uint8, blocks)
-        table = self.module.get("weight.nested_quant_map", torch.float32, (256,))
-        shared = self.module.get("weight.nested_absmax", torch.float32, (-(-self.blocks // size),))
-        return table[codes.long()] * shared.repeat_interleave(min(size, self.blocks))[: self.blocks] + offset
-
-    def coded(self) -> CodedWeight:
+        key = f"{module.base}.weight"
+        held = module.tensors[key].dtype if key in module.tensors else torch.uint8
+        count = -(-values // 2) // (held.itemsize if held in _STORAGES else 1)
+        packed = module.get("weight", _STORAGES, (count,), (count, 1), (1, count))
+        scales = _scales(module, state, -(-values // size))
         # Blocks go on from row to row: groups that divide rows and blocks have the scales of their blocks.
-        group = gcd(self.size, self.columns)
-        return CodedWeight(_SPEC.replace(granularity=PerBlock({-1: group})), lambda: self._codes(group))
+        group = gcd(size, columns)
+        groups = values // group
 
-    def _codes(self, group: int) -> Codes:
-        packed, shape = self._packed(), self.module.shape
-        codes = torch.stack([packed >> 4, packed & 15], -1).flatten()[: prod(shape)].reshape(shape)
-        count = prod(shape) // group
-        scale = self._scales().repeat_interleave(min(self.size // group, count))[:count]
-        return codes, scale.reshape(self.rows, -1), None
+        def codes() -> Tensor:
+            pairs = packed().view(torch.uint8)
+            return torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:values].reshape(rows, columns)
+
+        def scale() -> Tensor:
+            return scales().repeat_interleave(min(size // group, groups))[:groups].reshape(rows, -1)
+
+        return CodedWeight(_SPEC.replace(granularity=PerBlock({-1: group})), codes, scale)
+
+
+def _number(module: LayerTensors, state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        module.refuse(f"{key} is {value!r:.40}, not a number of values")
+    return value
+
+
+def _scales(module: LayerTensors, state: Mapping[str, Any], blocks: int) -> Read:
+    """Reads a scale for each block."""
+    if not module.has("weight.nested_absmax"):
+        return module.get("weight.absmax", torch.float32, (blocks,))
+    size, offset = _number(module, state, "nested_blocksize"), state.get("nested_offset")
+    if not isinstance(offset, float):
+        module.refuse(f"nested_offset is {offset!r:.40}, not a number")
+    codes = module.get("weight.absmax", torch.uint8, (blocks,))
+    table = module.get("weight.nested_quant_map", torch.float32, (256,))
+    shared = module.get("weight.nested_absmax", torch.float32, (-(-blocks // size),))
+    return lambda: table()[codes().long()] * shared().repeat_interleave(min(size, blocks))[:blocks] + offset

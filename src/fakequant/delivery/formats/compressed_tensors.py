@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
-from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, places_of, undivided
-from fakequant.delivery.layered import OTHERS, CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, undivided, weight_slots
+from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
@@ -69,7 +69,7 @@ class CompressedTensors(LayeredFormat):
         if part.call:
             found = attention_args(part)
             return found if isinstance(found, str) else None
-        if not (isinstance(part.module, (nn.Linear, nn.Embedding)) or part.is_stack):
+        if not (part.is_matrix or part.is_stack):
             return f"it quantizes linear layers, embeddings and experts, and this is a {part.kind}"
         if part.is_stack and part.places["weight"].channels != -2:
             return "files have experts one by one, and this model has the inputs of its experts before their outputs"
@@ -81,12 +81,14 @@ class CompressedTensors(LayeredFormat):
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         found = conflicts_of_calls(model, parts)
         fixed = {path for path, one in quantizers(model).items() if one.global_scale is not None}
-        found |= {
-            part.name: "files fix the scale of NVFP4 inputs: call fakequant.delivery.fix_global_scales(model, batches) "
-            "or quantize weights alone, NVFP4_WEIGHT_ONLY"
-            for part in parts
-            if _is_local(part) and part.paths["input"] not in fixed
-        }
+        for part in parts:
+            scheme = {} if part.call else scheme_of(part)
+            is_local = not isinstance(scheme, str) and scheme.get(ROLES["input"], {}).get("dynamic") == LOCAL
+            if is_local and part.paths["input"] not in fixed:
+                found[part.name] = (
+                    "files fix the scale of NVFP4 inputs: call fakequant.delivery.fix_global_scales(model, batches) or "
+                    "quantize weights alone, NVFP4_WEIGHT_ONLY"
+                )
         return {**undivided(model, parts), **found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
@@ -107,7 +109,7 @@ class CompressedTensors(LayeredFormat):
             for name, path in call.paths.items():
                 writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(1)
         missed = missed_cache(call.module for call in calls if "query" not in call.operands)
-        _say(model, writer, [json.loads(scheme) for scheme in groups], missed)
+        _warn(model, writer, [json.loads(scheme) for scheme in groups], missed)
         said = _quantization(groups, calls, writer.ignored)
         for name, bases in writer.pieces.items():
             _check_said(said, bases, writer.coded[name])
@@ -130,33 +132,37 @@ class CompressedTensors(LayeredFormat):
         dtype = module.tensors[f"{module.base}.weight_scale"].dtype if module.has("weight_scale") else torch.float32
         spec = config_of(scheme["weights"], dtype).spec
         held = stored(scheme, spec.format, module.shape)
-        made = {one.field: partial(_piece, module, end, one) for end, one in held.items()}
-        for read in made.values():
-            read()
-        if module.has("weight_shape") and module.get("weight_shape", torch.int64, (2,)).tolist() != [*module.shape]:
+        fields: dict[str, Read] = {}
+        for end, one in held.items():
+            # A scalar or a vector stands for a shape of as many numbers.
+            flat = [(torch.Size(one.shape).numel(),), ()] if one.field in ("scale", "shared") else []
+            shapes = [one.shape, *(shape for shape in flat if shape or 1 in one.shape)]
+            stored_as = module.get(end, FLOATS if one.dtype in FLOATS else one.dtype, *shapes)
+            one.load(stored_as())  # raises where it is damaged
+            fields[one.field] = lambda one=one, stored_as=stored_as: one.load(stored_as())
+        if module.has("weight_shape") and module.get("weight_shape", torch.int64, (2,))().tolist() != [*module.shape]:
             module.refuse(f"weight_shape is not {[*module.shape]}")
 
-        def make() -> Codes:
-            point = made["zero_point"]().to(torch.int32) if "zero_point" in made else None
-            if "shared" not in made:
-                return made["codes"](), made["scale"](), point
+        def scale() -> Tensor:
+            if "shared" not in fields:
+                return fields["scale"]()
             exact = getattr(module.tensors, "metadata", {}).get(f"{EXACT}{module.base}")
-            shared = made["shared"]() if exact is None else float.fromhex(exact)
-            return made["codes"](), made["scale_codes"]().float() * shared, point
+            return fields["scale_codes"]().float() * (fields["shared"]() if exact is None else float.fromhex(exact))
 
         is_half = f"{HALF_RANGE}{module.base}" in getattr(module.tensors, "metadata", {})
         beside = {role: scheme[name] for role, name in ROLES.items() if name in scheme and role != "weight"}
         configs = {role: config_of(args, half_range=is_half) for role, args in beside.items()}
         ranges = {
-            f"{role}.{what}": module.get(f"{role}_{what}", {*FLOATS, torch.int8}, (1,), ()).to(kind)
+            f"{role}.{what}": module.get(f"{role}_{what}", {*FLOATS, torch.int8}, (1,), ())().to(kind)
             for role, config in configs.items()
             for what, kind in (("scale", torch.float32), ("zero_point", torch.int32))
             if not config.dynamic and not (what == "zero_point" and config.spec.symmetric)
         }
         for role in configs:
             if scheme[ROLES[role]]["dynamic"] == LOCAL:
-                ranges[f"{role}.{GLOBAL_SCALE}"] = module.get(f"{role}_{GLOBAL_SCALE}", torch.float32, (1,), ())
-        return CodedWeight(spec, make, configs.get("input"), configs.get("output"), ranges)
+                ranges[f"{role}.{GLOBAL_SCALE}"] = module.get(f"{role}_{GLOBAL_SCALE}", torch.float32, (1,), ())()
+        point = fields.get("zero_point")
+        return CodedWeight(spec, fields["codes"], scale, point, configs.get("input"), configs.get("output"), ranges)
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
         given = folder.quantization.get("kv_cache_scheme")
@@ -179,28 +185,20 @@ class CompressedTensors(LayeredFormat):
         folder, names = Folder(path), FileNames(model)
         tensors, found = folder.tensors(), {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, place in places_of(model).items():
+        for name, slot in weight_slots(model).items():
             if (like := parameters.get(name)) is None:
                 continue
             pieces = [key.removesuffix(".weight") for key in names.split(name, torch.empty_like(like, device="meta"))]
-            classes = ("Linear",) if place.operand.is_stack else place.classes
-            scheme = scheme_for(folder, (pieces[0], place.path), classes)
+            classes = ("Linear",) if slot.operand.is_stack else slot.classes
+            scheme = scheme_for(folder, (pieces[0], slot.path), classes)
             if scheme is not None and scheme["weights"]["strategy"] != "tensor_group":
                 own = partial(decompressed, scheme, tensors, pieces)
-                channels = place.operand.channels
+                channels = slot.operand.channels
                 found[name] = lambda own=own, name=name, like=like, c=channels: names.joined(name, own(), like.shape, c)
         yield Engine(f"{self.name} {version(self.name)}", Made(found))
         if is_of_transformers(model):
-            owners = map(
-                model.get_submodule, sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
-            )
-            yield engine_of(path, model, groups_of(folder), missed_cache(owners))
-
-
-def _is_local(part: Part) -> bool:
-    """Whether a part's input has NVFP4's two scales."""
-    scheme = {} if part.call else scheme_of(part)
-    return not isinstance(scheme, str) and scheme.get(ROLES["input"], {}).get("dynamic") == LOCAL
+            owners = sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
+            yield engine_of(path, model, groups_of(folder), missed_cache(map(model.get_submodule, owners)))
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:
@@ -289,28 +287,21 @@ def _quantization(
     }
 
 
-def _say(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme], missed: str) -> None:
+def _warn(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme], missed: str) -> None:
     """Warn once about conditions for loading the files, and about keys and values that are missed."""
     notes = [missed] if missed else []
-    stacks = [name for name, part in writer.coded.items() if part.is_stack and "input" in part.operands]
-    if stacks:
+    stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
+    if left := [name for name, part in stacks.items() if "input" in part.operands]:
         notes.append(
-            f"transformers loads no experts with quantized inputs, or leaves these inputs in float: {listed(stacks)}"
+            f"transformers loads no experts with quantized inputs, or leaves these inputs in float: {listed(left)}"
         )
     if writer.in_float:
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
     if len({json.dumps(scheme_of(part)) for part in stacks.values()}) > 1:
         notes.append("transformers loads experts of one scheme alone, and these have several")
     elif way := how_to_load(schemes, writer.tensors, next(model.parameters()).dtype):
         notes.append(f"transformers loads these files {way}")
     if notes:
         warn_user(f"compressed-tensors: {'; '.join(notes)}")
-
-
-def _piece(module: LayerTensors, end: str, one: Stored) -> Tensor:
-    dtypes = FLOATS if one.dtype in FLOATS else one.dtype
-    flat = [(torch.Size(one.shape).numel(),), ()] if one.field in ("scale", "shared") else []
-    return one.load(module.get(end, dtypes, one.shape, *(shape for shape in flat if shape or 1 in one.shape)))

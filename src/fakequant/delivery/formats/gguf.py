@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant.delivery.folder import built, check_counts
 from fakequant.delivery.format import DeliveryFormat, Engine, Part, float_names
@@ -70,7 +70,7 @@ class Gguf(DeliveryFormat):
         if part.call:
             cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
             return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
-        if not part.is_stack and not isinstance(part.module, (nn.Linear, nn.Embedding)):
+        if not (part.is_matrix or part.is_stack):
             return f"it quantizes linear layers, experts and embeddings, and this is a {part.kind}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
             return "it quantizes weights, and inputs of products with them"
@@ -94,10 +94,14 @@ class Gguf(DeliveryFormat):
         def say(writer: Any) -> None:
             describe(writer, architecture, model)
             writer.add_string(_DTYPE, str(next(iter(state.tensors.values())).dtype))
-            if (file_type := _file_type(kinds.values())) is not None:
+            types = require_gguf().LlamaFileType.__members__  # llama.cpp's numbers for the type of most weights
+            most = [f"MOSTLY_{kind}{end}" for kind, _ in Counter(kinds.values()).most_common(1) for end in ("", "_S")]
+            if (file_type := next((int(types[name]) for name in most if name in types), None)) is not None:
                 writer.add_file_type(file_type)
             for name in filter(names.shift, own):
-                if (rest := _rest(state.tensors[name], names.shift(name))).any():
+                shift, values = np.float32(names.shift(name)), state.tensors[name].detach().float().cpu().numpy()
+                # The rounding error of values + shift in float32: the sum and this error together are exact.
+                if (rest := values - ((values + shift) - shift)).any():
                     writer.add_array(REST + names.of(name)[0], rest.tolist())
 
         return {f"model{self.suffix}": content(architecture.name, say, tensors)}
@@ -143,32 +147,25 @@ class Gguf(DeliveryFormat):
         dtype = next(iter(reader.like.values())).dtype
         why_not = "" if architecture_of(model).in_transformers else "takes the file for a model without experts"
         why_not = "reads the first of several files alone" if reader.file.count > 1 else why_not
-        yield _by_transformers(path, dtype, why_not)
-        if llama_cpp.is_there():
-            yield _by_llama_cpp(path, dtype, "f16" if has_cache(model) else "f32")
-
-
-def _by_transformers(path: Path, dtype: torch.dtype, why_not: str) -> Engine:
-    transformers: Any = import_module("transformers")
-    name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
-    if why_not:
-        return Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
-    file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
-    if dtype is not torch.float32:
-        note = (
-            f"Outputs are not compared in {name}: it multiplies the weights of GGUF in float32, and others in {dtype}."
-        )
-        return Engine(name, loaded.state_dict(), notes=[note, *notes])
-    return Engine(name, loaded.state_dict(), loaded, notes=notes)
-
-
-def _by_llama_cpp(path: Path, dtype: torch.dtype, cache: str) -> Engine:
-    if dtype is not torch.float32:
-        note = f"Outputs are not compared in llama.cpp: it computes in float32; convert the model from {dtype}."
-        return Engine("llama.cpp", notes=[note])
-    model = llama_cpp.LlamaCpp(path, cache)
-    return Engine("llama.cpp", model=model, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
+        transformers: Any = import_module("transformers")
+        name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
+        if why_not:
+            yield Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
+        else:
+            file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
+            if dtype is torch.float32:
+                yield Engine(name, loaded.state_dict(), loaded, notes=notes)
+            else:
+                note = f"it multiplies the weights of GGUF in float32, and others in {dtype}"
+                note = f"Outputs are not compared in {name}: {note}."
+                yield Engine(name, loaded.state_dict(), notes=[note, *notes])
+        if llama_cpp.is_there() and dtype is torch.float32:
+            theirs = llama_cpp.LlamaCpp(path, "f16" if has_cache(model) else "f32")
+            yield Engine("llama.cpp", model=theirs, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
+        elif llama_cpp.is_there():
+            note = f"Outputs are not compared in llama.cpp: it computes in float32; convert the model from {dtype}."
+            yield Engine("llama.cpp", notes=[note])
 
 
 def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, GgufTensor]:
@@ -192,35 +189,13 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
     stored = names.shape(name, shape)
     if len(places := names.of(name)) == 1:
         return {places[0]: GgufTensor(kind, stored, lambda: make().reshape(*stored[:-1], -1))}
-    height, width = shape[-2], shape[-1]
-    parts = _ShareOfRows(make, len(places))
-    return {
-        key: GgufTensor(kind, (*shape[:-2], height // len(places), width), partial(parts.make, number))
-        for number, key in enumerate(places)
-    }
+    share = (*shape[:-2], shape[-2] // len(places), shape[-1])
+    left = dict[int, Array]()
 
+    def make_share(number: int) -> Array:
+        # The tensor is made once for all shares, which are kept until they are asked for.
+        if number not in left:
+            left.update(enumerate(np.split(make(), len(places), axis=-2)))
+        return left.pop(number)
 
-class _ShareOfRows:
-    """Equal shares of the rows [..., rows, bytes] of a tensor, which is made once for all of them."""
-
-    def __init__(self, make: Callable[[], Array], count: int) -> None:
-        self._make, self._count, self._left = make, count, dict[int, Array]()
-
-    def make(self, number: int) -> Array:
-        """A share by its number, counted from 0; the others are kept until they are asked for."""
-        if number not in self._left:
-            self._left = dict(enumerate(np.split(self._make(), self._count, axis=-2)))
-        return self._left.pop(number)
-
-
-def _rest(tensor: Tensor, shift: float) -> Array:
-    """The rounding error of tensor + shift in float32: the sum and this error together are exact."""
-    own = tensor.detach().float().cpu().numpy()
-    return own - ((own + np.float32(shift)) - np.float32(shift))
-
-
-def _file_type(kinds: Iterable[str]) -> int | None:
-    """llama.cpp's number for the type of most weights of a file; None if it has none."""
-    types = require_gguf().LlamaFileType.__members__
-    names = [f"MOSTLY_{kind}{end}" for kind, _ in Counter(kinds).most_common(1) for end in ("", "_S")]
-    return next((int(types[name]) for name in names if name in types), None)
+    return {key: GgufTensor(kind, share, partial(make_share, number)) for number, key in enumerate(places)}

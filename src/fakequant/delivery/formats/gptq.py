@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, Groups, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, Groups, LayeredFormat, LayerTensors
 from fakequant.errors import warn_user
 from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.granularity import PerBlock
@@ -24,99 +24,78 @@ class Gptq(LayeredFormat):
     name = "gptq"
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        return _GptqWeight(module).coded() if module.has("qweight") else None
-
-
-class _GptqWeight:
-    """The tensors of a weight."""
-
-    def __init__(self, module: LayerTensors) -> None:
-        self.module, given = module, module.folder.quantization
+        if not module.has("qweight"):
+            return None
+        given, (rows, columns) = module.folder.quantization, module.shape
         layout = str(given.get("checkpoint_format") or "")
         if layout not in _VERSIONS:
-            module.refuse(
-                f"codes are in the layout {layout!r:.40}; this reader knows {', '.join(filter(None, _VERSIONS))}"
-            )
-        self.rows, self.columns = module.shape
+            known = ", ".join(filter(None, _VERSIONS))
+            module.refuse(f"codes are in the layout {layout!r:.40}; this reader knows {known}")
         words = module.tensors[f"{module.base}.qweight"].shape[0]
-        self.bits = words * 32 // self.columns if self.columns else 0
-        if self.bits not in range(2, 9):
-            module.refuse(f"qweight has {words} words for {self.columns} inputs, which is not 2 to 8 bits for each")
-        self.groups = self._groups(given.get("group_size", 128))
-        self.shapes = (
-            (-(-self.columns * self.bits // 32), self.rows),
-            (self.groups.count, -(-self.rows * self.bits // 32)),
-        )
-        module.get("qweight", torch.int32, self.shapes[0])
-        self.scale = FLOATS[module.get("scales", FLOATS, (self.groups.count, self.rows)).dtype]
-        self.points = self._points(_VERSIONS[layout])
-        self.is_symmetric = bool(given.get("sym")) and bool((self.points == 1 << self.bits - 1).all())
-
-    def _groups(self, size: object) -> Groups:
-        if not self.module.folder.quantization.get("dynamic"):
-            return self.module.groups(size)
-        # Layers may have groups of their own, which the number of scales says.
-        scales = self.module.tensors.get(f"{self.module.base}.scales")
-        count = 0 if scales is None or scales.dim() != 2 else scales.shape[0]
-        return self.module.groups(-(-self.columns // count) if 0 < count <= self.columns else size)
-
-    def _points(self, add: int) -> Tensor:
-        """The zero points [out, groups]."""
-        words = self.module.get("qzeros", torch.int32, self.shapes[1]).contiguous().view(torch.uint8)
-        points, half = unpack(words, self.bits, self.rows).T, 1 << self.bits - 1
-        if self.module.folder.quantization.get("sym") and bool((points + (1 - add) == half).all()):
-            warn_user(
-                f"{self.module.folder.path} says that its zero points are those of version {2 - add}, and they are of "
-                f"version {1 + add}, as sym says; they are read so: mend checkpoint_format in its configuration"
-            )
-            add = 1 - add
-        return points + add & (1 << self.bits) - 1
-
-    def coded(self) -> CodedWeight:
-        order = self._order()
-        is_plain = order is None or bool((order == torch.arange(self.columns)).all())
-        granularity, takes = self.groups.granularity, None if is_plain else order
+        bits = words * 32 // columns if columns else 0
+        if bits not in range(2, 9):
+            module.refuse(f"qweight has {words} words for {columns} inputs, which is not 2 to 8 bits for each")
+        size = given.get("group_size", 128)
+        if given.get("dynamic"):  # layers may have groups of their own, which the number of scales says
+            scales = module.tensors.get(f"{module.base}.scales")
+            count = 0 if scales is None or scales.dim() != 2 else scales.shape[0]
+            size = -(-columns // count) if 0 < count <= columns else size
+        groups, half = module.groups(size), 1 << bits - 1
+        packed = module.get("qweight", torch.int32, (-(-columns * bits // 32), rows))
+        scale = module.get("scales", FLOATS, (groups.count, rows))
+        points = _points(module, groups, bits, _VERSIONS[layout])
+        is_symmetric = bool(given.get("sym")) and bool((points == half).all())
+        index = module.get("g_idx", torch.int32, (columns,))().long() if module.has("g_idx") else None
+        order, granularity, spread = _order(module, groups, index), groups.granularity, None
         if order is None:  # groups of one input each say any order
             warn_user(
                 "gptq: weights whose groups lie in no order of equal groups, and stacks of weights with an order, have "
                 "groups of one input each: the same values with more scales"
             )
-            granularity = PerBlock({-1: 1})
-        format = f"{'' if self.is_symmetric else 'u'}int{self.bits}"
-        spec = QuantSpec(format, granularity, symmetric=self.is_symmetric, scale=self.scale)
-        transform = None if takes is None else ("permutation", {"order": takes})
+            order, granularity, spread = torch.arange(columns), PerBlock({-1: 1}), index
+        of_groups = slice(None) if spread is None else spread
+        format = f"{'' if is_symmetric else 'u'}int{bits}"
+        spec = QuantSpec(format, granularity, symmetric=is_symmetric, scale=FLOATS[scale().dtype])
 
-        def make() -> Codes:
-            return self._codes(takes, order is None)
+        def codes() -> Tensor:
+            found = unpack(packed().T.contiguous().view(torch.uint8), bits, columns)[:, order]
+            return (found - half).to(torch.int8) if is_symmetric else found.to(torch.uint8)
 
-        return CodedWeight(spec, make, transform=transform)
+        is_plain = bool((order == torch.arange(columns)).all())
+        return CodedWeight(
+            spec,
+            codes,
+            lambda: scale().float().T[:, of_groups],
+            None if is_symmetric else (lambda: points[:, of_groups].contiguous()),
+            transform=None if is_plain else ("permutation", {"order": order}),
+        )
 
-    def _index(self) -> Tensor:
-        """The group of each input."""
-        return self.module.get("g_idx", torch.int32, (self.columns,)).long()
 
-    def _order(self) -> Tensor | None:
-        """The permutation of inputs that makes groups contiguous; None if the layer cannot use a permutation."""
-        plain = torch.arange(self.columns)
-        if not self.module.has("g_idx"):
-            return plain
-        index, size = self._index(), self.groups.size
-        if bool((index < 0).any()) or bool((index >= self.groups.count).any()):
-            self.module.refuse(f"g_idx names groups beyond the {self.groups.count} that have scales")
-        order = torch.sort(index, stable=True).indices
-        fits = bool((index[order] == plain // size).all())
-        return order if fits and (self.module.is_alone or bool((order == plain).all())) else None
+def _points(module: LayerTensors, groups: Groups, bits: int, add: int) -> Tensor:
+    """The zero points [out, groups]."""
+    rows, path, is_symmetric = module.shape[0], module.folder.path, module.folder.quantization.get("sym")
+    words = module.get("qzeros", torch.int32, (groups.count, -(-rows * bits // 32)))()
+    points = unpack(words.contiguous().view(torch.uint8), bits, rows).T
+    if is_symmetric and bool((points + (1 - add) == 1 << bits - 1).all()):
+        warn_user(
+            f"{path} says that its zero points are those of version {2 - add}, and they are of "
+            f"version {1 + add}, as sym says; they are read so: mend checkpoint_format in its configuration"
+        )
+        add = 1 - add
+    return points + add & (1 << bits) - 1
 
-    def _codes(self, order: Tensor | None, is_spread: bool) -> Codes:
-        words = self.module.get("qweight", torch.int32, self.shapes[0]).T.contiguous().view(torch.uint8)
-        codes = unpack(words, self.bits, self.columns)
-        scale = self.module.get("scales", FLOATS, (self.groups.count, self.rows)).float().T.contiguous()
-        points = self.points
-        if order is not None:
-            codes = codes[:, order]
-        if is_spread:
-            index = self._index()
-            scale, points = scale[:, index], points[:, index]
-        if self.is_symmetric:
-            return (codes - (1 << self.bits - 1)).to(torch.int8), scale, None
-        return codes.to(torch.uint8), scale, points.contiguous()
+
+def _order(module: LayerTensors, groups: Groups, index: Tensor | None) -> Tensor | None:
+    """The permutation of inputs that makes groups contiguous; None if the layer cannot use a permutation.
+
+    Args:
+        index: the group of each input; None where they are in order.
+    """
+    plain = torch.arange(module.shape[1])
+    if index is None:
+        return plain
+    if bool((index < 0).any()) or bool((index >= groups.count).any()):
+        module.refuse(f"g_idx names groups beyond the {groups.count} that have scales")
+    order = torch.sort(index, stable=True).indices
+    fits = bool((index[order] == plain // groups.size).all())
+    return order if fits and (module.is_alone or bool((order == plain).all())) else None

@@ -6,19 +6,16 @@ two rows of INT4, or two inputs of FP4, the first one in its low bits. Source: M
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Codes, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.schemes import reciprocal
 from fakequant.model.config import TensorConfig
 from fakequant.nn.learned import GLOBAL_SCALE
-from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerToken
 from fakequant.numerics.spec import QuantSpec
 
@@ -74,74 +71,59 @@ class ModelOpt(LayeredFormat):
         return super().skips(name)
 
 
-def _method(module: LayerTensors) -> str:
-    """The method of a layer by its name in the configuration."""
-    given = module.folder.quantization
+def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
+    transform, given = None, module.folder.quantization
     if (module.folder.path / _OWN).is_file():
         given = module.folder.json(_OWN).get("quantization", {})
     layers = given.get("quantized_layers") or {}
     own = layers.get(module.base, {}) if isinstance(layers, dict) else {}
-    return str((own if isinstance(own, dict) else {}).get("quant_algo") or given.get("quant_algo") or "")
-
-
-def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
-    method, transform = _method(module), None
+    method = str((own if isinstance(own, dict) else {}).get("quant_algo") or given.get("quant_algo") or "")
     if method not in {*_STATIC, *_DYNAMIC, *_WEIGHT_ONLY}:
         module.refuse(f"quant_algo is {method!r:.40}, which this reader does not know")
     if module.has("pre_quant_scale"):
         if not module.is_alone:
             module.refuse("pre_quant_scale is that of one weight of a stack, which has no transform of its own")
         columns = (module.shape[1],)
-        transform = "channel_scale", {"scale": module.get("pre_quant_scale", FLOATS, columns, (1, *columns)).float()}
-    has_scale = module.has("input_scale")
-    scale = module.get("input_scale", FLOATS, (1,), ()).float() if has_scale else None
+        transform = "channel_scale", {"scale": module.get("pre_quant_scale", FLOATS, columns, (1, *columns))().float()}
+    scale = module.get("input_scale", FLOATS, (1,), ())().float() if module.has("input_scale") else None
+    config, ranges = None, dict[str, Tensor]()
     if method in _STATIC and scale is not None:
-        ranges = {} if scale is None else {"input.scale": scale}
-        return replace(coded, input=TensorConfig(_STATIC[method]), ranges=ranges, transform=transform)
-    if method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
-        fixed = scale if _DYNAMIC[method] == _NVFP4 else None
-        ranges = {} if fixed is None else {f"input.{GLOBAL_SCALE}": reciprocal(fixed)}
-        return replace(coded, input=TensorConfig(_DYNAMIC[method], dynamic=True), ranges=ranges, transform=transform)
-    return replace(coded, transform=transform)
+        config, ranges = TensorConfig(_STATIC[method]), {"input.scale": scale}
+    elif method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
+        config = TensorConfig(_DYNAMIC[method], dynamic=True)
+        if scale is not None and config.spec == _NVFP4:
+            ranges = {f"input.{GLOBAL_SCALE}": reciprocal(scale)}
+    return replace(coded, input=config, ranges=ranges, transform=transform)
 
 
 def _eight_bits(module: LayerTensors, spec: QuantSpec) -> CodedWeight:
     rows, columns = module.shape
     tiles = -(-rows // _TILE), -(-columns // _TILE)
     stored = module.tensors[f"{module.base}.weight_scale"]
-    codes = partial(module.get, "weight", spec.format.storage, (rows, columns))
-    codes()
+    codes = module.get("weight", spec.format.storage, (rows, columns))
     if stored.dtype is _E8M0 and spec == _FP8:
-        return CodedWeight(_MXFP8, _maker(codes, _powers(module, (rows, -(-columns // 32)))))
-    shape: tuple[int, int] = tiles
+        return CodedWeight(_MXFP8, codes, module.powers("weight_scale", (rows, -(-columns // 32))))
     if stored.numel() == 1:
-        shape, shapes = (1, 1), [(1, 1), (), (1,), (1, 1, 1, 1)]
+        shapes = [(1, 1), (), (1,), (1, 1, 1, 1)]
     elif stored.numel() == rows:
-        shape, shapes, spec = (rows, 1), [(rows, 1), (rows,)], spec.replace(granularity=PerChannel(0))
+        shapes, spec = [(rows, 1), (rows,)], spec.replace(granularity=PerChannel(0))
     else:
         shapes = [tiles, (tiles[0], 1, tiles[1], 1)]
         spec = spec.replace(granularity=PerBlock({0: _TILE, -1: _TILE}, pad=True))
-    scale = partial(module.get, "weight_scale", FLOATS, shape, *shapes)
-    return CodedWeight(spec.replace(scale=FLOATS[scale().dtype]), _maker(codes, scale))
+    scale = module.get("weight_scale", FLOATS, *shapes)
+    return CodedWeight(spec.replace(scale=FLOATS[scale().dtype]), codes, scale)
 
 
 def _four_bits(module: LayerTensors) -> CodedWeight:
     rows, columns = module.shape
     if module.tensors[f"{module.base}.weight"].shape[-1] == columns:
         return _four_bit_integers(module)
-    packed = partial(module.get, "weight", torch.uint8, (rows, -(-columns // 2)))
-    packed()
-
-    def codes() -> Tensor:
-        return unpack(packed(), 4, columns).to(torch.uint8)
-
+    codes = module.fours("weight", rows, columns)
     if not module.has("weight_scale_2"):
-        return CodedWeight(_MXFP4, _maker(codes, _powers(module, (rows, -(-columns // 32)))))
-    scale = partial(module.get, "weight_scale", _E4M3, (rows, -(-columns // 16)))
-    shared = partial(module.get, "weight_scale_2", _F32, (1,), ())
-    scale()
-    shared()
-    return CodedWeight(_NVFP4, _maker(codes, lambda: scale().float() * shared()))
+        return CodedWeight(_MXFP4, codes, module.powers("weight_scale", (rows, -(-columns // 32))))
+    scale = module.get("weight_scale", _E4M3, (rows, -(-columns // 16)))
+    shared = module.get("weight_scale_2", _F32, (1,), ())
+    return CodedWeight(_NVFP4, codes, lambda: scale().float() * shared())
 
 
 def _four_bit_integers(module: LayerTensors) -> CodedWeight:
@@ -152,10 +134,8 @@ def _four_bit_integers(module: LayerTensors) -> CodedWeight:
     count = stored.shape[-1] if stored.dim() == 2 else 0
     if not count or columns % count:
         module.refuse(f"weight_scale is of shape {[*stored.shape]}, which gives no groups of {columns} inputs")
-    packed = partial(module.get, "weight", torch.uint8, (-(-rows // 2), columns))
-    scale = partial(module.get, "weight_scale", FLOATS, (rows, count))
-    packed()
-    scale()
+    packed = module.get("weight", torch.uint8, (-(-rows // 2), columns))
+    scale = module.get("weight_scale", FLOATS, (rows, count))
 
     def codes() -> Tensor:
         two = packed()
@@ -163,15 +143,4 @@ def _four_bit_integers(module: LayerTensors) -> CodedWeight:
         return (pairs.to(torch.int8) ^ 8) - 8
 
     spec = QuantSpec("int4", module.groups(columns // count).granularity, scale=FLOATS[stored.dtype])
-    return CodedWeight(spec, _maker(codes, scale))
-
-
-def _maker(codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Callable[[], Codes]:
-    return lambda: (codes(), scale().float(), None)
-
-
-def _powers(module: LayerTensors, shape: tuple[int, int]) -> Callable[[], Tensor]:
-    stored = partial(module.get, "weight_scale", _E8M0, shape)
-    if bool((stored() == 255).any()):
-        module.refuse("weight_scale holds codes for no number")
-    return lambda: torch.ldexp(torch.ones(shape), stored().to(torch.int32) - 127)
+    return CodedWeight(spec, codes, scale)

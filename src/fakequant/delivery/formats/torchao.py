@@ -28,28 +28,21 @@ from fakequant.delivery.folder import (
     is_of_transformers,
 )
 from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored
-from fakequant.delivery.layered import (
-    E4M3,
-    FP8,
-    INT8,
-    INTX,
-    NVFP4,
-    NVFP4_SPEC,
-    READERS,
-    CodedWeight,
-    LayeredFormat,
-    LayerTensors,
-)
+from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
 from fakequant.model.state.snapshots import Files, QuantizedState
 from fakequant.nn.paths import module_at
-from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.formats import IntegerFormat, parse_format
 from fakequant.numerics.formats.packing import pack
+from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
+INT8, INTX, FP8, NVFP4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor", "NVFP4Tensor"
+E4M3 = parse_format("float8_e4m3fn")
+NVFP4_SPEC = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
 _HOLDS = f"files have integers of 2 to 8 bits, {E4M3}, and {NVFP4_SPEC}"
 _CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     INT8: ("Int8WeightOnlyConfig", 2, {}),
@@ -68,7 +61,7 @@ class TorchAo(LayeredFormat):
     writes = True
 
     def why_not(self, part: Part) -> str | None:
-        if part.call or not isinstance(part.module, (nn.Linear, nn.Embedding)):
+        if part.call or not part.is_matrix:
             return f"it quantizes weights of linear layers, and this is a {part.kind}"
         if left := [name for name in part.operands if name != "weight"]:
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
@@ -98,22 +91,58 @@ class TorchAo(LayeredFormat):
                 f"torchao: transformers does not load these files, in which {other[0][0]} is {other[0][1]}; deliver "
                 "the model as compressed-tensors for it"
             )
-        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, _quantization(model, said))}
+        # The configuration names the class that most weights have.
+        kinds = [one["_type"] for one in said.values()]
+        name, number, data = _CONFIGS[max(kinds, key=kinds.count, default=INT8)]
+        linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        quantization = {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": name, "_version": number, "_data": data}},
+            "modules_to_not_convert": [path for path in linear if f"{path}.weight" not in said],
+        }
+        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, quantization)}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         text = getattr(module.tensors, "metadata", {}).get(f"{module.base}.weight")
         said = None if text is None else json.loads(text)
         if said is None or said["_type"] == "Tensor":
             return None
-        reader = READERS.get(said["_type"])
-        if reader is None:
-            module.refuse(f"weight is a {said['_type']!r:.60}; this reader knows {', '.join(READERS)}")
-        kinds = "act_quant_kwargs", "activation_quantization", "act_pre_scale", "is_swizzled_scales"
-        if left := [kind for kind in kinds if said["_data"].get(kind)]:
-            module.refuse(f"weight has {left[0]} = {said['_data'][left[0]]!r:.80}, which this reader does not know")
+        if (kind := said["_type"]) not in _CONFIGS:
+            module.refuse(f"weight is a {kind!r:.60}; this reader knows {', '.join(_CONFIGS)}")
+        data = said["_data"]
+        unknown = "act_quant_kwargs", "activation_quantization", "act_pre_scale", "is_swizzled_scales"
+        if left := [key for key in unknown if data.get(key)]:
+            module.refuse(f"weight has {left[0]} = {data[left[0]]!r:.80}, which this reader does not know")
         if left := [end for end in ("act_quant_scale", "act_pre_scale") if module.has(f"_weight_{end}")]:
             module.refuse(f"weight has {left[0]}, which this reader does not know")
-        return reader(module, said["_data"])
+        if kind == NVFP4:
+            return _nvfp4(module, data["block_size"])
+        target = "int8" if kind == INT8 else data["target_dtype"]["_data"] if kind == INTX else E4M3
+        if kind != FP8 and target not in {f"int{n}" for n in range(2, 9)}:
+            module.refuse(f"target_dtype is {target!r:.40}; this reader knows int2 to int8")
+        (rows, columns), block = module.shape, data["block_size"] or (kind == FP8 and [*module.shape])
+        if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+            module.refuse(f"block_size is {block!r:.60}, not two numbers")
+        high, wide = block
+        is_whole = block == [rows, columns]
+        if not is_whole and (high != 1 or columns % wide):
+            module.refuse(f"block_size is {block}, not the whole weight, rows, or groups that divide {columns} inputs")
+        groups = (1, 1) if is_whole else (rows, columns // wide)
+        by_rows = PerChannel(0) if wide == columns else PerBlock({-1: wide})
+        granularity = PerTensor() if is_whole else by_rows
+        shapes = [groups, *([(), (1,)] if groups == (1, 1) else [])]
+        codes = module.get("_weight_qdata", E4M3.storage if kind == FP8 else torch.int8, module.shape)
+        scale, point = module.get("_weight_scale", FLOATS, *shapes), None
+        if kind == FP8:
+            return CodedWeight(QuantSpec(E4M3, granularity), codes, scale)
+        if module.has("_weight_zero_point"):
+            point = module.get("_weight_zero_point", [torch.int8, torch.int32, torch.int64, *FLOATS], *shapes)
+            values = point()
+            if not bool((values == values.round()).all()):
+                module.refuse("zero points are no whole numbers, which this reader does not know")
+            point = point if bool(values.any()) else None
+        spec = QuantSpec(target, granularity, symmetric=point is None, scale=FLOATS[scale().dtype])
+        return CodedWeight(spec, codes, scale, point)
 
     def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
         support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
@@ -207,11 +236,11 @@ def _described(part: Part) -> dict[str, Any]:
     return {"_type": kind, "_data": data, "_tensor_data_names": names}
 
 
-def _quantization(model: nn.Module, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The quantization in `config.json`, with the class that most weights have."""
-    kinds = [one["_type"] for one in said.values()]
-    name, number, data = _CONFIGS[max(kinds, key=kinds.count, default=INT8)]
-    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    left = [path for path in linear if f"{path}.weight" not in said]
-    default = {"_type": name, "_version": number, "_data": data}
-    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}
+def _nvfp4(module: LayerTensors, block: object) -> CodedWeight:
+    rows, columns = module.shape
+    if block != 16 or columns % 16:
+        module.refuse(f"block_size is {block!r:.40} for {columns} inputs; NVFP4 has groups of 16")
+    scale = module.get("_weight_scale", E4M3.storage, (rows, columns // 16))
+    shared = module.get("_weight_per_tensor_scale", torch.float32, (1,), ())
+    codes = module.fours("_weight_qdata", rows, columns)
+    return CodedWeight(NVFP4_SPEC, codes, lambda: scale().float() * shared())

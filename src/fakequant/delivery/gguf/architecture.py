@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fakequant.delivery.format import Place, float_names, places_of
+from fakequant.delivery.format import WeightSlot, float_names, weight_slots
 from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, require_gguf
 from fakequant.delivery.gguf.lattices import for_rows, from_blocks, kind_of, spec_of
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
@@ -163,13 +163,7 @@ def head_size(config: Any) -> int:
 
 
 def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
-    """Add the metadata of a model, with its tokenizer.
-
-    Args:
-        writer: a `gguf.GGUFWriter`.
-        architecture: of the model.
-        model: of transformers.
-    """
+    """Add the metadata of a model of transformers, with its tokenizer, to a `gguf.GGUFWriter`."""
     gguf, name = require_gguf(), Path(getattr(model, "name_or_path", "")).name or architecture.name
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
@@ -191,11 +185,6 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_size(config))
     writer.add_value_length(head_size(config))
-    _describe_rotary(writer, config)
-    architecture.describe(writer, config)
-
-
-def _describe_rotary(writer: Any, config: Any) -> None:
     gguf, rotary = require_gguf(), rotary_of(config)
     writer.add_rope_dimension_count(int(head_size(config) * rotary.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rotary["rope_theta"])
@@ -204,6 +193,7 @@ def _describe_rotary(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_factor(rotary["factor"])
     if rotary["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
+    architecture.describe(writer, config)
 
 
 def check_settings(file: GgufFile, architecture: Architecture, config: Any) -> None:
@@ -216,7 +206,12 @@ def check_settings(file: GgufFile, architecture: Architecture, config: Any) -> N
     _describe_settings(writer, architecture, config)
     built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
     said = {key.removeprefix(begin): one for key, one in file.metadata.items() if key.startswith(begin)}
-    said = _defaults(said, file) | said
+    heads, width = said.get("attention.head_count"), said.get("embedding_length")
+    size = said.get("attention.key_length") or (width // heads if heads and width else None)
+    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None
+    defaults = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0, "vocab_size": rows}  # of llama.cpp
+    defaults |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), size)
+    said = defaults | said
     for key in sorted({*built, *said} - {"rope.scaling.finetuned"}):
         ours, theirs = built.get(key), said.get(key)
         if not _same(ours, theirs):
@@ -240,21 +235,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (float, np.ndarray)):
         return np.array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
     return bool(np.array_equal(one, other))
-
-
-def _defaults(said: Mapping[str, Any], file: GgufFile) -> dict[str, Any]:
-    """What llama.cpp takes where the metadata of a file do not say it."""
-    heads, width = said.get("attention.head_count"), said.get("embedding_length")
-    size = said.get("attention.key_length") or (width // heads if heads and width else None)
-    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None
-    return {
-        "attention.head_count_kv": heads,
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "rope.dimension_count": size,
-        "rope.freq_base": 10000.0,
-        "vocab_size": rows,
-    }
 
 
 class GgufNames:
@@ -391,7 +371,7 @@ def mixture(model: nn.Module, name: str) -> Config:
     names, heads = GgufNames(architecture, config), config.num_attention_heads
     shares = heads // (getattr(config, "num_key_value_heads", None) or heads)
     rules = []
-    for weight, place in places_of(model).items():
+    for weight, slot in weight_slots(model).items():
         # A head that is tied to the embedding is one weight with it, of the type of heads.
         is_head = weight in shared or weight in shared.values() or names.of(weight) == ["output.weight"]
         columns = model.get_parameter(weight).shape[-1]
@@ -404,7 +384,7 @@ def mixture(model: nn.Module, name: str) -> Config:
             kind = next((other for holds, other in _MIXTURES[key][1].get(own, ()) if holds(at)), kind)
             is_70b = architecture.name == "llama" and at.layers == _LAYERS_OF_70B and shares > 1
             kind = "Q5_K" if is_70b and own == "attn_v" and kind in ("Q3_K", "Q4_K") else kind
-        rules.append(Rule(place.path, weight=TensorConfig(spec_of(for_rows(kind, columns)))))
+        rules.append(Rule(slot.path, weight=TensorConfig(spec_of(for_rows(kind, columns)))))
     return Config(f"GGUF_{key}", tuple(rules))
 
 
@@ -453,23 +433,23 @@ def llama_cpp_inputs(model: Model) -> Model:
     >>> model[0].input_quantizer
     Quantizer(int8_narrow per_block(-1:32,pad) q8_0, input, dynamic)
     """
-    found: list[tuple[Place, Any, TensorConfig]] = []
-    for name, place in places_of(model).items():
-        layer: Any = model.get_submodule(place.path)
-        quantizer = getattr(layer, place.attribute, None)
-        if not place.input or not isinstance(quantizer, Quantizer) or not quantizer.quantizes:
+    found: list[tuple[WeightSlot, Any, TensorConfig]] = []
+    for name, slot in weight_slots(model).items():
+        layer: Any = model.get_submodule(slot.path)
+        quantizer = getattr(layer, slot.attribute, None)
+        if not slot.input or not isinstance(quantizer, Quantizer) or not quantizer.quantizes:
             continue
         try:
-            shape = tuple(getattr(layer, place.operand.weight).shape)
-            found.append((place, layer, inputs_for(quantizer.spec, shape)))
+            shape = tuple(getattr(layer, slot.operand.weight).shape)
+            found.append((slot, layer, inputs_for(quantizer.spec, shape)))
         except ShapeError as error:
             raise ExportError(f"llama.cpp cannot have {name}: {error}") from error
     with restore_on_error(structure_of([model])):
-        for place, layer, config in found:
-            own = getattr(layer, place.input)
+        for slot, layer, config in found:
+            own = getattr(layer, slot.input)
             if own is None or not own.quantizes or own.spec != config.spec:
-                made = quantizers_of(type(layer), layer, {place.input: config}, place.path)
-                setattr(layer, place.input, made[place.input])
+                made = quantizers_of(type(layer), layer, {slot.input: config}, slot.path)
+                setattr(layer, slot.input, made[slot.input])
     return model
 
 
@@ -486,17 +466,13 @@ def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
         for layer in model.modules():
-            if isinstance(layer, QuantLinear) and _has_rounded_sums(layer.weight_quantizer):
+            weight = layer.weight_quantizer if isinstance(layer, QuantLinear) else None
+            if weight is None or not weight.quantizes:
+                continue
+            if weight.spec.offset is not None and weight.spec.scale.shared is None:  # Q4_1 and Q5_1
                 layer.register_forward_hook(_with_rounded_sums)
         with _LongSums():
             yield
-
-
-def _has_rounded_sums(weight: Quantizer | None) -> bool:
-    """Whether llama.cpp rounds the sum of each block of inputs: for the offsets of Q4_1 and Q5_1."""
-    return (
-        weight is not None and weight.quantizes and weight.spec.offset is not None and weight.spec.scale.shared is None
-    )
 
 
 def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
@@ -542,21 +518,17 @@ class NamedTensors:
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.file, self.model, architecture = GgufFile(path), model, architecture_of(model)
-        self.names, self.shared, self.places = (
-            GgufNames(architecture, model.config),
-            shared_names(model),
-            places_of(model),
-        )
+        self.names, self.shared = GgufNames(architecture, model.config), shared_names(model)
+        self.slots = weight_slots(model)
         if (said := self.file.metadata.get("general.architecture")) != architecture.name:
             raise CheckpointError(f"{path} is of the architecture {said!r:.80}, and the model of {architecture.name!r}")
         state = model.state_dict()
         self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
         self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
-        if left := sorted(
-            {*self.file.tensors} - {*MADE, *(one for name in self.stored for one in self.names.of(name))}
-        ):
+        named = {one for name in self.stored for one in self.names.of(name)}
+        if left := sorted(self.file.tensors.keys() - named - {*MADE}):
             raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
-        self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.places]
+        self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.slots]
         check_settings(self.file, architecture, model.config)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
@@ -582,10 +554,15 @@ class NamedTensors:
         """The state in the file."""
         layers: dict[str, LayerEntry] = {}
         for name in self.coded:
-            entry = QuantizerEntry(TensorConfig(spec_of(self.stored[name].kind)))
-            for place in self._readers(name):
-                held = {place.attribute: entry, **self._inputs(place, entry.tensor.spec, self.stored[name].shape)}
-                layers.setdefault(place.path, LayerEntry(place.kind, quantizers={})).quantizers.update(held)
+            spec = spec_of(self.stored[name].kind)
+            inputs = inputs_for(spec, self.stored[name].shape)
+            for slot in self._readers(name):
+                held = layers.setdefault(slot.path, LayerEntry(slot.kind, quantizers={})).quantizers
+                held[slot.attribute] = QuantizerEntry(TensorConfig(spec))
+                # The type of the weight in the file implies llama.cpp's inputs: the model says whether it has them.
+                own = getattr(self.model.get_submodule(slot.path), slot.input, None) if slot.input else None
+                if isinstance(own, Quantizer) and own.quantizes and TensorConfig(own.spec, own.dynamic) == inputs:
+                    held[slot.input] = QuantizerEntry(inputs)
         weights = Made({name: partial(self._weight, name) for name in self.coded})
         tensors = Made({name: partial(self._tensor, name) for name in self.stored if name not in weights})
         sites = sites_entry(self.model) if has_cache(self.model) else SitesEntry()  # an option of llama.cpp's
@@ -594,14 +571,7 @@ class NamedTensors:
     def _readers(self, name: str) -> list[Any]:
         """The modules of a model that hold a weight."""
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
-        return [self.places[one] for one in names if one in self.places]
-
-    def _inputs(self, place: Any, weight: QuantSpec, shape: tuple[int, ...]) -> dict[str, QuantizerEntry]:
-        """The quantizer of a model's inputs where it is llama.cpp's: the type of the weight in the file implies it."""
-        own = getattr(self.model.get_submodule(place.path), place.input, None) if place.input else None
-        config = inputs_for(weight, shape)
-        same = isinstance(own, Quantizer) and own.quantizes and TensorConfig(own.spec, own.dynamic) == config
-        return {place.input: QuantizerEntry(config)} if same else {}
+        return [self.slots[one] for one in names if one in self.slots]
 
     def _rows(self, name: str) -> Array:
         """The content of a tensor, in the order of the model's rows."""

@@ -54,20 +54,20 @@ class Integers:
 
 
 class Halfs(NamedTuple):
-    """One float16 of a block, under a name."""
+    """A float16 of a block, under a name.
+
+    As every field of a `BlockLayout` it has a size in bytes, and writes numbers to bytes [blocks, size] and reads them.
+    """
 
     name: str
 
     def size(self, layout: BlockLayout) -> int:
-        """Bytes of a block."""
         return 2
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]."""
         _put(numbers[self.name], raw)
 
     def read(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the numbers from the bytes [blocks, size]."""
         numbers[self.name].reshape(-1, 1).view(np.uint8)[:] = raw
 
 
@@ -90,11 +90,9 @@ class Bits:
     run: int
 
     def size(self, layout: BlockLayout) -> int:
-        """Bytes of a block."""
         return layout.integers[self.name].count * self.count // 8
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]."""
         runs = numbers[self.name].reshape(-1).view(f"V{self.run}").reshape(-1, 8 // self.count)
         found = self._moved_runs(runs, 0)
         for place in range(1, runs.shape[1]):
@@ -102,8 +100,9 @@ class Bits:
         _put(found, raw)
 
     def read(self, raw: Array, numbers: Numbers) -> None:
-        """Add these bits to the numbers, from the bytes [blocks, size]."""
-        lanes = self._lanes(numbers[self.name])
+        width, integers = min(self.run, 8), numbers[self.name].reshape(-1)
+        # [runs of bytes, integers in a byte, lanes of a run]: 8 bytes at once, because short loops cost most.
+        lanes = integers.view(f"u{width}").reshape(-1, 8 // self.count, self.run // width)
         found = np.ascontiguousarray(raw).view(lanes.dtype).reshape(-1, lanes.shape[2])
         for lane in range(lanes.shape[2]):
             for place in range(lanes.shape[1]):
@@ -114,17 +113,11 @@ class Bits:
         own = np.ascontiguousarray(runs[:, place]).view(np.uint8)
         return _moved(own if own.size % 8 else own.view("u8"), self.low, self.count, place * self.count)
 
-    def _lanes(self, integers: Array) -> Array:
-        """[runs of bytes, integers in a byte, lanes of a run]: 8 bytes at once, because short loops cost most."""
-        width = min(self.run, 8)
-        return integers.reshape(-1).view(f"u{width}").reshape(-1, 8 // self.count, self.run // width)
-
 
 class ScalesAndMinima(NamedTuple):
     """Eight scales and eight minima of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
 
     def size(self, layout: BlockLayout) -> int:
-        """Bytes of a block."""
         return 12
 
     def write(self, raw: Array, numbers: Numbers) -> None:
@@ -135,7 +128,6 @@ class ScalesAndMinima(NamedTuple):
         raw[:, 8:] = last[:, :4] & 15 | last[:, 4:] << 4
 
     def read(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the numbers from the bytes [blocks, size]."""
         low = np.concatenate([raw[:, 8:] & 15, raw[:, 8:] >> 4], 1)
         first, last = raw[:, :8] & 63, low | raw[:, :8] >> 6 << 4
         for name, four in (("scales", _FIRST), ("minima", _LAST)):
@@ -146,15 +138,12 @@ class ScaleNibbles(NamedTuple):
     """Scales of 4 bits below minima of 4 bits, a byte for each sub-block, as Q2_K has them."""
 
     def size(self, layout: BlockLayout) -> int:
-        """Bytes of a block."""
         return layout.integers["scales"].count
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]."""
         raw[:] = numbers["scales"] | numbers["minima"] << 4
 
     def read(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the numbers from the bytes [blocks, size]."""
         numbers["scales"][:], numbers["minima"][:] = raw & 15, raw >> 4
 
 
@@ -165,11 +154,9 @@ class Trits(NamedTuple):
     """
 
     def size(self, layout: BlockLayout) -> int:
-        """Bytes of a block."""
         return 52
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]."""
         place = 0
         for start, digits, run in _TRITS:
             codes = numbers["codes"][:, start : start + digits * run].reshape(-1, digits, run)
@@ -178,7 +165,6 @@ class Trits(NamedTuple):
             place += run
 
     def read(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the numbers from the bytes [blocks, size]."""
         place = 0
         for start, digits, run in _TRITS:
             codes = numbers["codes"][:, start : start + digits * run].reshape(-1, digits, run)
@@ -295,7 +281,10 @@ def pack(kind: str, numbers: Numbers) -> Array:
     for start in range(0, count, step):
         part = {name: values[start : start + step] for name, values in numbers.items()}
         for name, integers in layout.integers.items():
-            part[name] = _stored(kind, name, part[name], integers)
+            part[name] = part[name].view(np.uint8)
+            if integers.offset:
+                part[name] = part[name] + np.uint8(integers.offset)
+            _check(kind, name, part[name], integers)
         place = 0
         for field in layout.fields:
             field.write(raw[start : start + step, place : place + field.size(layout)], part)
@@ -304,11 +293,7 @@ def pack(kind: str, numbers: Numbers) -> Array:
 
 
 def unpack(kind: str, raw: Array) -> dict[str, Array]:
-    """The numbers of blocks: the inverse of `pack`.
-
-    Args:
-        kind: the type, such as "Q4_K".
-        raw: [blocks, bytes of a block], uint8.
+    """The numbers of blocks [blocks, bytes of a block] of uint8: the inverse of `pack`.
 
     Raises:
         CheckpointError: an unknown type, another number of bytes, or an integer that the type does not hold.
@@ -350,15 +335,6 @@ def _moved(lanes: Array, low: int, count: int, place: int) -> Array:
     mask = lanes.dtype.type(int.from_bytes(bytes([(1 << count) - 1 << low]) * lanes.itemsize, "little"))
     shift = lanes.dtype.type(abs(place - low))
     return (lanes & mask) << shift if place >= low else (lanes & mask) >> shift
-
-
-def _stored(kind: str, name: str, values: Array, integers: Integers) -> Array:
-    """Check integers, and convert them to their stored form."""
-    stored = values.view(np.uint8)
-    if integers.offset:
-        stored = stored + np.uint8(integers.offset)
-    _check(kind, name, stored, integers)
-    return stored
 
 
 def _check(kind: str, name: str, stored: Array, integers: Integers) -> None:
@@ -428,13 +404,7 @@ def sizes_of(kind: str) -> tuple[int, int]:
 
 
 def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping[str, GgufTensor]) -> Iterator[Any]:
-    """The bytes of a file, in parts; a tensor is made when its part is asked for.
-
-    Args:
-        architecture: as llama.cpp names it.
-        describe: adds the metadata to a `gguf.GGUFWriter`.
-        tensors: by name, in the order of the file.
-    """
+    """The bytes of a file, in parts; a tensor is made when its part is asked for."""
     gguf, buffer = require_gguf(), BytesIO()
     writer = gguf.GGUFWriter(None, architecture)
     describe(writer)
@@ -469,20 +439,14 @@ class GgufFile:
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        """Open a file.
-
-        Args:
-            path: of the file.
-            number: that it has among the files of a model, from 0 on.
-        """
+        """Open a file, which is that of a number among the files of a model, from 0 on."""
         self.path = path
         try:
             self._raw = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         reader = _ValueReader(self._raw, str(path))
-        tensors = reader.counts()
-        self.metadata = dict(reader.pairs())
+        tensors, self.metadata = reader.begin()
         self.count = count = self.metadata.get("split.count", 0)
         if not isinstance(count, int) or self.metadata.get("split.no", 0) != number:
             raise reader.damage(f"is not file {number + 1} of a model; give the first one, with -00001-of- in its name")
@@ -494,16 +458,13 @@ class GgufFile:
         self.tensors = {name: self._stored(reader, name, shape, kind) for name, shape, kind, _ in entries}
         if len(self.tensors) != tensors:
             raise reader.damage("has several tensors of one name")
-        if count > 1 and number == 0:
-            self._join(reader, count)
-
-    def _join(self, reader: _ValueReader, count: int) -> None:
-        """Add the tensors of the other files."""
-        named = _PART.fullmatch(self.path.name)
+        if count <= 1 or number:
+            return
+        named = _PART.fullmatch(path.name)
         if named is None or int(named[2]) != 1 or int(named[3]) != count:
             raise reader.damage(f"is the first of {count} files, and is not named ...-00001-of-{count:05}.gguf")
-        for number in range(1, count):
-            other = GgufFile(self.path.with_name(f"{named[1]}-{number + 1:05}-of-{count:05}.gguf"), number)
+        for one in range(1, count):
+            other = GgufFile(path.with_name(f"{named[1]}-{one + 1:05}-of-{count:05}.gguf"), one)
             if both := self.tensors.keys() & other.tensors.keys():
                 raise CheckpointError(f"{other.path} has {min(both)}, which an earlier file has")
             self.tensors |= other.tensors
@@ -541,23 +502,18 @@ class _ValueReader:
         """The error for a file that says something wrong."""
         return CheckpointError(f"{self._path} {text}")
 
-    def counts(self) -> int:
-        """Return the number of tensors, and keep the number of pairs."""
+    def begin(self) -> tuple[int, dict[str, Any]]:
+        """The number of tensors, and the metadata."""
         if self._take(4).tobytes() != _MAGIC:
             raise self.damage("is no GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (or its bytes are in the other order)" if version & 0xFFFF == 0 else ""
             raise self.damage(f"is of version {version}{swapped}; versions 2 and 3 in little-endian order are read")
-        tensors, self._pairs = self._number("Q"), self._number("Q")
-        if tensors * 24 + self._pairs * 13 > len(self._raw):  # bytes that each takes at least
-            raise self.damage(f"is too short for {tensors} tensors and {self._pairs} pairs of metadata")
-        return tensors
-
-    def pairs(self) -> Iterator[tuple[str, Any]]:
-        """The metadata."""
-        for _ in range(self._pairs):
-            yield self._text(), self._value(self._number("I"))
+        tensors, pairs = self._number("Q"), self._number("Q")
+        if tensors * 24 + pairs * 13 > len(self._raw):  # bytes that each takes at least
+            raise self.damage(f"is too short for {tensors} tensors and {pairs} pairs of metadata")
+        return tensors, {self._text(): self._value(self._number("I")) for _ in range(pairs)}
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of the next tensor."""
@@ -568,13 +524,11 @@ class _ValueReader:
     def _value(self, kind: int) -> Any:
         if kind == _TEXT:
             return self._text()
-        if kind == _ARRAY:
-            return self._array(self._number("I"), self._number("Q"))
-        if kind not in _NUMBERS:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind != _ARRAY:
             raise self.damage(f"has metadata of type {kind}, which is unknown")
-        return self._number(_NUMBERS[kind])
-
-    def _array(self, kind: int, count: int) -> Any:
+        kind, count = self._number("I"), self._number("Q")
         if kind == _TEXT:
             if count * 8 > len(self._raw):
                 raise self.damage(f"is too short for {count} texts")

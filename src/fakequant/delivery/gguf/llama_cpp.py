@@ -54,11 +54,7 @@ def bindings() -> Any:
 
 
 class LlamaCpp(nn.Module):
-    """A file as llama.cpp runs it on a CPU, in one thread; called as its model is.
-
-    Args:
-        path: a GGUF file.
-        cache: the type of keys and values, "f32" or "f16".
+    """A file as llama.cpp runs it on a CPU, in one thread, with a cache in "f32" or "f16"; called as its model is.
 
     Raises:
         VerificationError: llama.cpp does not load the file.

@@ -1,26 +1,23 @@
-"""Write a recurrent layer in one direction as a `Scan`: one node for any number of steps, whose body is one step.
+"""What ONNX Runtime or ONNX lacks, by basic operators: step functions, formats, scales, recurrent layers.
 
-The states before the steps and their quantized values are outputs of the node, so that each can be verified.
+Step functions: ONNX has no operator for the bits or the exponent of a number. A monotonic function with few values is
+fully described by its thresholds: the smallest number at which each next value begins. Bisection over all float32
+numbers finds them with the torch definition itself, so the function is not implemented twice.
 
-Step functions in ONNX: find the thresholds by bisection, look a number up by binary search.
-
-ONNX has no operator for the bits or the exponent of a number. A monotonic function with few values is fully described
-by its thresholds: the smallest number at which each next value begins. Bisection over all float32 numbers finds them
-with the torch definition itself, so the function is not implemented twice.
-
-Formats that ONNX Runtime cannot store, computed exactly in float32 with basic operators.
+Formats that ONNX Runtime cannot store, computed exactly in float32:
 
 * Small floats: the spacing of a number is the power of two below it, found by comparisons, times a constant power of
   two. Quotients and products with powers of two are exact, Round goes to even, and -0.0 and NaN are kept.
 * Tables: a binary search over the smallest numbers that round to each value.
 * Weights: codes in 4 or 8 bits, whose values Gather looks up.
 
-Scales that the graph computes from the range of a tensor, for symmetric specifications.
+Scales from the range of a tensor, for symmetric specifications: torch computes scales in their own format with frexp
+and the bits of numbers, which ONNX lacks. The exported graph has one opaque node for them, `fakequant::ChooseScale`,
+which is replaced here. The replacement has the same operations as torch, except for powers of two: these are found by a
+binary search over thresholds (`steps`), or with Cast in the styles that have the type E8M0 (`scales`).
 
-torch computes scales in their own format with frexp and the bits of numbers, which ONNX lacks. The exported graph has
-one opaque node for them, `fakequant::ChooseScale`, which is replaced here. The replacement has the same operations as
-torch, except for powers of two: these are found by a binary search over thresholds (`steps`), or with Cast in the
-styles that have the type E8M0 (`scales`).
+A recurrent layer in one direction is a `Scan`: one node for any number of steps, whose body is one step. The states
+before the steps and their quantized values are outputs of the node, so that each can be verified.
 """
 
 from __future__ import annotations
@@ -114,24 +111,18 @@ def round_to(to: Emitter, value: str, fmt: Format) -> str:
     Raises:
         ExportError: the kind of format has no implementation here.
     """
-    if isinstance(fmt, FloatFormat):
-        return _round_clamped(to, _clamp(to, value, fmt), fmt)
     if isinstance(fmt, TableFormat):
-        return _round_to_table(to, value, fmt)
-    if isinstance(fmt, IntegerFormat):
-        return _positive_zero(to, to.emit("Round", _clamp(to, value, fmt)))
-    raise ExportError(f"the format {fmt} has no form in ONNX; use an integer, float or table format")
-
-
-def _clamp(to: Emitter, value: str, fmt: Format) -> str:
+        values = torch.tensor(fmt.values, dtype=torch.float32, device="cpu")
+        limits = thresholds(lambda v: fmt.to_storage(v).long(), len(values))
+        return to.emit("Where", to.emit("IsNaN", value), value, look_up(to, "table", value, limits, values))
+    if not isinstance(fmt, (FloatFormat, IntegerFormat)):
+        raise ExportError(f"the format {fmt} has no form in ONNX; use an integer, float or table format")
     # The standard does not specify Clip, Min and Max for NaN.
     for name, compare, bound in (("code_high", "Greater", fmt.quant_max), ("code_low", "Less", fmt.quant_min)):
         limit = to.number(name, bound)
         value = to.emit("Where", to.emit(compare, value, limit), limit, value)
-    return value
-
-
-def _round_clamped(to: Emitter, value: str, fmt: FloatFormat) -> str:
+    if isinstance(fmt, IntegerFormat):
+        return _positive_zero(to, to.emit("Round", value))
     lowest = fmt.grid.min_exponent
     highest = math.frexp(fmt.quant_max)[1] - 1
     magnitude = to.emit("Abs", value)
@@ -149,16 +140,8 @@ def _positive_zero(to: Emitter, code: str) -> str:
     return to.emit("Where", to.emit("Equal", code, zero), zero, code)
 
 
-def _round_to_table(to: Emitter, value: str, fmt: TableFormat) -> str:
-    values = torch.tensor(fmt.values, dtype=torch.float32, device="cpu")
-    limits = thresholds(lambda v: fmt.to_storage(v).long(), len(values))
-    return to.emit("Where", to.emit("IsNaN", value), value, look_up(to, "table", value, limits, values))
-
-
 def express(site: EmittedSite) -> tuple[str, str]:
     """Add the nodes of an activation; returns the name of its scale and a description."""
-    from onnx import TensorProto
-
     scale = site.scale if site.constant is None else site.add("scale", site.constant.scale)
     spread = site.spread_computed(scale)
     value = site.as_float32(site.x)
@@ -166,12 +149,7 @@ def express(site: EmittedSite) -> tuple[str, str]:
         scaled = site.emit("Mul", value, site.emit("Div", site.number("one", 1.0), spread))
     else:
         scaled = site.emit("Div", value, spread)
-    code = round_to(site, scaled, site.spec.format)
-    kind = site.editor.type(site.x)
-    if kind == TensorProto.FLOAT:
-        site.emit("Mul", code, spread, result=site.y)
-    else:
-        site.emit("Cast", site.emit("Mul", code, spread), result=site.y, to=kind)
+    _multiply(site, round_to(site, scaled, site.spec.format), spread)
     return scale, "comparisons and Gather" if isinstance(site.spec.format, TableFormat) else "comparisons and Round"
 
 
@@ -187,12 +165,19 @@ def fold(site: EmittedSite) -> tuple[str, str, str]:
     scale = site.add("scale", site.constant.scale)
     values = site.add("values", code_values(fmt))
     gathered = site.emit("Gather", values, site.emit("Cast", codes, to=TensorProto.INT32))
+    _multiply(site, gathered, site.spread_computed(scale))
+    return codes, scale, f"{site.encoding.element.name} codes, Gather and Mul"
+
+
+def _multiply(site: EmittedSite, code: str, spread: str) -> None:
+    """Add the product of codes and scales, in the type of the quantizer's tensor."""
+    from onnx import TensorProto
+
     kind = site.editor.type(site.x)
     if kind == TensorProto.FLOAT:
-        site.emit("Mul", gathered, site.spread_computed(scale), result=site.y)
+        site.emit("Mul", code, spread, result=site.y)
     else:
-        site.emit("Cast", site.emit("Mul", gathered, site.spread_computed(scale)), result=site.y, to=kind)
-    return codes, scale, f"{site.encoding.element.name} codes, Gather and Mul"
+        site.emit("Cast", site.emit("Mul", code, spread), result=site.y, to=kind)
 
 
 def code_values(fmt: Format) -> np.ndarray:
@@ -231,7 +216,10 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
     largest = next((most for kind, most in halves if kind == editor.type(x)), _INFO.max)
     # As in `numerics.qparams.choose_qparams`.
     limit = largest * (1.0 - _INFO.eps) / max(-spec.format.quant_min, spec.format.quant_max)
-    amax = _group_max(to, _finite_magnitude(to, to.as_float32(x)), shape, block_sizes(spec.granularity, shape))
+    magnitude = to.emit("Abs", to.as_float32(x))
+    finite = to.emit("Less", magnitude, to.number("inf", math.inf))  # a comparison with NaN is false
+    magnitude = to.emit("Where", finite, magnitude, to.number("zero", 0.0))
+    amax = _group_max(to, magnitude, shape, block_sizes(spec.granularity, shape))
     if isinstance(spec.scale.format, ExponentFormat):
         (powers_of_two if encoding.powers else _search_power_of_two)(to, amax, spec, limit, scale)
         return to
@@ -244,48 +232,31 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
     return to
 
 
-def _finite_magnitude(to: Emitter, value: str) -> str:
-    """Add nodes for |x| with 0 in place of inf and NaN; a comparison with NaN is false."""
-    magnitude = to.emit("Abs", value)
-    finite = to.emit("Less", magnitude, to.number("inf", math.inf))
-    return to.emit("Where", finite, magnitude, to.number("zero", 0.0))
-
-
 def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
     """Add nodes for the maximum of every group [groups, axes kept]; values are >= 0, so zeros pad incomplete blocks."""
     whole = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b == n and n != 1]
+    rank = len(shape)
     for axis, (n, block) in enumerate(zip(shape, blocks, strict=True)):
         if block in (1, n):
             continue
         assert isinstance(n, int)
         assert isinstance(block, int)
-        value = _block_max(to, value, axis, (n, block, len(shape)))
+        order = [i for i in range(rank) if i != axis] + [axis]  # the axis goes to the end for the Reshape
+        moved = axis != rank - 1
+        if moved:
+            value = to.emit("Transpose", value, perm=order)
+        groups = -(-n // block)
+        if missing := groups * block - n:
+            pads = to.add(f"pads_{axis}", np.array([0] * rank + [0] * (rank - 1) + [missing], np.int64))
+            value = to.emit("Pad", value, pads)
+        sizes = to.add(f"blocks_{axis}", np.array([0] * (rank - 1) + [groups, block], np.int64))
+        value = to.emit("Reshape", value, sizes)
+        value = to.emit("ReduceMax", value, to.add("last", np.array([-1], np.int64)), keepdims=0)
+        if moved:
+            value = to.emit("Transpose", value, perm=[order.index(i) for i in range(rank)])
     if whole:
         value = to.emit("ReduceMax", value, to.add("axes", np.array(whole, np.int64)), keepdims=1)
     return value
-
-
-def _block_max(to: Emitter, value: str, axis: int, sizes: tuple[int, int, int]) -> str:
-    """Add nodes for the maximum of every block along one axis, which is moved to the end for the Reshape.
-
-    Args:
-        to: receives the nodes.
-        value: name of the input.
-        axis: the axis that blocks divide.
-        sizes: the length of the axis, the length of a block, and the number of axes.
-    """
-    n, block, rank = sizes
-    order = [i for i in range(rank) if i != axis] + [axis]
-    moved = axis != rank - 1
-    if moved:
-        value = to.emit("Transpose", value, perm=order)
-    groups = -(-n // block)
-    if missing := groups * block - n:
-        pads = to.add(f"pads_{axis}", np.array([0] * rank + [0] * (rank - 1) + [missing], np.int64))
-        value = to.emit("Pad", value, pads)
-    shape = to.add(f"blocks_{axis}", np.array([0] * (rank - 1) + [groups, block], np.int64))
-    value = to.emit("ReduceMax", to.emit("Reshape", value, shape), to.add("last", np.array([-1], np.int64)), keepdims=0)
-    return to.emit("Transpose", value, perm=[order.index(i) for i in range(rank)]) if moved else value
 
 
 def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
@@ -302,22 +273,8 @@ def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, 
     to.emit("Identity", power, result=result)
 
 
-def _two_level_scale(
-    to: Emitter,
-    amax: str,
-    shape: Sequence[Dimension],
-    spec: QuantSpec,
-    encoding: Encoding,
-) -> str:
-    """Add nodes for scales with a second level, operation by operation as in `numerics.scales`.
-
-    Args:
-        to: receives the nodes.
-        amax: name of the largest magnitudes.
-        shape: the shape of `amax`.
-        spec: the specification.
-        encoding: the encoding of the specification.
-    """
+def _two_level_scale(to: Emitter, amax: str, shape: Sequence[Dimension], spec: QuantSpec, encoding: Encoding) -> str:
+    """Add nodes for scales [shape] with a second level, operation by operation as in `numerics.scales`."""
     fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.scale.bound(spec.format)
     assert fmt is not None
     assert granularity is not None
@@ -325,8 +282,7 @@ def _two_level_scale(
     whole = _group_max(to, amax, shape, blocks)
     shared = to.emit("Div", whole, to.number("largest", fmt.quant_max * bound))
     shared = to.emit("Max", shared, to.number("tiny", _INFO.tiny))
-    divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
-    spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    spread = to.repeat(shared, blocks, shape)
     quotient = to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), spread))
     smallest = to.number("smallest", fmt.smallest)
     if encoding.scale is not None:
@@ -379,15 +335,7 @@ def translation() -> Any:
 def write_loop(
     editor: GraphEditor, node: NodeProto, path: str, style: Style, express: Express
 ) -> tuple[list[NodeProto], SiteRecord | None]:
-    """The nodes that replace a node of the operator, and the record of the quantizer of its hidden state.
-
-    Args:
-        editor: of the graph; it gets the constants.
-        node: of the operator.
-        path: of the layer.
-        style: the dialect of the file.
-        express: writes the quantizer.
-    """
+    """The nodes that replace a node of the operator, and the record of the quantizer of its hidden state."""
     from onnx import TensorProto, helper
 
     given = {a.name: a.i if a.name == "reverse" else a.s.decode() for a in node.attribute}
@@ -398,14 +346,24 @@ def write_loop(
     to = Emitter(editor, editor.label(f"{path}/{quantizer}/loop"))
     state, of_cell, step, turned = (f"{to.label}/{name}" for name in ("state", "cell", "step", "weight"))
     shape, before, seen, record = editor.shape(hidden), state, [], None
-    if given["spec"]:
+    if spec := str(given["spec"]):
         editor.declare(state, TensorProto.FLOAT, shape)
-        before, record = _quantize(to, state, params, str(given["spec"]), join(path, quantizer), style, express)
+        before, path = f"{state}_quantized", join(path, quantizer)
+        own = [name for name in params if name]
+        if not own:  # each step computes the scale
+            own = [f"{state}_scale"]
+            groups = QuantSpec.parse(spec).granularity.group_shape((1, int(shape[-1])))[1:]
+            editor.declare(own[0], TensorProto.FLOAT, [shape[0], *groups])
+            chooser = helper.make_node("ChooseScale", [state], own, domain=DOMAIN, spec=spec)
+            to.nodes += lower_scale(editor, chooser, path, style).nodes
+        quantize = helper.make_node("FakeQuantize", [state, *own], [before], domain=DOMAIN, spec=spec)
+        nodes, record = express(quantize, path)
+        to.nodes += nodes
         seen = [to.emit("Identity", state), to.emit("Identity", before)]
         record = record.seen_as(f"{to.label}/state_before", f"{to.label}/state_before_quantized")
-    own = to.emit("MatMul", before, turned)
-    own = to.emit("Add", own, bias) if bias else own
-    after = _step(to, mode, (step, own, before, of_cell), shape[-1])
+    product = to.emit("MatMul", before, turned)
+    product = to.emit("Add", product, bias) if bias else product
+    after = _step(to, mode, (step, product, before, of_cell), shape[-1])
     results = [*after[:count], to.emit("Identity", after[0]), *seen]
     sizes = {step: [*shape[:-1], editor.shape(gates)[-1]]}
 
@@ -432,44 +390,10 @@ def write_loop(
     return [transpose, scan], record
 
 
-def _quantize(
-    to: Emitter, state: str, params: Sequence[str], spec: str, path: str, style: Style, express: Express
-) -> tuple[str, SiteRecord]:
-    """Add the nodes that quantize the hidden state of a step; the name of the result, and the record.
-
-    Args:
-        to: gets them.
-        state: the hidden state [n, hidden].
-        params: the names of scale and zero point, "" for one that is missing; without a scale each step computes it.
-        spec: of the quantizer, as text.
-        path: of the quantizer.
-        style: the dialect of the file.
-        express: writes the quantizer.
-    """
-    from onnx import TensorProto, helper
-
-    given = [name for name in params if name]
-    if not given:
-        n, width = to.editor.shape(state)
-        given = [f"{state}_scale"]
-        groups = QuantSpec.parse(spec).granularity.group_shape((1, int(width)))[1:]
-        to.editor.declare(given[0], TensorProto.FLOAT, [n, *groups])
-        chooser = helper.make_node("ChooseScale", [state], given, domain=DOMAIN, spec=spec)
-        to.nodes += lower_scale(to.editor, chooser, path, style).nodes
-    result = f"{state}_quantized"
-    nodes, record = express(helper.make_node("FakeQuantize", [state, *given], [result], domain=DOMAIN, spec=spec), path)
-    to.nodes += nodes
-    return result, record
-
-
 def _step(to: Emitter, mode: str, values: tuple[str, str, str, str], width: Any) -> tuple[str, str]:
     """Add the nodes of a step; the names of hidden state and state of the cell after it.
 
-    Args:
-        to: gets them.
-        mode: of the layer.
-        values: the products [n, gates * hidden] of input and hidden state, and the states before the step.
-        width: of the hidden state.
+    `values` are the products [n, gates * hidden] of input and hidden state, and both states before the step.
     """
     x, own, hidden, cell = values
     count = _GATES.get(mode, 1)

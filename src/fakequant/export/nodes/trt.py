@@ -1,22 +1,20 @@
-"""The quantizations that TensorRT's ONNX parser supports, and its own operators for MXFP8.
+"""Nodes of a quantizer, scales that have their own format, and the quantizations that TensorRT's parser supports.
 
-Weights: INT8 and FP8 per tensor or channel, INT4 in blocks of 64 or 128, MXFP8, NVFP4. Activations: INT8 and FP8 per
-tensor with a constant scale, and MXFP8 in blocks with dynamic scales. All are symmetric.
+TensorRT. Weights: INT8 and FP8 per tensor or channel, INT4 in blocks of 64 or 128, MXFP8, NVFP4. Activations: INT8 and
+FP8 per tensor with a constant scale, and MXFP8 in blocks with dynamic scales. All are symmetric.
 
 Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`; scales are initializers, FP4 blocks have 16
 and MXFP8 blocks 32 elements); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize;
 cuDNN, Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
 
-Write scales that have their own format: powers of two in E8M0, or codes times a second-level scale.
-
-`Encoding.scale` is their element type. It is None (float32) in `Style.PORTABLE` and for specifications whose scales
-have no format.
+Scales with their own format are powers of two in E8M0, or codes times a second-level scale. `Encoding.scale` is their
+element type. It is None (float32) in `Style.PORTABLE` and for specifications whose scales have no format.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -84,19 +82,20 @@ class Emitter:
 
         return value if self.editor.type(value) == TensorProto.FLOAT else self.emit("Cast", value, to=TensorProto.FLOAT)
 
-    def repeat(self, value: str, blocks: Sequence[int], shape: Sequence[Dimension], axes: Sequence[int]) -> str:
-        """Repeat per-group values [groups, axes kept] along some axes, so that each element has the value of its group.
+    def repeat(
+        self, value: str, blocks: Sequence[Dimension], shape: Sequence[Dimension], axes: Iterable[int] | None = None
+    ) -> str:
+        """Repeat values [groups, axes kept], so that each element of [shape] has that of its group.
 
-        Args:
-            value: name of the values.
-            blocks: the block size along every axis.
-            shape: the shape of the grouped tensor.
-            axes: the axes to repeat along.
+        By default along the axes that blocks divide.
         """
+        if axes is None:
+            axes = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
         for axis in axes:
-            n = shape[axis]
+            n, block = shape[axis], blocks[axis]
             assert isinstance(n, int), "an axis that blocks divide is checked to have a known length"
-            index = np.arange(n, dtype=np.int64) // blocks[axis]
+            assert isinstance(block, int)
+            index = np.arange(n, dtype=np.int64) // block
             value = self.emit("Gather", value, self.add(f"block_of_{axis}", index), axis=axis)
         return value
 
@@ -141,12 +140,12 @@ class EmittedSite(Emitter):
             return values.reshape(())
         if not self.layout.block_size:
             return values.reshape(-1)
-        return self._repeated(values, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+        return self._repeated(values, self._repeats())
 
     def arranged(self, name: str) -> str:
         """Bring computed values [groups, axes kept] to the shape that ONNX expects; returns their name."""
         if self.layout.block_size:
-            return self._repeat(name, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+            return self.repeat(name, self.blocks, self.editor.shape(self.x), self._repeats())
         shape = np.array([] if self.layout.axis is None else [-1], np.int64)
         return self.emit("Reshape", name, self.add("shape", shape))
 
@@ -156,7 +155,10 @@ class EmittedSite(Emitter):
 
     def spread_computed(self, name: str) -> str:
         """Repeat computed values [groups, axes kept] along the axes that blocks divide; returns their name."""
-        return self._repeat(name, self._divided(self.editor.shape(self.scale)))
+        return self.repeat(name, self.blocks, self.editor.shape(self.x), self._divided(self.editor.shape(self.scale)))
+
+    def _repeats(self) -> list[int]:
+        return [axis for axis, count in enumerate(self.layout.repeats) if count != 1]
 
     def _divided(self, groups: Sequence[Dimension]) -> list[int]:
         pairs = zip(groups, self.editor.shape(self.x), strict=True)
@@ -170,11 +172,6 @@ class EmittedSite(Emitter):
             assert isinstance(block, int)
             values = values.index_select(axis, torch.arange(n, device=values.device) // block)
         return values
-
-    def _repeat(self, value: str, axes: Sequence[int]) -> str:
-        return self.repeat(
-            value, [b if isinstance(b, int) else 0 for b in self.blocks], self.editor.shape(self.x), axes
-        )
 
 
 class FactoredScale(NamedTuple):
@@ -223,11 +220,8 @@ def computed_scale(site: EmittedSite) -> str:
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
 
-    `numerics.scales` makes scales as such products, except where it keeps them normal or within a limit.
-
-    Args:
-        scale: the scales [groups, axes kept].
-        spec: the specification with the format and granularity of the scales.
+    `numerics.scales` makes scales [groups, axes kept] as such products, except where it keeps them normal or within a
+    limit.
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
@@ -243,19 +237,13 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
 
 
 def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
-    """Add nodes that multiply codes by their shared factors: one DequantizeLinear if all codes share one factor.
+    """Add nodes that multiply codes [shape] by their shared factors, one for each block.
 
-    Args:
-        to: receives the nodes.
-        codes: name of the codes.
-        shared: name of the factors.
-        shape: the shape of the codes.
-        blocks: the number of codes per factor along every axis.
+    It is one DequantizeLinear if all codes share one factor.
     """
     if all(b == n for n, b in zip(shape, blocks, strict=True)):
         return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
-    divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
-    spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    spread = to.repeat(shared, blocks, shape)
     return to.emit("Mul", to.emit("DequantizeLinear", codes, to.number("one", 1.0)), spread)
 
 
@@ -314,11 +302,7 @@ _INT4_BLOCKS, _MXFP8_BLOCK, _NVFP4_BLOCK = (64, 128), 32, 16
 def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool, dynamic: bool) -> None:
     """Check that TensorRT supports a quantization.
 
-    Args:
-        spec: the specification.
-        shape: the shape of the tensor, or None if it is not known yet.
-        constant: whether the tensor is a weight.
-        dynamic: whether the range is computed from every tensor.
+    The arguments are those of `export.trace.check`.
 
     Raises:
         ExportError: TensorRT does not support it; the message says what it supports.
@@ -329,7 +313,12 @@ def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool,
         _refuse(spec, "TensorRT's QuantizeLinear takes the scale itself; use Arithmetic.DIVIDE")
     allowed = _block_sizes(spec, constant=constant)
     if not allowed:
-        _check_unblocked(spec, constant=constant, dynamic=dynamic)
+        per_channel = isinstance(spec.granularity, PerChannel) and len(spec.granularity.axes) == 1
+        if not isinstance(spec.granularity, PerTensor) and not (per_channel and constant):
+            kinds = "per tensor or along one channel axis" if constant else "per tensor"
+            _refuse(spec, f"TensorRT has {spec.format} only {kinds}; use such a granularity")
+        if dynamic and not constant:
+            _refuse(spec, "TensorRT's scales are constants; calibrate the quantizer instead of leaving it dynamic")
         return
     _check_blocks(spec, shape, allowed)
     if constant:
@@ -368,16 +357,6 @@ def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
         f"TensorRT has no such {what}; use int8, float8_e4m3fn or MXFP8 (float8_e4m3fn under float8_e8m0fnu), or for "
         "weights also INT4 in blocks or NVFP4",
     )
-
-
-def _check_unblocked(spec: QuantSpec, *, constant: bool, dynamic: bool) -> None:
-    per_tensor = isinstance(spec.granularity, PerTensor)
-    per_channel = isinstance(spec.granularity, PerChannel) and len(spec.granularity.axes) == 1
-    if not per_tensor and not (per_channel and constant):
-        kinds = "per tensor or along one channel axis" if constant else "per tensor"
-        _refuse(spec, f"TensorRT has {spec.format} only {kinds}; use such a granularity")
-    if dynamic and not constant:
-        _refuse(spec, "TensorRT's scales are constants; calibrate the quantizer instead of leaving it dynamic")
 
 
 def _check_blocks(spec: QuantSpec, shape: Sequence[Dimension] | None, allowed: tuple[int, ...]) -> None:

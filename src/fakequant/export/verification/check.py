@@ -82,10 +82,6 @@ class Source:
 class SiteCheck:
     """Compares the results of one quantizer in a file with those of torch for the same tensor.
 
-    Args:
-        source: the file and the model.
-        record: the quantizer's record in the file.
-
     Raises:
         VerificationError: the file lacks a constant, or the model lacks the quantizer.
     """
@@ -97,15 +93,26 @@ class SiteCheck:
         except SpecError as error:
             raise VerificationError(f"its record of quantizers is damaged: {error}; export it again") from error
         self._constants = source.constants
-        self._quantizer = _quantizer(source, record.quantizer) if source.has_model else None
+        if source.has_model and record.quantizer not in source.modules:
+            raise VerificationError(
+                f"the file has a quantizer {record.quantizer}, which the model lacks; pass the model that was exported"
+            )
+        module = source.modules.get(record.quantizer)
+        self._quantizer = module if isinstance(module, Quantizer) else None  # else it calls `fake_quantize` itself
         held = () if self._quantizer is None else self._quantizer.state_dict().values()
         self._is_compared = False
         self._device = next((x.device for x in held if isinstance(x, Tensor)), torch.device("cpu"))
-        if missing := [name for name in _needed(record, self._spec) if not self._constants.is_constant(name)]:
+        needed = list(record.constants)
+        if record.parameters is Parameters.CONSTANT or record.codes:
+            point = None if self._spec.symmetric else str(record.zero_point)
+            named = (record.codes, record.scale, record.scale_of_scales, point)
+            needed += [name for name in named if name is not None]
+        if missing := [name for name in dict.fromkeys(needed) if not self._constants.is_constant(name)]:
             raise VerificationError(
                 f"the constants {', '.join(missing)} are missing: the file was changed after export"
             )
-        if lost := [name for name in self._named(record) if name not in source.names]:
+        read = [record.y] if record.codes else [record.x, record.y]
+        if lost := [name for name in read if name not in source.names]:
             raise VerificationError(
                 f"its record names the tensor {lost[0]}, which the file lacks: a tool changed the file after export; "
                 "verify the file that export_onnx wrote"
@@ -115,11 +122,6 @@ class SiteCheck:
         self.row = Row(record.quantizer, record.spec, kind, intact=intact)
         self._x = record.x if record.codes else source.read_as.get(record.x, record.x)
         self._weight = source.tensors.get(record.x) if record.codes else None
-
-    @staticmethod
-    def _named(record: SiteRecord) -> list[str]:
-        """The tensors of the graph that a comparison reads."""
-        return [record.y] if record.codes else [record.x, record.y]
 
     @property
     def is_computed(self) -> bool:
@@ -132,12 +134,8 @@ class SiteCheck:
         record = self.record
         if record.codes:
             return [record.y]
-        computed = record.parameters is Parameters.COMPUTED
-        return [
-            self._x,
-            record.y,
-            *([record.scale, *([record.zero_point] if record.zero_point else [])] if computed else []),
-        ]
+        params = [record.scale, record.zero_point] if record.parameters is Parameters.COMPUTED else []
+        return [self._x, record.y, *(name for name in params if name)]
 
     @property
     def step(self) -> float | None:
@@ -188,9 +186,6 @@ class SiteCheck:
     def compare(self, values: Mapping[str, Tensor]) -> None:
         """Compare the results in the file with torch's for the input in the file, and add them to the counts.
 
-        Args:
-            values: the computed values of the watched tensors.
-
         Raises:
             VerificationError: the shapes or dtypes belong to another model.
         """
@@ -198,7 +193,13 @@ class SiteCheck:
             return
         actual = values[self.record.y]
         with self._fitting():
-            expected = (self._expected_weight() if self.record.codes else self._expected(values)).cpu()
+            if not self.record.codes:
+                expected = self._expected(values)
+            elif self._quantizer is None or self._weight is None:
+                expected = self._file_weight(torch.float32 if self._weight is None else self._weight.dtype)
+            else:
+                expected = self._quantizer.quantized(self._weight).detach()
+            expected = expected.cpu()
         if not self.record.codes:
             self.row.nan_inputs += int(values[self._x].isnan().sum())
             expected = expected if self._x == self.record.x else expected.to(actual.dtype)
@@ -256,45 +257,38 @@ class SiteCheck:
         # Parameters from a file can have any value, so they are checked here.
         return fake_quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
 
-    def _expected_weight(self) -> Tensor:
-        if self._quantizer is None or self._weight is None:
-            return self._file_weight(torch.float32 if self._weight is None else self._weight.dtype)
-        return self._quantizer.quantized(self._weight).detach()
-
     def _file_weight(self, dtype: torch.dtype) -> Tensor:
-        stored, params = self._codes(str(self.record.codes)), self._file_parameters()
+        from onnx import TensorProto
+
+        name, fmt, params = str(self.record.codes), self._spec.format, self._file_parameters()
+        stored = self._constants.tensor(name)
+        if isinstance(fmt, IntegerFormat):
+            stored = stored.to(fmt.storage)
+        elif self._constants.type(name) in (TensorProto.UINT4, TensorProto.UINT8):  # bit patterns
+            stored = stored.to(torch.uint8).view(fmt.storage)
+        else:
+            stored = fmt.to_storage(stored)
         if params.scale.shape != self._spec.granularity.group_shape(stored.shape):
             raise ShapeError(f"scales of shape {list(params.scale.shape)} for codes of shape {list(stored.shape)}")
         return reference.dequantize(stored, params, self._spec, dtype)
 
-    def _codes(self, name: str) -> Tensor:
-        """Return codes of the file in the dtype of `fakequant.quantize`."""
-        from onnx import TensorProto
-
-        fmt, codes = self._spec.format, self._constants.tensor(name)
-        if isinstance(fmt, IntegerFormat):
-            return codes.to(fmt.storage)
-        if self._constants.type(name) in (TensorProto.UINT4, TensorProto.UINT8):  # bit patterns
-            return codes.to(torch.uint8).view(fmt.storage)
-        return fmt.to_storage(codes)
-
     def _file_parameters(self) -> QParams:
         scale = self._in_groups(self.record.scale)
-        if self.record.scale_of_scales is not None:
-            scale = scale.float() * self._shared(self.record.scale_of_scales, scale.shape)
+        if (name := self.record.scale_of_scales) is not None:
+            # The factors of the scales' codes, repeated so that they broadcast.
+            shared, granularity = self._constants.tensor(name), self._spec.scale.granularity
+            if granularity is None:
+                raise VerificationError(
+                    f"{self._spec} has one level of scales, but the file has {name}; export it again"
+                )
+            for axis, block in enumerate(granularity.block_shape(scale.shape) if shared.dim() else ()):
+                if shared.shape[axis] not in (1, scale.shape[axis]):
+                    groups = torch.arange(scale.shape[axis], device=shared.device) // block
+                    shared = shared.index_select(axis, groups)
+            scale = scale.float() * shared
         elif scale.dtype == torch.uint8:  # the bits of E8M0, as TensorRT takes them
             scale = scale.view(torch.float8_e8m0fnu).float()
         return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self.record.zero_point)))
-
-    def _shared(self, name: str, shape: torch.Size) -> Tensor:
-        """Return the factors of the scales' codes, repeated so that they broadcast with a shape."""
-        values, granularity = self._constants.tensor(name), self._spec.scale.granularity
-        if granularity is None:
-            raise VerificationError(f"{self._spec} has one level of scales, but the file has {name}; export it again")
-        for axis, block in enumerate(granularity.block_shape(shape) if values.dim() else ()):
-            if values.shape[axis] not in (1, shape[axis]):
-                values = values.index_select(axis, torch.arange(shape[axis], device=values.device) // block)
-        return values
 
     def _in_groups(self, name: str) -> Tensor:
         """Return a constant of the file in the shape [groups, axes kept]."""
@@ -302,27 +296,6 @@ class SiteCheck:
         for axis, count in enumerate(self.record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]
         return values.reshape(self.record.groups)
-
-
-def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
-    """Return the names of the constants that a file must have."""
-    needed = list(record.constants)
-    if record.parameters is Parameters.CONSTANT or record.codes:
-        zero_point = None if spec.symmetric else str(record.zero_point)
-        needed += [
-            name for name in (record.codes, record.scale, record.scale_of_scales, zero_point) if name is not None
-        ]
-    return list(dict.fromkeys(needed))
-
-
-def _quantizer(source: Source, path: str) -> Quantizer | None:
-    """Return the quantizer at a path, or None if the module there calls `fake_quantize` itself."""
-    if path not in source.modules:
-        raise VerificationError(
-            f"the file has a quantizer {path}, which the model lacks; pass the model that was exported"
-        )
-    module = source.modules[path]
-    return module if isinstance(module, Quantizer) else None
 
 
 _MOST_ELEMENTS = 2**29 - 2**20
@@ -345,14 +318,7 @@ _RESTORING = (
 
 
 class Deployed:
-    """Runs a file in ONNX Runtime's default session, and once without rounding to measure what that costs.
-
-    Args:
-        model: the file.
-        checks: its quantizers.
-        report: gets the results.
-        step: the scale of the last integer quantizer.
-    """
+    """Runs a file in ONNX Runtime's default session, and once without rounding to measure what that costs."""
 
     def __init__(
         self, model: ModelProto, checks: Sequence[SiteCheck], report: VerifyReport, step: float | None
@@ -374,12 +340,7 @@ class Deployed:
                 report.not_run.append("Not judged as deployed: with float weights the file would exceed 2 GB.")
 
     def add(self, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        """Compare one batch.
-
-        Args:
-            values: the file's results without optimisations.
-            inputs: of the file.
-        """
+        """Compare one batch, of which `values` are the file's results without optimisations."""
         if self._default is None:
             return
         report = self._report
@@ -445,15 +406,12 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
             nodes.append(helper.make_node("Clip" if limits else "Identity", [activations[y].record.x, *limits], [y]))
         else:
             nodes.append(node)
-    editor.finish(_reached(nodes, [output.name for output in copy.graph.output]))
-    return copy
-
-
-def _reached(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> list[NodeProto]:
-    """Return the nodes that outputs depend on: quantizers without readers may have types that no kernel takes."""
-    needed, kept = set(outputs), []
+    # Only nodes that outputs depend on: quantizers without readers may have types that no kernel takes.
+    needed = {output.name for output in copy.graph.output}
+    reached: list[NodeProto] = []
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
             needed |= names_read([node])
-            kept.append(node)
-    return kept[::-1]
+            reached.append(node)
+    editor.finish(reached[::-1])
+    return copy

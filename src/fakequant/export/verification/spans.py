@@ -55,11 +55,7 @@ _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 class Spans:
     """Runs a model with the results of a file's quantizers, and compares what these receive.
 
-    Args:
-        file: the exported model.
-        checks: its quantizers.
-        model: the model that was exported.
-        state: the buffers whose new values are the last outputs.
+    The last outputs are the new values of the buffers `state`.
     """
 
     def __init__(
@@ -72,8 +68,10 @@ class Spans:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.order: dict[nn.Module, list[int]] = {}
         for index, check in enumerate(checks):
-            if check.record.codes is None or check.is_computed or not _is_weight(modules[check.record.quantizer]):
-                self.order.setdefault(modules[check.record.quantizer], []).append(index)
+            module = modules[check.record.quantizer]
+            is_weight = isinstance(module, Quantizer) and module.kind is Kind.WEIGHT
+            if check.record.codes is None or check.is_computed or not is_weight:
+                self.order.setdefault(module, []).append(index)
 
     def found(self) -> list[Span]:
         """What was compared, in the order of the file.
@@ -85,18 +83,24 @@ class Spans:
             check.check_called()
         names = [*(check.record.x for check in self.checks), *self.of_outputs]
         spans = [*self.of_checks, *self.of_outputs.values()]
+        ends = {value.name: value.name for value in self._file.graph.input}
+        ends |= {one.record.y: "" if one.record.codes else one.record.quantizer for one in self.checks}
+        made_by = {output: node for node in self._file.graph.node for output in node.output}
         for name, span in zip(names, spans, strict=True):
-            span.after = [] if span.fits else _beginnings(self._file, self.checks, name)
+            waiting, seen, after = [] if span.fits else [name], {name}, list[str]()
+            while waiting:
+                node = made_by.get(waiting.pop())
+                for source in names_read([node]) - seen if node is not None else ():
+                    seen.add(source)
+                    if source in ends:
+                        after += [ends[source]] if ends[source] else []
+                    else:
+                        waiting.append(source)
+            span.after = sorted(after)
         return [span for span in spans if span.elements or span.missing]
 
     def add(self, run: Run, values: Callable[[], Values], bins: Mapping[ByValue, Tensor]) -> dict[str, Tensor]:
-        """Compare one batch; returns the last tensors of the file, among them its outputs.
-
-        Args:
-            run: calls the model with the batch.
-            values: runs the file with the batch.
-            bins: which ranges the batch chooses by its values.
-        """
+        """Compare one batch; returns the last tensors of the file, among them its outputs."""
         before = state_before(self.model)
         found = _Pass(self, values(), bins)
         last = found.run(run)
@@ -174,39 +178,37 @@ class _Pass:
     def _replaced(self) -> Iterator[None]:
         """A context in which modules that quantize give the results of the file."""
         spans, wobble = self._spans, self._wobble
+
+        def enclosed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._inside.append(module)  # which calls `fake_quantize` itself
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside.pop()
+
+        def called(x: Tensor, own: Callable[[], Tensor]) -> Tensor:
+            return self._result(self._inside[-1], x, own) if self._inside else own()
+
+        def quantized(quantizer: Quantizer, x: Tensor) -> Tensor:
+            with _disable_current_modes():
+                own = partial(type(quantizer).forward, quantizer, x)
+                # Of one that has parameters alone torch's, which the file has bit for bit.
+                return self._result(quantizer, x, own) if quantizer in spans.order else self._moved(own())
+
         has_functions = any(not isinstance(module, Quantizer) for module in spans.order)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for module in (*spans.order, *quantizers(spans.model).values()):
             if not isinstance(module, Quantizer):
-                forwards[module] = partial(self._enclosed, module, module.forward)
+                forwards[module] = partial(enclosed, module, module.forward)
             elif module in spans.order or wobble is not None or has_functions:
-                forwards[module] = partial(self._quantized, module)
+                forwards[module] = partial(quantized, module)
         with restore_after(forwards_of(forwards)), ExitStack() as stack:
             for module, forward in forwards.items():
                 vars(module)["forward"] = forward
             if wobble is not None or has_functions:
                 stack.enter_context(seen_as_operators())
-                stack.enter_context(_Watch(self._called, wobble))
+                stack.enter_context(_Watch(called, wobble))
             yield
-
-    def _enclosed(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a module that calls `fake_quantize` itself."""
-        self._inside.append(module)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._inside.pop()
-
-    def _called(self, x: Tensor, own: Callable[[], Tensor]) -> Tensor:
-        """The result of a call of `fake_quantize`."""
-        return self._result(self._inside[-1], x, own) if self._inside else own()
-
-    def _quantized(self, quantizer: Quantizer, x: Tensor) -> Tensor:
-        """The result of a quantizer; of one that has parameters alone torch's, which the file has bit for bit."""
-        with _disable_current_modes():
-            if quantizer in self._spans.order:
-                return self._result(quantizer, x, lambda: type(quantizer).forward(quantizer, x))
-            return self._moved(type(quantizer).forward(quantizer, x))
 
     def _moved(self, x: Tensor) -> Tensor:
         return x if self._wobble is None else self._wobble.moved(x)
@@ -219,7 +221,9 @@ class _Pass:
             return own()
         with torch._C.DisableTorchFunction():
             check = self._spans.checks[order[place]]
-            (theirs, y), steps = self._tensors(order[place]), 0
+            while order[place] not in self._ready:  # the file runs that far
+                self._advance()
+            (theirs, y), steps = self._ready[order[place]], 0
             if y.dim() == x.dim() + 1:  # the file holds the steps of a loop together
                 steps = len(y)
                 at = steps - 1 - step if runs_backwards(check.record.quantizer) else step
@@ -236,12 +240,6 @@ class _Pass:
             else:
                 check.compare_weight(own(), y)
             return self._moved(y.to(x.device, x.dtype, copy=True)) if y.shape == x.shape else own()
-
-    def _tensors(self, index: int) -> tuple[Tensor, Tensor]:
-        """The input and the result of a quantizer in the file, which runs that far."""
-        while index not in self._ready:
-            self._advance()
-        return self._ready[index]
 
     def _advance(self) -> bool:
         """Run the next piece of the file; False at its end."""
@@ -286,12 +284,7 @@ class _Wobble:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the calls of `fake_quantize`, and changes last bits of the results of all operations.
-
-    Args:
-        quantized: gives the result of a call, from its tensor and a function that computes it.
-        wobble: what changes last bits; None leaves them.
-    """
+    """Sees the calls of `fake_quantize`, and changes last bits of the results of all operations."""
 
     def __init__(self, quantized: Callable[[Tensor, Callable[[], Tensor]], Tensor], wobble: _Wobble | None) -> None:
         super().__init__()
@@ -337,24 +330,3 @@ def outputs_of(model: nn.Module, result: Any, state: Sequence[str]) -> list[Tens
     """What a file gives: the tensors of a model's result, and the buffers that the model has written."""
     found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     return [*found, *(model.get_buffer(path).detach().clone() for path in state)]
-
-
-def _is_weight(module: nn.Module) -> bool:
-    return isinstance(module, Quantizer) and module.kind is Kind.WEIGHT
-
-
-def _beginnings(file: ModelProto, checks: Sequence[SiteCheck], name: str) -> list[str]:
-    """The quantizers and inputs from whose values a tensor of the file is computed."""
-    ends = {value.name: value.name for value in file.graph.input}
-    ends |= {check.record.y: "" if check.record.codes else check.record.quantizer for check in checks}
-    made_by = {output: node for node in file.graph.node for output in node.output}
-    waiting, seen, found = [name], {name}, []
-    while waiting:
-        node = made_by.get(waiting.pop())
-        for source in names_read([node]) - seen if node is not None else ():
-            seen.add(source)
-            if source in ends:
-                found += [ends[source]] if ends[source] else []
-            else:
-                waiting.append(source)
-    return sorted(found)

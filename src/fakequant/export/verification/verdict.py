@@ -23,51 +23,36 @@ NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model
 
 
 class Watch:
-    """A copy of a model with extra outputs for intermediate tensors, and the conversion of its results to torch.
-
-    Args:
-        model: the model; it is not changed.
-        watched: names of intermediate tensors to return.
-    """
+    """A copy of a model with extra outputs for intermediate tensors, and the conversion of its results to torch."""
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
+        from onnx import ModelProto, TensorProto, helper
+
         self.outputs = [output.name for output in model.graph.output]
         self._types = element_types(model)
         known = {*self.outputs, *(value.name for value in model.graph.input)}
         self._watched = [name for name in dict.fromkeys(watched) if name not in known]
-        self.names = [*self.outputs, *(self._alias(name) for name in self._watched)]
-        self.model = self._with_outputs(model)
+        self.model = ModelProto()
+        self.model.CopyFrom(model)
+        self.names = [*self.outputs]
+        for name in self._watched:
+            alias, kind = name, self._types.get(name, TensorProto.FLOAT)
+            if kind == TensorProto.BFLOAT16:  # read as float32, because numpy has no bfloat16
+                alias, kind = f"{name}/float32", TensorProto.FLOAT
+                self.model.graph.node.append(helper.make_node("Cast", [name], [alias], to=kind))
+            self.model.graph.output.append(helper.make_tensor_value_info(alias, kind, None))
+            self.names.append(alias)
 
     def tensors(self, inputs: Mapping[str, Tensor], arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """Return inputs, outputs and watched tensors by name, from arrays in the order of `names`."""
+        from onnx import TensorProto
+
         pairs = zip([*self.outputs, *self._watched], arrays, strict=True)
         results = {name: torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape)) for name, array in pairs}
         for name in self._watched:
-            if self._is_bfloat16(name):
+            if self._types.get(name) == TensorProto.BFLOAT16:
                 results[name] = results[name].bfloat16()
         return {**dict(inputs), **results}
-
-    def _is_bfloat16(self, name: str) -> bool:
-        from onnx import TensorProto
-
-        return self._types.get(name) == TensorProto.BFLOAT16
-
-    def _alias(self, name: str) -> str:
-        """Return the name of the output; a bfloat16 tensor is read as float32, because numpy has no bfloat16."""
-        return f"{name}/float32" if self._is_bfloat16(name) else name
-
-    def _with_outputs(self, model: ModelProto) -> ModelProto:
-        from onnx import ModelProto, TensorProto, helper
-
-        copy = ModelProto()
-        copy.CopyFrom(model)
-        for name in self._watched:
-            kind = self._types.get(name, TensorProto.FLOAT)
-            if self._is_bfloat16(name):
-                kind = TensorProto.FLOAT
-                copy.graph.node.append(helper.make_node("Cast", [name], [self._alias(name)], to=kind))
-            copy.graph.output.append(helper.make_tensor_value_info(self._alias(name), kind, None))
-        return copy
 
 
 class SessionOptions(NamedTuple):
@@ -87,11 +72,6 @@ WITHOUT_OPTIMISATIONS = SessionOptions(
 
 class Session:
     """An ONNX model in ONNX Runtime on the CPU.
-
-    Args:
-        model: the model; it is not changed.
-        watched: names of intermediate tensors to return.
-        chosen: the settings.
 
     Raises:
         VerificationError: ONNX Runtime cannot load the model, with its message.

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from fakequant.export.inputs import (
 from fakequant.export.nodes import trt
 from fakequant.export.packages import require
 from fakequant.export.verification.check import Deployed, SiteCheck, Source
-from fakequant.export.verification.spans import Spans, Values, outputs_of
+from fakequant.export.verification.spans import Spans, outputs_of
 from fakequant.export.verification.verdict import Session, VerifyReport, Watch, add_rows, as_arrays, first_line
 from fakequant.files import check_path
 from fakequant.model.run.tracing import separate
@@ -50,7 +49,7 @@ from fakequant.nn.wrappers import unwrapped
 from fakequant.restore import Restore, restore_after
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 _OPERATORS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"))
 
@@ -102,10 +101,6 @@ _ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError, LookupError
 class Evaluator:
     """An ONNX model in onnx's ReferenceEvaluator.
 
-    Args:
-        model: the model; it is not changed.
-        watched: names of intermediate tensors to return.
-
     Raises:
         VerificationError: the evaluator does not know an operator.
     """
@@ -131,9 +126,23 @@ class Evaluator:
         Raises:
             VerificationError: the inputs do not fit the model, or the evaluator fails, with its message.
         """
+        from onnx import helper
+
         arrays = as_arrays(inputs)
-        for name, array in arrays.items():
-            _check_input(self._inputs[name], array)
+        for name, array in arrays.items():  # the evaluator does not check them
+            kind = self._inputs[name].type.tensor_type
+            expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+            expected = expected if kind.HasField("shape") else [None] * array.ndim
+            fits = len(expected) == array.ndim and all(
+                n in (None, m) for n, m in zip(expected, array.shape, strict=True)
+            )
+            dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+            if not fits or array.dtype != dtype:
+                shape = ["any" if n is None else n for n in expected]
+                raise VerificationError(
+                    f"the input {name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
+                    "batches of the same form as the example"
+                )
         try:
             # Overflow, inf and NaN are part of the test data.
             with np.errstate(all="ignore"):
@@ -143,34 +152,11 @@ class Evaluator:
         return self._watch.tensors(inputs, [np.asarray(value) for value in found])
 
 
-def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
-    """Check the type and shape of an input, which the evaluator does not check."""
-    from onnx import helper
-
-    kind = declared.type.tensor_type
-    expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
-    expected = expected if kind.HasField("shape") else [None] * array.ndim
-    fits = len(expected) == array.ndim and all(n in (None, m) for n, m in zip(expected, array.shape, strict=True))
-    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    if not fits or array.dtype != dtype:
-        shape = ["any" if n is None else n for n in expected]
-        raise VerificationError(
-            f"the input {declared.name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
-            "batches of the same form as the example"
-        )
-
-
 _TENSORS_PER_PIECE = 64
 """512 blocks with four quantizers become 48 pieces, and a session takes a few milliseconds."""
 
 
-class Runtime(Protocol):
-    """Runs a model and returns its inputs, outputs and watched tensors by name."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+Runtime = Session | Evaluator
 
 
 class _Piece(NamedTuple):
@@ -244,22 +230,20 @@ class _Cutter:
         self.cuts = [0, *self._cuts(groups), self._end]
 
     def _cuts(self, groups: Sequence[Sequence[str]]) -> Iterator[int]:
+        from onnx import TensorProto
+
+        in_numpy = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL)
         read = Counter[int]()
         for names, at in zip(groups, self.ready, strict=True):
             read[at] += len(names)
         waiting, blocked = 0, 0
         for at, node in enumerate(self._model.graph.node[:-1]):
-            blocked = max([blocked, *(self._last.get(name, 0) for name in node.output if not self._can_leave(name))])
+            stay = (name for name in node.output if self._types.get(name) not in in_numpy)
+            blocked = max([blocked, *(self._last.get(name, 0) for name in stay)])
             waiting += read[at]
             if waiting >= _TENSORS_PER_PIECE and blocked <= at:
                 waiting = 0
                 yield at + 1
-
-    def _can_leave(self, name: str) -> bool:
-        from onnx import TensorProto
-
-        in_numpy = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL)
-        return self._types.get(name) in in_numpy
 
     def part(self, first: int, end: int, watched: Sequence[str]) -> ModelProto:
         """Return the model of the nodes from `first` to `end`; all nodes are the model itself."""
@@ -346,7 +330,7 @@ def _verified(
 ) -> VerifyReport:
     if batches is not None:
         refuse_tensor(batches, "verify_onnx")
-    with _named(path):
+    try:
         proto = load_exported(Path(path))
         record = read(proto)
         source = Source(proto, model)
@@ -355,20 +339,36 @@ def _verified(
         report = VerifyReport(str(path), chosen, [check.row for check in checks], record.style.value)
         report.uncovered = uncovered_nodes(proto, record.sites)
         report.unread = unread_inputs(proto)
-        plain = _runtime(proto, [check.watched for check in checks], record.style, report)
+        watched = [check.watched for check in checks]
+        if record.style is Style.TRT:
+            report.not_run.append("Not run in TensorRT: its operators follow its documentation.")
+        try:
+            plain = Pieces(proto, watched, Session)
+        except VerificationError as error:
+            if record.style is Style.PORTABLE:
+                raise
+            plain = Pieces(proto, watched, Evaluator)
+            report.not_run.append(f"Not run in ONNX Runtime: {error}")
+        report.runtime = plain.runtime.name
         step = next((check.step for check in reversed(checks) if check.step is not None), None)
         deployed = Deployed(proto, checks, report, step) if not isinstance(plain.runtime, Evaluator) else None
         spans = (
             None if model is None else Spans(proto, checks, model, [one.state for one in record.inputs if one.state])
         )
-        if batches is None and model is not None:
-            _draw_state(model, record.inputs)
-        for batch in _batches(
-            batches, inputs, model, lambda: random_batch(arguments(record.inputs, model), proto.ByteSize())
-        ):
+        if batches is None:
+            if model is not None:
+                _draw_state(model, record.inputs)
+            drawn = random_batch(arguments(record.inputs, model), proto.ByteSize())
+            chosen_batches: Iterable[Any] = [on_device_of(model, drawn)]
+        else:
+            chosen_batches = (one if inputs is None else select_inputs(one, inputs) for one in batches)
+        for batch in chosen_batches:
             given = _Batch(batch if report.unread else separate(batch), record.inputs, model)
             if spans is None:
-                values = _alone(plain.run(given.inputs), checks)
+                values: Mapping[str, Tensor] = {}
+                for values, indices in plain.run(given.inputs):
+                    for index in indices:
+                        checks[index].compare(values)
             else:
                 values = _beside(spans, given, plain, report, step)
             if deployed is not None:
@@ -379,26 +379,9 @@ def _verified(
         report.spans = [] if spans is None else spans.found()
         if deployed is not None:
             deployed.finish()
+    except VerificationError as error:
+        raise VerificationError(f"{path}: {error}") from error
     return report
-
-
-def _batches(
-    batches: Iterable[Any] | None, inputs: Inputs | None, model: nn.Module | None, drawn: Callable[[], Any]
-) -> Iterator[Any]:
-    """The arguments of the model, from the batches that were given, or random ones."""
-    if batches is None:
-        yield on_device_of(model, drawn())
-    for batch in () if batches is None else batches:
-        yield batch if inputs is None else select_inputs(batch, inputs)
-
-
-def _alone(values: Values, checks: Sequence[SiteCheck]) -> Mapping[str, Tensor]:
-    """Check a file without its model; returns its last tensors."""
-    last: Mapping[str, Tensor] = {}
-    for last, indices in values:
-        for index in indices:
-            checks[index].compare(last)
-    return last
 
 
 @torch.no_grad()
@@ -446,8 +429,16 @@ def _beside(
         place = [*batch.inputs].index(name)
         if depends_on(lambda values: _outputs(model, batch, values, before, spans.state), batch.values, place):
             report.ignored.append(name)
-    found = [values[name] for name in plain.outputs]
-    add_rows(report.outputs, plain.outputs, found, _expected(spans, batch, found, before), step)
+    found, expected = (
+        [values[name] for name in plain.outputs],
+        _outputs(model, batch, batch.values, before, spans.state),
+    )
+    if [result.dim() for result in expected] != [result.dim() for result in found]:
+        raise VerificationError(
+            f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
+            f"{[list(result.shape) for result in found]}; pass the model that was exported"
+        )
+    add_rows(report.outputs, plain.outputs, found, expected, step)
     return values
 
 
@@ -456,29 +447,6 @@ def _outputs(model: nn.Module, batch: _Batch, values: Any, before: Restore, stat
     before()
     with evaluating(model), torch.no_grad():
         return [x.detach().cpu() for x in outputs_of(model, batch.run(model, values), state)]
-
-
-def _runtime(model: ModelProto, watched: list[list[str]], style: Style, report: VerifyReport) -> Pieces:
-    """Load a file in ONNX Runtime, or in the ReferenceEvaluator if its style allows that; the report names which."""
-    missing = ["Not run in TensorRT: its operators follow its documentation."] if style is Style.TRT else []
-    try:
-        pieces = Pieces(model, watched, Session)
-    except VerificationError as error:
-        if style is Style.PORTABLE:
-            raise
-        pieces = Pieces(model, watched, Evaluator)
-        missing.append(f"Not run in ONNX Runtime: {error}")
-    report.runtime, report.not_run = pieces.runtime.name, missing
-    return pieces
-
-
-@contextmanager
-def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the name of the file before the messages of errors."""
-    try:
-        yield
-    except VerificationError as error:
-        raise VerificationError(f"{path}: {error}") from error
 
 
 def load_exported(path: Path) -> ModelProto:
@@ -509,18 +477,3 @@ def load_exported(path: Path) -> ModelProto:
     except onnx.checker.ValidationError as error:
         raise VerificationError(f"is damaged: {' '.join(str(error).split())}; export it again") from error
     return model
-
-
-def _expected(spans: Spans, batch: _Batch, found: list[Tensor], before: Restore) -> list[Tensor]:
-    """The outputs of the torch model for a batch.
-
-    Raises:
-        VerificationError: it has other outputs than the file.
-    """
-    expected = _outputs(spans.model, batch, batch.values, before, spans.state)
-    if [result.dim() for result in expected] != [result.dim() for result in found]:
-        raise VerificationError(
-            f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
-            f"{[list(result.shape) for result in found]}; pass the model that was exported"
-        )
-    return expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from fakequant.model.state.plan import Plan, layer_entry, plain_of, read_plan, s
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.unregistered import warn_of_new_layers, warn_unregistered
 from fakequant.model.weights import give_values, quantized_weights, warn_stale_scales
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import KEY, quantizers
 from fakequant.nn.stored import StoredWeight, with_stored
@@ -205,29 +206,16 @@ def snapshot(model: nn.Module) -> QuantizedState:
     warn_of_new_layers(model)
     refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
     give_values(model)
-    shared = shared_names(model)
+    shared, weights = shared_names(model), quantized_weights(model)
     return QuantizedState(
         shared=shared,
         versions=versions_of(model),
         layers={name: layer_entry(one) for name, one in model.named_modules() if isinstance(one, QuantizedLayer)},
         sites=sites_entry(model),
         stale=warn_stale_scales(model),
-        tensors=LiveTensors(model, shared, _outdated_codes(model)),
-        weights=QuantizedWeights(model, shared),
+        tensors=LiveTensors(model, shared, weights),
+        weights=QuantizedWeights(model, shared, weights),
     )
-
-
-def _outdated_codes(model: nn.Module) -> set[str]:
-    """The keys of fixed codes whose weight has other values by now; sharded weights are gathered, one by one."""
-    fixed = {
-        path: q for path, q in quantizers(model).items() if q.fixed_codes is not None and not q.fixed_codes.is_meta
-    }
-    weights = quantized_weights(model) if fixed else {}
-    return {
-        f"{path}.{KEY}"
-        for path, quantizer in fixed.items()
-        if path not in weights or not quantizer.holds(gathered(weights[path].tensor))
-    }
 
 
 class LiveTensors(LazyTensors):
@@ -235,11 +223,17 @@ class LiveTensors(LazyTensors):
 
     Args:
         shared: tied names.
-        left_out: others that it lacks.
+        weights: the model's quantized weights by the path of the quantizer.
     """
 
-    def __init__(self, model: nn.Module, shared: Mapping[str, str], left_out: Container[str] = ()) -> None:
+    def __init__(self, model: nn.Module, shared: Mapping[str, str], weights: Mapping[str, Product]) -> None:
         modules = dict(model.named_modules())
+        # Fixed codes whose weight has other values by now; sharded weights are gathered, one by one.
+        outdated: set[str] = set()
+        for path, quantizer in quantizers(model).items():
+            if quantizer.fixed_codes is not None and not quantizer.fixed_codes.is_meta:
+                is_held = path in weights and quantizer.holds(gathered(weights[path].tensor))
+                outdated |= set() if is_held else {f"{path}.{KEY}"}
         elsewhere = {name: name.rpartition(".") for name in offloaded(model)}
 
         def fetching(name: str, tensor: Tensor | LazyTensor) -> Tensor | LazyTensor:
@@ -256,20 +250,15 @@ class LiveTensors(LazyTensors):
                 return tensor
             return LazyTensor.of(tensor, make)
 
-        state = with_stored(model, model.state_dict()) | _stored_codes(model)
-        left = (name for name in state if name not in shared and name not in left_out)
+        def codes(weight: Any) -> LazyTensor:
+            kind = integers_of(weight.spec.format)
+            return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(weight.codes()))
+
+        # The fixed codes that quantizers would have if no weight was stored as codes.
+        stored = {path: weight.tensor for path, weight in weights.items() if type(weight.parameter) is StoredWeight}
+        state = with_stored(model, model.state_dict()) | {f"{path}.{KEY}": codes(x) for path, x in stored.items()}
+        left = (name for name in state if name not in shared and name not in outdated)
         super().__init__({name: fetching(name, state[name]) for name in left})
-
-
-def _stored_codes(model: nn.Module) -> dict[str, LazyTensor]:
-    """The fixed codes that quantizers would have if no weight was stored as codes."""
-
-    def codes(weight: Any) -> LazyTensor:
-        kind = integers_of(weight.spec.format)
-        return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(weight.codes()))
-
-    weights = quantized_weights(model).items()
-    return {f"{path}.{KEY}": codes(w.tensor) for path, w in weights if type(w.parameter) is StoredWeight}
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:

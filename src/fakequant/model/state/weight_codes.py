@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fakequant.distributed import is_sharded
 from fakequant.errors import QParamsError
 from fakequant.functional import dequantize
-from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, is_same, quantizers, weight_version
@@ -82,10 +81,10 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     Args:
         model: the prepared model.
         shared: tied names, each with the name of the first one.
+        weights: those of `quantized_weights`.
     """
 
-    def __init__(self, model: nn.Module, shared: Mapping[str, str]) -> None:
-        weights = quantized_weights(model)
+    def __init__(self, model: nn.Module, shared: Mapping[str, str], weights: Mapping[str, Product]) -> None:
         by_parameter: dict[int, dict[str, Product]] = {}
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
