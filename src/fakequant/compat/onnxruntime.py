@@ -37,7 +37,7 @@ from fakequant.ops import library
 from fakequant.text import module_name
 
 if TYPE_CHECKING:
-    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 __all__ = ["attach_functions", "export_fake_quant", "fake_quant", "fake_quant_grad"]
 
@@ -147,7 +147,7 @@ def attach_functions(model: ModelProto) -> ModelProto:
     ['FakeQuant']
     """
     require("onnx")
-    from onnx import ModelProto, helper
+    from onnx import ModelProto, helper, parser
 
     attached = ModelProto()
     attached.CopyFrom(model)
@@ -163,10 +163,15 @@ def attach_functions(model: ModelProto) -> ModelProto:
             f"the model has operator set {opset}, but the functions need {_CAST_LIKE_OPSET} or newer; convert it "
             "with onnx.version_converter"
         )
-    added = {name: _function(name, opset) for name in missing}
+    added = {name: parser.parse_function(_DEFINITIONS[name].format(opset=opset)) for name in missing}
     for node in _all_nodes(attached):
         if node.domain == MICROSOFT and node.op_type in added:
-            _complete(node, added[node.op_type])
+            function = added[node.op_type]
+            prefix = next(filter(None, node.output))
+            outputs = zip_longest(node.output, function.output, fillvalue="")
+            node.output[:] = [output or f"{prefix}/{name}" for output, name in outputs]
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(default for default in function.attribute_proto if default.name not in given)
     attached.functions.extend(added.values())
     if MICROSOFT not in versions:
         attached.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
@@ -238,21 +243,6 @@ FakeQuantGrad (dY, gradient_mask) => (dX)
 
 
 _DEFINITIONS = {"FakeQuant": _FAKE_QUANT, "FakeQuantGrad": _FAKE_QUANT_GRAD}
-
-
-def _function(name: str, opset: int) -> FunctionProto:
-    from onnx import parser
-
-    return parser.parse_function(_DEFINITIONS[name].format(opset=opset))
-
-
-def _complete(node: NodeProto, function: FunctionProto) -> None:
-    """Add the missing outputs and attributes of a node."""
-    prefix = next(filter(None, node.output))
-    outputs = zip_longest(node.output, function.output, fillvalue="")
-    node.output[:] = [output or f"{prefix}/{name}" for output, name in outputs]
-    given = {attribute.name for attribute in node.attribute}
-    node.attribute.extend(default for default in function.attribute_proto if default.name not in given)
 
 
 def export_fake_quant(

@@ -106,7 +106,11 @@ class MaxCalibrator(_Calibrator):
             RuntimeError: amax has another shape than for the tensors before, or the tensor has no elements.
             IndexError: an axis that it does not have.
         """
-        amax = reduce_amax(x.detach(), self._reduced_axes(x))
+        axes = self._axis if isinstance(self._axis, list | tuple) else [] if self._axis is None else [self._axis]
+        if beyond := [axis for axis in axes if not -x.dim() <= axis < x.dim()]:
+            raise IndexError(f"axis {beyond[0]} is out of range for a tensor of shape {list(x.shape)}")
+        kept = {axis % x.dim() for axis in axes}
+        amax = reduce_amax(x.detach(), [axis for axis in range(x.dim()) if axis not in kept])
         if self._unsigned and x.numel() and bool((x < 0).any()):
             self._tell("Calibrator encountered negative values, although codes are unsigned; is this the right tensor?")
         if bool(amax.isnan().any()):
@@ -129,14 +133,6 @@ class MaxCalibrator(_Calibrator):
     def compute_amax(self) -> Tensor | None:
         """Return a copy of the largest magnitude, or None if nothing was collected."""
         return None if self._calib_amax is None else self._calib_amax.clone()
-
-    def _reduced_axes(self, x: Tensor) -> list[int]:
-        axes = self._axis if isinstance(self._axis, list | tuple) else [] if self._axis is None else [self._axis]
-        for axis in axes:
-            if not -x.dim() <= axis < x.dim():
-                raise IndexError(f"axis {axis} is out of range for a tensor of shape {list(x.shape)}")
-        kept = {axis % x.dim() for axis in axes}
-        return [axis for axis in range(x.dim()) if axis not in kept]
 
     def __str__(self) -> str:
         return f"MaxCalibrator(track_amax={self._track_amax})"
@@ -273,22 +269,19 @@ class HistogramCalibrator(_Calibrator):
             # So far there were only zeros, which belong to bin 0 for any width.
             edges = torch.linspace(0, largest.item(), self._num_bins + 1, device=x.device)
         elif bool(largest > edges[-1]):
-            edges, counts = self._grown(edges, counts, largest)
+            width = edges[1] - edges[0]
+            factor = _merged(largest.item() / width.item(), max(_MOST_BINS, self._first_bins))
+            width, counts = width * float(factor), _merge(counts, factor)
+            edges = torch.arange(0, (largest + width).item(), width.item(), device=edges.device)
+            # Because of rounding there may be an edge too many or too few.
+            if bool(edges[-1] < largest):
+                edges = torch.cat([edges, edges[-1:] + width])
+            elif bool(edges[-2] >= largest):
+                edges = edges[:-1]
         self._num_bins = edges.numel() - 1
         found = _histogram(x, self._num_bins, edges[-1].item())
         found[: counts.numel()] += counts
         self._calib_bin_edges, self._calib_hist = edges, found
-
-    def _grown(self, edges: Tensor, counts: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Extend edges and counts up to the largest magnitude."""
-        width = edges[1] - edges[0]
-        factor = _merged(largest.item() / width.item(), max(_MOST_BINS, self._first_bins))
-        width, counts = width * float(factor), _merge(counts, factor)
-        edges = torch.arange(0, (largest + width).item(), width.item(), device=edges.device)
-        # Because of rounding there may be an edge too many or too few.
-        if bool(edges[-1] < largest):
-            return torch.cat([edges, edges[-1:] + width]), counts
-        return (edges[:-1] if bool(edges[-2] >= largest) else edges), counts
 
     def _count_by_numpy(self, values: np.ndarray) -> None:
         edges, counts = self._calib_bin_edges, self._calib_hist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +45,12 @@ def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tenso
     if scalar:
         return _to_bound(_to_bound(output, input <= low, clip_value_min), input >= high, clip_value_max)
     if output.requires_grad:
-        output.register_hook(_refusal(low, high))
+        shapes = f"{list(low.shape)} and {list(high.shape)}"
+
+        def refuse(_: Tensor) -> None:
+            raise ValueError(f"bounds that are learned can only be scalar, got shapes {shapes}; learn one per tensor")
+
+        output.register_hook(refuse)
     return output
 
 
@@ -66,15 +70,6 @@ def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
     scale = straight_through(torch.ones_like(finite), finite)
     # Subtracting +0.0 changes no value, not even -0.0.
     return output - (flags - library.fake_quantize(flags, QParams(scale), _REACHED)).to(output.dtype)
-
-
-def _refusal(low: Tensor, high: Tensor) -> Callable[[Tensor], None]:
-    shapes = f"{list(low.shape)} and {list(high.shape)}"
-
-    def refuse(_: Tensor) -> None:
-        raise ValueError(f"bounds that are learned can only be scalar, got shapes {shapes}; learn one per tensor")
-
-    return refuse
 
 
 class Clip(PreciseModule):

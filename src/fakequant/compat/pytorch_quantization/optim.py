@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from fakequant.compat.pytorch_quantization.nn import QuantRNNBase, QuantRNNCellBase
 from fakequant.compat.pytorch_quantization.utils import logger
-from fakequant.nn.quantized.recurrent import GateQuantizers, GateWeights
 from fakequant.text import module_name
 
 __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
@@ -72,25 +70,19 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 def quant_weight_inplace(model: nn.Module) -> None:
     """Replace the weights of every quantized layer, recurrent ones too, by their fake-quantized values."""
     for name, module in model.named_modules():
-        for quantizer, replace in _weights(module):
-            if quantizer.fake_quant:
-                replace()
-            else:
-                logger.warning("the weight of %s is not replaced: its quantizer gives codes", module_name(name))
+        if isinstance(module, QuantRNNBase | QuantRNNCellBase):
+            for weights, quantizers in module.gates():
+                if _replaces(quantizers.weight, name):
+                    quantized = quantizers.weights(weights)
+                    weights.input.copy_(quantized.input)
+                    weights.hidden.copy_(quantized.hidden)
+            continue
+        quantizer, weight = getattr(module, "_weight_quantizer", None), getattr(module, "weight", None)
+        if quantizer is not None and weight is not None and _replaces(quantizer, name):
+            weight.copy_(quantizer(weight))
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[Any, Callable[[], object]]]:
-    """The quantizers of a module's weights, and what replaces these."""
-    if isinstance(module, QuantRNNBase | QuantRNNCellBase):
-        for weights, quantizers in module.gates():
-            yield quantizers.weight, partial(_replace_gates, weights, quantizers)
-        return
-    quantizer, weight = getattr(module, "_weight_quantizer", None), getattr(module, "weight", None)
-    if quantizer is not None and weight is not None:
-        yield quantizer, lambda: weight.copy_(quantizer(weight))
-
-
-def _replace_gates(weights: GateWeights, quantizers: GateQuantizers) -> None:
-    quantized = quantizers.weights(weights)
-    weights.input.copy_(quantized.input)
-    weights.hidden.copy_(quantized.hidden)
+def _replaces(quantizer: Any, name: str) -> bool:
+    if not quantizer.fake_quant:
+        logger.warning("the weight of %s is not replaced: its quantizer gives codes", module_name(name))
+    return quantizer.fake_quant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -132,26 +132,21 @@ def _as_quantize_linear(inputs: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     if writes_trt_fp8(fmt):
         return as_trt_fp8(inputs, scale)
     if torch.onnx.is_in_onnx_export():
-        # QuantizeLinear takes no half precision before opset 19, and later none beside a float32 scale.
-        return _as_torch_operator(inputs.to(scale.dtype), scale, granularity, fmt).to(inputs.dtype)
+        if not isinstance(fmt, IntegerFormat):
+            raise AssertionError(f"torch.onnx.export has no form for {fmt}; use fakequant.export_onnx")
+        # The operators for which torch.onnx.export knows QuantizeLinear and DequantizeLinear. QuantizeLinear takes
+        # float16 from opset 19 on, with a float16 scale only.
+        x = inputs.to(scale.dtype)
+        zero_point = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device)
+        codes = int(fmt.quant_min), int(fmt.quant_max)
+        if isinstance(granularity, PerChannel):
+            (axis,) = granularity.axes
+            values = torch.fake_quantize_per_channel_affine(x, scale.reshape(-1), zero_point, axis, *codes)
+        else:
+            values = torch.fake_quantize_per_tensor_affine(x, scale.reshape(()), zero_point.reshape(()), *codes)
+        return values.to(inputs.dtype)
     spec = QuantSpec(fmt, granularity, symmetric=True, gradient=Gradient.INPUT_RANGE)
     return library.fake_quantize(inputs, QParams(scale, None, Range(-amax, amax)), spec)
-
-
-def _as_torch_operator(x: Tensor, scale: Tensor, granularity: object, fmt: Format) -> Tensor:
-    """The operator for which torch.onnx.export knows QuantizeLinear and DequantizeLinear.
-
-    Raises:
-        AssertionError: a float format, for which torch has none.
-    """
-    if not isinstance(fmt, IntegerFormat):
-        raise AssertionError(f"torch.onnx.export has no form for {fmt}; use fakequant.export_onnx")
-    zero_point = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device)
-    codes = int(fmt.quant_min), int(fmt.quant_max)
-    if not isinstance(granularity, PerChannel):
-        return torch.fake_quantize_per_tensor_affine(x, scale.reshape(()), zero_point.reshape(()), *codes)
-    axis = cast("PerChannel", granularity).axes[0]
-    return torch.fake_quantize_per_channel_affine(x, scale.reshape(-1), zero_point, axis, *codes)
 
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
@@ -275,14 +270,6 @@ class TensorQuantizer(PreciseModule):
             if prefix + name in state_dict and name not in self._buffers:
                 self.register_buffer(name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _short_amax(self) -> str:
-        amax = self.amax
-        if amax is None:
-            return "dynamic"
-        if amax.numel() == 1:
-            return f"{amax.item():.4f}"
-        return f"[{amax.min().item():.4f}, {amax.max().item():.4f}]({amax.numel()})"
 
     @property
     def num_bits(self) -> NumBits:
@@ -448,7 +435,12 @@ class TensorQuantizer(PreciseModule):
         if self._disabled:
             return inputs
         if self._if_calib:
-            self._collect(inputs)
+            if self._calibrator is None:
+                raise RuntimeError("Calibrator was not created; call disable_calib, or set _calibrator")
+            if self._blocks is None:
+                self._calibrator.collect(inputs)
+            else:
+                self._blocks.collect(self._calibrator, inputs)
         if self._if_clip and not self._learn_amax:
             raise RuntimeError("there is no learned range to clip to; give a descriptor with learn_amax=True")
         if self._if_quant:
@@ -465,14 +457,6 @@ class TensorQuantizer(PreciseModule):
         """Whether tensors come out as they are, and nothing sees them."""
         active = not self._disabled and (self._if_quant or self._if_clip or self._if_calib)
         return self.pre_quant_scale is None and not active
-
-    def _collect(self, inputs: Tensor) -> None:
-        if self._calibrator is None:
-            raise RuntimeError("Calibrator was not created; call disable_calib, or set _calibrator")
-        if self._blocks is None:
-            self._calibrator.collect(inputs)
-        else:
-            self._blocks.collect(self._calibrator, inputs)
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
         fmt = format_of(self._num_bits, self._unsigned, self._narrow_range)
@@ -514,7 +498,10 @@ class TensorQuantizer(PreciseModule):
     def extra_repr(self) -> str:
         if self._disabled:
             return "disabled"
-        calibrator = getattr(self, "_calibrator", None)
+        calibrator, amax, shown_amax = getattr(self, "_calibrator", None), self.amax, "dynamic"
+        if amax is not None:
+            several = f"[{amax.min().item():.4f}, {amax.max().item():.4f}]({amax.numel()})"
+            shown_amax = f"{amax.item():.4f}" if amax.numel() == 1 else several
         words = {
             "unsigned": self._unsigned,
             f"{self._num_bits}bit": True,
@@ -522,7 +509,7 @@ class TensorQuantizer(PreciseModule):
             "fake": self._fake_quant,
             "per-tensor" if self._axis is None else f"axis={self._axis}": self._blocks is None,
             f"{self._blocks}": self._blocks is not None,
-            f"amax={self._short_amax()}": True,
+            f"amax={shown_amax}": True,
             f"*{self._scale_amax}": bool(self._scale_amax),
             "pre_quant_scale": self.pre_quant_scale is not None,
             "learned": self._learn_amax,

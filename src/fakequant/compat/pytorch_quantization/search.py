@@ -206,22 +206,19 @@ class _Divergence:
         q = np.where(filled, (mass / np.maximum(spread, 1))[cell], 0.0)
         p = counts.astype(np.float64)
         p[-1] += self.mass[-1] - self.mass[kept]
-        return float(_relative_entropy(p / p.sum(), q / q.sum()).sum())
+        p, q = p / p.sum(), q / q.sum()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = p / q
+            # By log1p where the two are close; inf where only q is 0.
+            close = (ratio > 0.5) & (ratio < 2)
+            terms = p * np.where(close, np.log1p((p - q) / q), np.log(ratio))
+        return float(np.where(p > 0, terms, 0.0).sum())
 
     def _starts(self, kept: np.ndarray) -> np.ndarray:
         """Return the first bin of every cell, and the number kept [kept, cells + 1]."""
         starts = np.ceil(np.arange(self.cells + 1) * (kept / self.cells)[:, None]).astype(np.int64)
         starts[:, -1] = kept
         return starts
-
-
-def _relative_entropy(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """p log(p / q) for every element, inf where only q is 0; by log1p where the two are close."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = p / q
-        close = (ratio > 0.5) & (ratio < 2)
-        terms = p * np.where(close, np.log1p((p - q) / q), np.log(ratio))
-    return np.where(p > 0, terms, 0.0)
 
 
 def _x_log_x(values: np.ndarray) -> np.ndarray:

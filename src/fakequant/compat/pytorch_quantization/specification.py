@@ -42,20 +42,18 @@ def float_format(num_bits: tuple[int, int]) -> Format:
     >>> print(float_format((4, 3)), float_format((2, 1)), float_format((8, 0)))
     float8_e4m3fn float4_e2m1fn float8_e8m0fnu
     """
-    known = {_exponent_and_mantissa(fmt): fmt for fmt in reversed(formats().values())}
-    known.pop(None, None)
+    known: dict[tuple[int, int], Format] = {}
+    for fmt in reversed(formats().values()):
+        if isinstance(fmt, FloatFormat):
+            known[fmt.exponent_bits, fmt.mantissa_bits] = fmt
+        elif isinstance(fmt, ExponentFormat):
+            known[fmt.bits, 0] = fmt
     if num_bits not in known:
         raise TypeError(
             f"num_bits must be a positive integer or one of the tuples (exponent bits, mantissa bits) "
-            f"{sorted(pair for pair in known if pair)}, not {num_bits!r}"
+            f"{sorted(known)}, not {num_bits!r}"
         )
     return known[num_bits]
-
-
-def _exponent_and_mantissa(fmt: Format) -> tuple[int, int] | None:
-    if isinstance(fmt, FloatFormat):
-        return fmt.exponent_bits, fmt.mantissa_bits
-    return (fmt.bits, 0) if isinstance(fmt, ExponentFormat) else None
 
 
 def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = False) -> Format:

@@ -106,11 +106,19 @@ class ScaledQuantDescriptor:
             got = f"got {options['axis']!r}; leave axis out, or set learn_amax=False"
             raise TypeError(f"axis is ignored and must be None when learn_amax is true, {got}")
         self._fake_quant: bool = options["fake_quant"]
-        self._axis: int | tuple[int, ...] | None = _checked_axis(options["axis"])
+        axis = options["axis"]
+        if isinstance(axis, tuple | list) and all(isinstance(each, int) for each in axis):
+            axis = tuple(axis)
+        elif not isinstance(axis, int | None):
+            raise TypeError(f"axis must be None, an int or a tuple of ints, not {axis!r}")
+        self._axis: int | tuple[int, ...] | None = axis
         self._block_sizes = _checked_blocks(options["block_sizes"])
         if self._block_sizes is not None and self._axis is not None:
             raise ValueError(f"axis must be None when block_sizes are given, got {self._axis!r}")
-        self._amax = _checked_amax(options["amax"])
+        amax = options["amax"]
+        if not isinstance(amax, float | list | np.ndarray | None):
+            raise TypeError(f"amax must be float, list or ndarray, not {type(amax)}")
+        self._amax = None if amax is None else np.array(amax, dtype=np.float32)
         self._learn_amax: bool = options["learn_amax"]
         self._scale_amax: float | None = options["scale_amax"]
         self._calib_method: str = options["calib_method"]
@@ -245,7 +253,13 @@ class ScaledQuantDescriptor:
             yaml.YAMLError: the text is not YAML.
             TypeError: it is no mapping, or one of other keys than the constructor's.
         """
-        values = _load_yaml(yaml_str)
+        yaml = _yaml()
+
+        class Loader(yaml.SafeLoader):
+            """Reads what the original writes for num_bits=(4, 3), which a safe loader refuses."""
+
+        Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.construct_sequence)
+        values = yaml.load(yaml_str, Loader)
         if not isinstance(values, dict):
             raise TypeError(f"the YAML of a descriptor is a mapping such as 'num_bits: 8', not {values!r}")
         blocks = values.get("block_sizes") or {}
@@ -291,16 +305,6 @@ def _yaml() -> Any:
     return yaml
 
 
-def _load_yaml(text: str) -> Any:
-    yaml = _yaml()
-
-    class Loader(yaml.SafeLoader):
-        """Reads what the original writes for num_bits=(4, 3), which a safe loader refuses."""
-
-    Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.construct_sequence)
-    return yaml.load(text, Loader)
-
-
 def _checked_bits(num_bits: Any) -> NumBits:
     if isinstance(num_bits, int):
         if num_bits < 0:
@@ -312,22 +316,6 @@ def _checked_bits(num_bits: Any) -> NumBits:
         raise TypeError(f"num_bits must be a positive integer or a tuple of two, not {type(num_bits)}")
     float_format(num_bits)
     return num_bits
-
-
-def _checked_axis(axis: Any) -> int | tuple[int, ...] | None:
-    if axis is None or isinstance(axis, int):
-        return axis
-    if isinstance(axis, tuple | list) and all(isinstance(each, int) for each in axis):
-        return tuple(axis)
-    raise TypeError(f"axis must be None, an int or a tuple of ints, not {axis!r}")
-
-
-def _checked_amax(amax: Any) -> np.ndarray | None:
-    if amax is None:
-        return None
-    if not isinstance(amax, float | list | np.ndarray):
-        raise TypeError(f"amax must be float, list or ndarray, not {type(amax)}")
-    return np.array(amax, dtype=np.float32)
 
 
 def _checked_blocks(block_sizes: Any) -> dict[int | str, Any] | None:

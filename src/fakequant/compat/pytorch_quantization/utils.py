@@ -55,7 +55,10 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
 
 
 def _largest(x: Tensor, axes: Sequence[int], keepdims: bool) -> Tensor:
-    dims = sorted({_axis(axis, x.dim()) for axis in axes})
+    count = max(x.dim(), 1)
+    if beyond := [axis for axis in axes if not -count <= axis < count]:
+        raise IndexError(f"axis {beyond[0]} is out of range for a tensor of {x.dim()} axes")
+    dims = sorted({axis % count for axis in axes})
     if x.numel() == 0 and any(x.shape[dim] == 0 for dim in dims):
         raise CalibrationError(f"a tensor of shape {list(x.shape)} has no largest magnitude along {list(axes)}")
     if not dims or not x.dim():
@@ -64,9 +67,3 @@ def _largest(x: Tensor, axes: Sequence[int], keepdims: bool) -> Tensor:
         return x.abs().amax(dims, keepdims)
     # + 0.0: of zeros the negated minimum is -0.0.
     return torch.maximum(-x.amin(dims, keepdims), x.amax(dims, keepdims)) + 0.0
-
-
-def _axis(axis: int, dims: int) -> int:
-    if not -max(dims, 1) <= axis < max(dims, 1):
-        raise IndexError(f"axis {axis} is out of range for a tensor of {dims} axes")
-    return axis % max(dims, 1)
