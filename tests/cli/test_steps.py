@@ -23,7 +23,7 @@ from fakequant.data.batches import Batches
 from fakequant.errors import RecipeError
 from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
-from fakequant.model.sizes import spec_bits
+from fakequant.model.weights import spec_bits
 from fakequant.report import read_results
 from fakequant.version import __version__
 from tests.support.recipes import EVALUATE, RECIPE, TRAIN

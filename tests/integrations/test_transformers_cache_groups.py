@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.functional import fake_quantize
-from fakequant.model.sizes import spec_bits
+from fakequant.model.weights import spec_bits
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import walsh_hadamard
 from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens

@@ -15,8 +15,7 @@ from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
-from fakequant.model.sizes import spec_bits, weight_bits
-from fakequant.model.weights import quantized_weights
+from fakequant.model.weights import quantized_weights, spec_bits, weight_bits
 from fakequant.nn import QuantizedLayer, quantizers, quantizes
 from tests.support.bits import assert_same_bits
 from tests.support.layer_cases import CASES

@@ -16,8 +16,8 @@ from fakequant.export.capability import read
 from fakequant.export.packages import require
 from fakequant.export.verification.verify import load_exported
 from fakequant.model.presets import ALIASES, presets
-from fakequant.model.sizes import spec_bits
 from fakequant.model.state.checkpoint import MANIFEST, load, read_manifest
+from fakequant.model.weights import spec_bits
 
 _SIDE = 4096
 """The side of the square layer for which presets count their bits."""

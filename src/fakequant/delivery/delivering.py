@@ -22,9 +22,9 @@ from fakequant.files import check_path, read_whole, writable_folder
 from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
 from fakequant.model.sites.sites import site_path
-from fakequant.model.sizes import spec_bits
 from fakequant.model.state.plan import QuantizerEntry
 from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder
+from fakequant.model.weights import spec_bits
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode

@@ -161,11 +161,42 @@ def bake_weights(model: Model) -> Model:
     store_floats(model)
     weights = quantized_weights(model)
     for name, weight in weights.items():
-        _check(layer_of(name), weight)
-    groups = _by_tensor(model, weights)
+        path = layer_of(name)
+        if weight.quantizer.mode is not Mode.QUANTIZE:
+            raise ConfigError(
+                f"{path}: its weight quantizer is {weight.quantizer.mode.value}; set its mode to QUANTIZE first"
+            )
+        own = weight.owner._buffers.get(weight.name) if weight.parameter is None else weight.parameter
+        if own is None or weight.tensor is not own:
+            raise ConfigError(
+                f"{path}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
+                "make it permanent first, as by prune.remove or remove_parametrizations"
+            )
+    by_tensor: dict[int, dict[str, Product | None]] = {id(weight.tensor): {} for weight in weights.values()}
+    by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
+    for path, module in model.named_modules():
+        for tensor in {id(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None}:
+            if tensor in by_tensor:
+                by_tensor[tensor][path] = by_place.get((module, tensor))
+    groups = list(by_tensor.values())
     with torch.no_grad():
         for users in groups:
-            _check_alike(users)
+            first = next(name for name, weight in users.items() if weight is not None)
+            for name, weight in users.items():
+                one, other, difference = users[first], weight, None
+                if one is None or other is None:
+                    difference = "only one of them quantizes"
+                elif one.quantizer.spec != other.quantizer.spec:
+                    difference = f"they quantize as {one.quantizer.spec} and as {other.quantizer.spec}"
+                elif one is not other and not torch.equal(one.quantizer(one.tensor), other.quantizer(other.tensor)):
+                    difference = f"they quantize as {one.quantizer.spec} with different scales"
+                if difference is not None:
+                    pair = " and ".join(other for other in users if other in (first, name))
+                    raise ConfigError(
+                        f"the layers {pair} share one weight, which {difference}, so that replacing it would "
+                        "change the others; quantize it alike, or give each its own: "
+                        "layer.weight = nn.Parameter(layer.weight.detach().clone())"
+                    )
         warn_stale_scales(model)
     _bake_all([[weight for weight in users.values() if weight is not None] for users in groups])
     return model
@@ -203,54 +234,3 @@ def _bake_all(groups: list[list[Product]]) -> None:
 
     with restore_on_error(finish):  # forwards, because keeping all float weights would take their memory once more
         finish()
-
-
-def _check(name: str, weight: Product) -> None:
-    if weight.quantizer.mode is not Mode.QUANTIZE:
-        raise ConfigError(
-            f"{name}: its weight quantizer is {weight.quantizer.mode.value}; set its mode to QUANTIZE first"
-        )
-    own = weight.owner._buffers.get(weight.name) if weight.parameter is None else weight.parameter
-    if own is None or weight.tensor is not own:
-        raise ConfigError(
-            f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
-            "make it permanent first, as by prune.remove or remove_parametrizations"
-        )
-
-
-def _by_tensor(model: nn.Module, weights: dict[str, Product]) -> list[dict[str, Product | None]]:
-    """The paths of all modules that use each of the tensors, with the weight that each of them quantizes."""
-    users: dict[int, dict[str, Product | None]] = {id(weight.tensor): {} for weight in weights.values()}
-    by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
-    for name, module in model.named_modules():
-        for tensor in {id(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None}:
-            if tensor in users:
-                users[tensor][name] = by_place.get((module, tensor))
-    return list(users.values())
-
-
-def _check_alike(users: dict[str, Product | None]) -> None:
-    """Raise unless all users of one tensor quantize it to the same values."""
-    if len(users) == 1:
-        return
-    first = next(name for name, weight in users.items() if weight is not None)
-    for name, weight in users.items():
-        difference = _difference(users[first], weight)
-        if difference is not None:
-            pair = " and ".join(other for other in users if other in (first, name))
-            raise ConfigError(
-                f"the layers {pair} share one weight, which {difference}, so that replacing it would "
-                "change the others; quantize it alike, or give each its own: "
-                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
-            )
-
-
-def _difference(weight: Product | None, other: Product | None) -> str | None:
-    """How the values of a tensor differ that two layers share; None if they are the same."""
-    if weight is None or other is None:
-        return "only one of them quantizes"
-    one, two = weight.quantizer, other.quantizer
-    if one.spec != two.spec:
-        return f"they quantize as {one.spec} and as {two.spec}"
-    same = weight is other or torch.equal(one(weight.tensor), two(other.tensor))
-    return None if same else f"they quantize as {one.spec} with different scales"

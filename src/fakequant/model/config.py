@@ -114,12 +114,7 @@ class TensorConfig:
         return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
 
     def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
-        """The same with the axes that it names by their role moved to where a tensor has them.
-
-        Args:
-            axes: of the tensor, by those that a rule names.
-            kernel: that the product sums over, too.
-        """
+        """The same with the axes that it names by their role moved to where a tensor has them."""
         given = self.spec.granularity
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
@@ -211,7 +206,21 @@ class Rule:
         if not isinstance(self.pattern, str):
             raise ConfigError(f"a rule's pattern is a text, such as 'head' or '*', got {self.pattern!r:.80}")
         if preset is not None:
-            self._take(preset)
+            if isinstance(preset, (QuantSpec, TensorConfig)) or (isinstance(preset, str) and _is_specification(preset)):
+                raise ConfigError(
+                    f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; say what it "
+                    f"is for: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
+                )
+            config: Config = preset if isinstance(preset, Config) else find_preset(preset)
+            general = [rule for rule in config.layer_rules if rule.pattern == "*" and not rule.layers]
+            if len(general) != 1 or any(x is not None for x in (self.input, self.weight, self.output)):
+                raise ConfigError(
+                    f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
+                    "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
+                )
+            for name in _TENSORS:
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, getattr(general[0], name))
         for name in _TENSORS:
             value, kind = getattr(self, name), GradientConfig if name == "gradient" else TensorConfig
             if isinstance(value, (str, QuantSpec)):
@@ -223,32 +232,18 @@ class Rule:
         if self.gradient is not None and self.leaves_in_float:
             raise ConfigError("gradients are quantized in layers whose input or weight is; give input= or weight=, too")
         object.__setattr__(self, "execution", as_execution(self.execution))
-        object.__setattr__(self, "layers", _class_names(self.layers))
+        several = isinstance(self.layers, Iterable) and not isinstance(self.layers, (str, type))
+        given: tuple[Any, ...] = tuple(self.layers) if several else (self.layers,)
+        for layer in given:
+            if not isinstance(layer, (str, type)):
+                raise ConfigError(
+                    f'a rule\'s layers must be class names or classes, got {layer!r}; write "Linear" or torch.nn.Linear'
+                )
+        object.__setattr__(
+            self, "layers", tuple(layer if isinstance(layer, str) else layer.__name__ for layer in given)
+        )
         object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
         canonical_ops(self.ops)  # refuses unknown ones
-
-    def _take(self, preset: Config | str) -> None:
-        """Quantize as the one rule of a preset that is for all layers.
-
-        Raises:
-            ConfigError: the preset is unknown or no preset, has none or several such rules, or the rule says more of
-                its tensors.
-        """
-        if isinstance(preset, (QuantSpec, TensorConfig)) or (isinstance(preset, str) and _is_specification(preset)):
-            raise ConfigError(
-                f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; say what it is "
-                f"for: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
-            )
-        config: Config = preset if isinstance(preset, Config) else find_preset(preset)
-        general = [rule for rule in config.layer_rules if rule.pattern == "*" and not rule.layers]
-        if len(general) != 1 or any(x is not None for x in (self.input, self.weight, self.output)):
-            raise ConfigError(
-                f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
-                "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
-            )
-        for name in _TENSORS:
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(general[0], name))
 
     def __repr__(self) -> str:
         words = [repr(self.pattern)]
@@ -370,7 +365,6 @@ class Config:
         leaves layers in float may match only layers that cannot be quantized.
 
         Args:
-            model: a float model.
             any_module: whether a rule may match only modules that are no layers, for the functions that they call.
 
         Raises:
@@ -387,21 +381,15 @@ class Config:
                 if not others:
                     raise ConfigError(_nothing_matched(rule, candidates, model))
             held.update(dict.fromkeys(matched, rule))
-        return held | self._followers(held, candidates)
-
-    def _followers(self, held: dict[str, Rule], candidates: dict[str, nn.Module]) -> dict[str, Rule]:
-        """The layers that follow the rule of a layer with which they share a weight."""
         leading = [name for name, rule in held.items() if rule.tied]
-        if not leading:
-            return {}
-        place = {id(rule): number for number, rule in enumerate(self.rules)}
         leaders = {parameter: held[name] for name in leading for parameter in weights_of(candidates[name])}
-        found: dict[str, Rule] = {}
-        for name, rule in held.items():
+        place = {id(rule): number for number, rule in enumerate(self.rules)}
+        followers: dict[str, Rule] = {}  # layers with the weight of another one, which a later rule leads
+        for name, rule in held.items() if leaders else ():
             for parameter in weights_of(candidates[name]):
                 if parameter in leaders and place[id(rule)] < place[id(leaders[parameter])]:
-                    found[name] = leaders[parameter]
-        return found
+                    followers[name] = leaders[parameter]
+        return held | followers
 
     def last_rules(self, model: nn.Module) -> dict[nn.Module, Rule]:
         """The last rule for layers that matches each module."""
@@ -474,18 +462,6 @@ def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterat
         is_path = _WILDCARDS.isdisjoint(rule.pattern)
         modules = ([named[rule.pattern]] if rule.pattern in named else []) if is_path else [*names]
         yield rule, [module for module in modules if rule.matches_any(names[module], module)]
-
-
-def _class_names(layers: Any) -> tuple[str, ...]:
-    """The names of classes that are given by name or as themselves, one or several."""
-    several = isinstance(layers, Iterable) and not isinstance(layers, (str, type))
-    given: tuple[Any, ...] = tuple(layers) if several else (layers,)
-    for layer in given:
-        if not isinstance(layer, (str, type)):
-            raise ConfigError(
-                f'a rule\'s layers must be class names or classes, got {layer!r}; write "Linear" or torch.nn.Linear'
-            )
-    return tuple(layer if isinstance(layer, str) else layer.__name__ for layer in given)
 
 
 def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -98,14 +98,10 @@ def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
     if not is_container or isinstance(value, type) or id(value) in known:
         return {}
     known.add(id(value))
-    return {name: module for key, item in _items(value) for name, module in _held(item, f"{path}{key}", known).items()}
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a container, each with its key, index or field as text."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        items = [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, Iterable):
-        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+        items = [(f"[{place}]", item) for place, item in enumerate(value)]
     else:
-        yield from ((f".{field.name}", getattr(value, field.name, None)) for field in fields(value))
+        items = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+    return {name: module for key, item in items for name, module in _held(item, f"{path}{key}", known).items()}

@@ -1,11 +1,12 @@
-"""The weights of quantized layers as their next call computes them, and scales that no longer fit them."""
+"""The weights of quantized layers: as their next call computes them, scales that no longer fit them, their bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWar
 from fakequant.functional import choose_qparams
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
-from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer, has_statistics, is_norm
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, magnitudes, quantizers, weight_version
 from fakequant.nn.sites.products import site_products
 from fakequant.nn.wrappers import Role, cached_weights
@@ -105,7 +106,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def exact_products() -> Any:
+@contextmanager
+def exact_products() -> Iterator[None]:
     """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has 10 bits.
 
     Checks that a function stays the same, and the sums and solutions of `improve`, need all 24.
@@ -113,14 +115,9 @@ def exact_products() -> Any:
     of_torch: Any = torch.backends
     kinds = (of_torch.cuda.matmul, of_torch.cudnn.conv, of_torch.cudnn.rnn)
     kinds += (of_torch.mkldnn.matmul, of_torch.mkldnn.conv, of_torch.mkldnn.rnn)
-    return _set_for_a_while(kinds, "fp32_precision", "ieee")
-
-
-@contextmanager
-def _set_for_a_while(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
-    with restore_after(attributes_of(objects, name)):
-        for one in objects:
-            setattr(one, name, value)
+    with restore_after(attributes_of(kinds, "fp32_precision")):
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
         yield
 
 
@@ -147,12 +144,11 @@ def training(model: nn.Module) -> Iterator[None]:
     with restore_after(attributes_of(model.modules(), "training")):
         model.train()
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
+            if has_statistics(module):
                 module.training = False
         yield
 
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _NAMED = 8
 _FEW_BITS = 4
@@ -163,15 +159,10 @@ loses 0.9 to 7.3 (1 bit: more than zeros would), 0.21 to 0.70 (2 bits) and 0.02 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module itself that could be quantized: with two axes longer than 1, not those of norms."""
-    if isinstance(module, (*_NORMS, Quantizer)):
+    if is_norm(module) or isinstance(module, Quantizer):
         return []
-    return [p for p in module.parameters(recurse=False) if _is_weight(p)]
-
-
-def _is_weight(parameter: nn.Parameter) -> bool:
-    if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
-        return False
-    return sum(size > 1 for size in parameter.shape) >= 2
+    made = (p for p in module.parameters(recurse=False) if not isinstance(p, UninitializedParameter))
+    return [p for p in made if p.is_floating_point() and sum(size > 1 for size in p.shape) >= 2]
 
 
 def quantized_weights(model: nn.Module) -> dict[str, Product]:
@@ -194,10 +185,6 @@ def fresh_weight(weight: Product, name: str) -> Tensor:
 
     `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. What the
     layer holds before that is the weight of its last call, or after `load_state_dict` that of no call.
-
-    Args:
-        weight: a weight of a quantized layer.
-        name: the path of its quantizer, for the message.
 
     Raises:
         CalibrationError: something else computes it in the layer's call.
@@ -243,7 +230,6 @@ def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
     """`mark_range_current` for all weights whose quantizer has parameters, as after loading a checkpoint or training.
 
     Args:
-        model: a prepared model.
         stale: the paths of quantizers whose parameters do not fit, as a file says.
     """
     weights = scaled_weights(model)
@@ -321,8 +307,6 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
     `fill_empty_groups`: the row of a table for padding, pruned channels, a part that starts at zero.
 
     Args:
-        weight: with a quantizer.
-        range: of the groups.
         method: by which the range was found, see `is_searched`.
     """
     quantizer = weight.quantizer
@@ -362,12 +346,7 @@ def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
 
 
 def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
-    """Say, in one line, which weights are zero, so that their scales follow them.
-
-    Args:
-        model: with ranges.
-        names: the paths of the quantizers to look at.
-    """
+    """Say, in one line, which weights are zero, so that their scales follow them."""
     weights = {name: weight.quantizer for name, weight in quantized_weights(model).items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(module_name(layer_of(name)) for name in waiting)):
@@ -398,7 +377,13 @@ def raise_scales(model: nn.Module) -> list[str]:
     """
     raised = []
     for path, weight in quantized_weights(model).items():
-        quantizer, inputs = weight.quantizer, _input_scales(weight)
+        layer = weight.layer
+        operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
+        named = [(name, q) for name, q in layer.named_children() if isinstance(q, Quantizer) and q.kind is Kind.INPUT]
+        used = [q for name, q in named if name not in operands or operands[name].role is Role.INPUT]
+        ready = [q for q in used if q.calibrated and not q.dynamic and q.mode is Mode.QUANTIZE]
+        scales = [q.scale if q.learned is None else q.learned.qparams(1).scale for q in ready]
+        quantizer, inputs = weight.quantizer, [scale for scale in scales if scale is not None]
         plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic.is_linear
         plain = plain and not quantizer.spec.scale.is_exact
         if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:
@@ -428,17 +413,6 @@ def warn_raised(paths: list[str]) -> None:
             "float32 holds; if you saved the model before, save it again",
             StaleScaleWarning,
         )
-
-
-def _input_scales(weight: Product) -> list[Tensor]:
-    """The fixed scales of the inputs that a layer may multiply with a weight."""
-    layer = weight.layer
-    operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
-    named = [(name, q) for name, q in layer.named_children() if isinstance(q, Quantizer) and q.kind is Kind.INPUT]
-    used = [q for name, q in named if name not in operands or operands[name].role is Role.INPUT]
-    ready = [q for q in used if q.calibrated and not q.dynamic and q.mode is Mode.QUANTIZE]
-    scales = [q.scale if q.learned is None else q.learned.qparams(1).scale for q in ready]
-    return [scale for scale in scales if scale is not None]
 
 
 def _biases(owner: nn.Module, weight: Tensor) -> list[Tensor]:
@@ -526,7 +500,6 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
     A merged matrix has one such scale. It follows from the largest magnitude of all. Weights with fixed codes stay.
 
     Args:
-        model: prepared.
         names: the paths of the quantizers that get scales.
     """
     weights = {
@@ -561,7 +534,6 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
     """What is said of weights that layers share and quantize in different ways; None if there are none.
 
     Args:
-        model: a prepared model.
         purposely: modules that a rule leaves in float.
     """
     said = []
@@ -582,3 +554,128 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
     if not said:
         return None
     return f"layers share a weight and do not have the same codes of it: {'; '.join(said)}"
+
+
+_NAMED_WIDE = 3
+_MORE = 1.05
+"""Bits per weight beyond the narrowest codes that are worth a word: groups of 32 with a float32 scale take 1."""
+
+
+class WeightBits(NamedTuple):
+    """The bits of one quantized weight, or of several together."""
+
+    elements: int
+    codes: int
+    scales: int
+    """The bits of scales, of the scales of scales, and of zero points."""
+
+    @property
+    def per_weight(self) -> float:
+        """Bits per weight with scales; 0.0 without weights."""
+        return (self.codes + self.scales) / self.elements if self.elements else 0.0
+
+    def plus(self, other: WeightBits) -> WeightBits:
+        """Both together."""
+        return WeightBits(self.elements + other.elements, self.codes + other.codes, self.scales + other.scales)
+
+
+def bits_of_all(sizes: Iterable[WeightBits]) -> WeightBits:
+    """The bits of several weights."""
+    total = WeightBits(0, 0, 0)
+    for own in sizes:
+        total = total.plus(own)
+    return total
+
+
+def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
+    """The bits of a tensor of a shape by a specification.
+
+    >>> spec_bits(QuantSpec.parse("int4 per_block(-1:32)"), (64, 256)).per_weight  # a float32 scale for every 32 codes
+    5.0
+    """
+    elements, groups = prod(shape), spec.granularity.group_shape(shape)
+    scales = spec.scale.bits(groups)
+    if spec.offset is not None:
+        scales += spec.offset.bits(groups)
+    elif not spec.symmetric:
+        scales += prod(groups) * spec.format.bits
+    return WeightBits(elements, elements * spec.format.bits, scales)
+
+
+def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bool:
+    """Whether codes and scales of a tensor take more room than its floats.
+
+    >>> exceeds_float(QuantSpec.parse("int4 per_channel(0)"), (64, 1))
+    True
+    """
+    found = spec_bits(spec, shape)
+    return found.codes + found.scales > found.elements * bits
+
+
+def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
+    """A text that says which scales take more than one bit for each weight; None if all together do not.
+
+    >>> print(scales_text({"head": WeightBits(100, 400, 50), "stem": WeightBits(100, 400, 300)}))
+    5.75 bits per weight with scales, where the codes have 4.00; the scales of stem (7.00 bits) take most of them
+    """
+    total = bits_of_all(weights.values())
+    if total.scales <= total.elements:
+        return None
+    large = {path: own for path, own in weights.items() if own.scales > own.elements}
+    named = sorted(large, key=lambda path: large[path].elements - large[path].scales)
+    shown = listed([f"{module_name(path)} ({large[path].per_weight:.2f} bits)" for path in named], _NAMED_WIDE)
+    return (
+        f"{total.per_weight:.2f} bits per weight with scales, where the codes have "
+        f"{total.codes / total.elements:.2f}; the scales of {shown} take most of them"
+    )
+
+
+def wide_text(weights: Mapping[str, WeightBits]) -> str | None:
+    """A text that names layers of more bits than the narrowest, where all take over one bit more than these; else None.
+
+    >>> print(wide_text({"head": WeightBits(100, 400, 50), "table": WeightBits(300, 2400, 24)}))
+    7.18 bits per weight with scales, because table (8.08 bits) has more than 4-bit codes
+    """
+    total = bits_of_all(weights.values())
+    narrowest = min((own.codes / own.elements for own in weights.values()), default=0.0)
+    wide = {path: own for path, own in weights.items() if own.codes > narrowest * own.elements}
+    if not wide or total.per_weight <= narrowest + _MORE:
+        return None
+    named = sorted(wide, key=lambda path: -wide[path].codes)
+    shown = listed([f"{module_name(path)} ({wide[path].per_weight:.2f} bits)" for path in named], _NAMED_WIDE)
+    verb = "has" if len(wide) == 1 else "have"
+    said = f"{shown} {verb} more than {narrowest:g}-bit codes"
+    return f"{total.per_weight:.2f} bits per weight with scales, because {said}"
+
+
+def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool) -> list[str]:
+    """Lines on a prepared model whose weights take many more bits than one expects, where inputs are in float.
+
+    Args:
+        too_small: layers whose weights stay in float because of their scales.
+        by_name: whether a preset by its name chose all layers.
+    """
+    found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
+    for path, weight in quantized_weights(model).items():
+        alone = all(own.kind is Kind.WEIGHT for own in weight.layer.children() if isinstance(own, Quantizer))
+        if alone and weight.parameter is not None and (bits := weight_bits(weight)) is not None:
+            found[weight.parameter] = layer_of(path), bits
+    notes = []
+    if too_small:
+        shown = listed([module_name(path) for path in too_small], _NAMED_WIDE)
+        notes.append(
+            f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
+            "all of a layer's weights takes less: Rule(name, weight='int8')"
+        )
+    if by_name and (text := wide_text(dict(found.values()))) is not None:
+        notes.append(f"{text}; rules={{name: preset}} gives them another preset")
+    if (text := scales_text(dict(found.values()))) is not None:
+        notes.append(f"{text}. skip=[...] leaves such layers in float, rules={{name: 'int8_weight_only'}} is finer")
+    return notes
+
+
+def weight_bits(weight: Product) -> WeightBits | None:
+    """The bits of a weight that has a quantizer; None where it is computed, or has none."""
+    if weight.quantizer is None or weight.parameter is None:
+        return None
+    return spec_bits(weight.quantizer.spec, tuple(weight.parameter.shape))

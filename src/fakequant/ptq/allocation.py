@@ -21,8 +21,7 @@ from fakequant.model.config import Config, Rule
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import Distance, Place, float_tensors, named_tensors, record
 from fakequant.model.run.recorded import Recording, read_together, weight_readers
-from fakequant.model.sizes import spec_bits
-from fakequant.model.weights import evaluating, modes, score_of
+from fakequant.model.weights import evaluating, modes, score_of, spec_bits
 from fakequant.nn.products import MatrixProduct, WindowProduct
 from fakequant.nn.quantized.forms import product_class
 from fakequant.nn.quantized.layers import QuantizedLayer

@@ -20,9 +20,15 @@ from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
 from fakequant.model.presets import presets
 from fakequant.model.presets import presets as named_presets
 from fakequant.model.sites.targets import targets
-from fakequant.model.sizes import weight_bits
 from fakequant.model.training.fuse import fuse_found, fusions_of
-from fakequant.model.weights import evaluating, fresh_weight, is_searched, nearest_params, quantized_weights
+from fakequant.model.weights import (
+    evaluating,
+    fresh_weight,
+    is_searched,
+    nearest_params,
+    quantized_weights,
+    weight_bits,
+)
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer

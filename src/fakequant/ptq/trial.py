@@ -33,10 +33,9 @@ from fakequant.model.execution import set_execution
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
-from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.state.plan import value_of
 from fakequant.model.training.fuse import fuse_batch_norm
-from fakequant.model.weights import disabled, evaluating, quantized_weights, score_of
+from fakequant.model.weights import bits_of_all, disabled, evaluating, quantized_weights, score_of, weight_bits
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.improvement import improve

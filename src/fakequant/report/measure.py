@@ -19,8 +19,7 @@ from fakequant.model.analysis.analysis import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, decibels, float_tensors
-from fakequant.model.sizes import WeightBits, weight_bits
-from fakequant.model.weights import evaluating
+from fakequant.model.weights import WeightBits, evaluating, weight_bits
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers

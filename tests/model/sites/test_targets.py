@@ -14,8 +14,7 @@ from fakequant.model.config import Config
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
 from fakequant.model.sites.sites import SitePlan, plan_sites
-from fakequant.model.sites.targets import find_target, targets
-from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
+from fakequant.model.sites.targets import ATTENTION_LAYER, RECURRENT, find_target, targets
 from fakequant.model.training import qat
 from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.sites.functions import SITE_FUNCTIONS

@@ -10,8 +10,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from fakequant.model.sizes import spec_bits
 from fakequant.model.state import checkpoint
+from fakequant.model.weights import spec_bits
 from fakequant.nn import Quantizer
 from fakequant.numerics.formats import parse_format
 from tests.support.checkpoints import assert_as_before, change_manifest, change_tensors, state_of

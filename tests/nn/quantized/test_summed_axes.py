@@ -16,9 +16,8 @@ from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
-from fakequant.model.sizes import weight_bits
 from fakequant.model.state.checkpoint import load, save
-from fakequant.model.weights import quantized_weights
+from fakequant.model.weights import quantized_weights, weight_bits
 from fakequant.nn import MatMul, QuantizedLayer, layers, quantizers, quantizes
 from fakequant.nn.quantized.layers import _layers
 from tests.support.bits import assert_same_bits

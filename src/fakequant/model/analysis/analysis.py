@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,11 @@ from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scales
-from fakequant.nn.paths import join, layer_of
+from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import Site
 from fakequant.nn.wrappers import accepts_wrapped_model, cached_weights
-from fakequant.numerics.formats import IntegerFormat
-from fakequant.numerics.granularity import PerTensor
 from fakequant.restore import forwards_of, restore_after, state_of
 from fakequant.text import table
 
@@ -89,8 +87,14 @@ class ReusedOutputs:
             if not plain or any(quantizer.mode is not Mode.OFF for quantizer in own):
                 return forward(*inputs, **options)
             if not self._recording:
-                known = self._known(module, inputs)
-                return forward(*inputs) if known is None else known
+                calls, place = self._calls[module], self._next[module]
+                self._next[module] = place + 1
+                call = calls[place] if place < len(calls) else None
+                held = () if call is None else (*call.inputs, call.output)
+                if call is None or [tensor._version for tensor in held] != call.versions:
+                    return forward(*inputs)
+                same = len(inputs) == len(call.inputs) and all(map(_same, inputs, call.inputs))
+                return call.output if same else forward(*inputs)
             versions = [x._version for x in inputs]
             output = forward(*inputs)
             if isinstance(output, Tensor) and not output.is_inference():
@@ -98,17 +102,6 @@ class ReusedOutputs:
             return output
 
         return run
-
-    def _known(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
-        calls, place = self._calls[module], self._next[module]
-        self._next[module] = place + 1
-        if place >= len(calls):
-            return None
-        call = calls[place]
-        if [tensor._version for tensor in (*call.inputs, call.output)] != call.versions:
-            return None
-        same = len(inputs) == len(call.inputs) and all(map(_same, inputs, call.inputs))
-        return call.output if same else None
 
 
 def _computes_alone(module: nn.Module) -> bool:
@@ -275,12 +268,25 @@ def sensitivity(
     warn_of_new_layers(model)
     data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
-    held = _alone(model, each)
+    if each not in ("layer", "quantizer"):
+        raise ConfigError(f'each is "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
+    held: dict[str, list[Quantizer]] = {}  # those that are on together
+    for name, layer in model.named_modules():
+        if isinstance(layer, (QuantizedLayer, Site)):
+            own = {key: one for key, one in layer._modules.items() if isinstance(one, Quantizer)}
+            # Calibration switches off those of inputs that are always zero.
+            own = {key: one for key, one in own.items() if not (one.mode is Mode.OFF and one.needs_calibration)}
+            held |= {name: [*own.values()]} if each == "layer" else {join(name, key): [one] for key, one in own.items()}
     if not held:
         raise ConfigError("all quantizers of the model are off; call fakequant.calibrate first")
     if metric is None:
-        distances = _output_distances(model, data, held)
-        found = [_by_output(name, distance) for name, distance in distances.items()]
+        found = []
+        for name, distance in _output_distances(model, data, held).items():
+            value, several = decibels(distance.mean), len(distance.shares) > 1
+            found.append(Sensitivity(name, value, value))
+            if several and value != math.inf:
+                worst = distance.worst
+                found[-1] = Sensitivity(name, value, value, shown_place(worst), decibels(distance.shares[worst]))
     else:
         values = {}
         with disabled(model):
@@ -292,27 +298,6 @@ def sensitivity(
     result = Sensitivities(sorted(found, key=lambda s: s.value))
     result.in_decibels, result.each = metric is None, each
     return result
-
-
-def _alone(model: nn.Module, each: str) -> dict[str, list[Quantizer]]:
-    """The quantizers that are on together, by the path of their layer, or of each."""
-    if each not in ("layer", "quantizer"):
-        raise ConfigError(f'each is "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
-    layers = {
-        name: {key: one for key, one in layer._modules.items() if isinstance(one, Quantizer) and not _is_left_off(one)}
-        for name, layer in model.named_modules()
-        if isinstance(layer, (QuantizedLayer, Site))
-    }
-    if each == "layer":
-        return {name: [*own.values()] for name, own in layers.items()}
-    return {join(name, key): [one] for name, own in layers.items() for key, one in own.items()}
-
-
-def _by_output(layer: str, distance: Distance) -> Sensitivity:
-    value = decibels(distance.mean)
-    if value == math.inf or len(distance.shares) < 2:
-        return Sensitivity(layer, value, value)
-    return Sensitivity(layer, value, value, shown_place(distance.worst), decibels(distance.shares[distance.worst]))
 
 
 def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Quantizer]]) -> dict[str, Distance]:
@@ -350,11 +335,6 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
     return distances
 
 
-def _is_left_off(quantizer: Quantizer) -> bool:
-    """Whether calibration found no range and switched a quantizer off, as for inputs that are always zero."""
-    return quantizer.mode is Mode.OFF and quantizer.needs_calibration
-
-
 def _set(own: list[Quantizer], mode: Mode) -> None:
     for quantizer in own:
         quantizer.mode = mode
@@ -372,77 +352,3 @@ def run_all(model: nn.Module, batches: Batches, after: Callable[[int, Any, Any],
             after(number, batch, batches.run(model, batch))
     if number < 0:
         raise ConfigError(_NO_BATCHES)
-
-
-PEAK = 44.0
-"""The largest magnitude of an input over its root mean square from which 8 bits leave less than 20 dB: uniform noise of
-a step of peak / 127. MiniLM-L6 has 89, and keeps 15 dB of its output by `int8`, 23 by `int8_per_token`; a ViT, a byte
-transformer, Fracast-0, CREPE and a perceptron have at most 24, and keep 34 and more."""
-_FEWER = 2.0
-"""By how much the root mean square of the largest of each token must be lower, so that scales per token help: 6 dB."""
-
-
-class Peaks:
-    """The inputs of linear layers with one fixed scale of 8 bits, as a run shows them.
-
-    >>> model = prepare(nn.Sequential(nn.Linear(2, 2)), "int8")
-    >>> x = torch.ones(10_000, 2)
-    >>> x[0, 0] = 1000.0
-    >>> with Peaks(model).watching() as peaks, disabled(model):
-    ...     y = model(x)
-    >>> print(*peaks.notes)
-    1 input of a linear layer has single values far larger than the others, 0 140 times the root mean square: one \
-fixed scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._found = dict[str, float]()
-        self._watched = {
-            name: one
-            for name, one in quantizers(model).items()
-            if one.kind is Kind.INPUT
-            and not one.dynamic
-            and isinstance(one.spec.granularity, PerTensor)
-            and one.spec.format.bits == 8
-            and isinstance(one.spec.format, IntegerFormat)
-            and isinstance(model.get_submodule(layer_of(name)), nn.Linear)
-        }
-
-    @contextmanager
-    def watching(self) -> Iterator[Peaks]:
-        """A context in which the inputs of calls are looked at."""
-        handles: list[Any] = []
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        with restore_after(remove):
-            for name, one in self._watched.items():
-                handles.append(one.register_forward_pre_hook(partial(self._see, name)))
-            yield self
-
-    def _see(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # what records the run does not see it
-            self._measure(name, args[0])
-
-    def _measure(self, name: str, x: Tensor) -> None:
-        if x.dim() < 2 or not x.numel() or x.is_meta:
-            return
-        tokens = x.detach().abs().amax(-1).double()
-        largest, mean = float(tokens.max()), float(x.detach().double().square().mean()) ** 0.5
-        if largest > max(PEAK * mean, _FEWER * float(tokens.square().mean()) ** 0.5):
-            self._found[name] = max(self._found.get(name, 0.0), largest / mean)
-
-    @property
-    def notes(self) -> list[str]:
-        """A line about them, if there are any."""
-        if not self._found:
-            return []
-        worst = max(self._found, key=self._found.__getitem__)
-        many = len(self._found)
-        return [
-            f"{many} input{'s of linear layers have' if many > 1 else ' of a linear layer has'} single values far "
-            f"larger than the others, {layer_of(worst)} {self._found[worst]:.0f} times the root mean square: one fixed "
-            'scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it'
-        ]

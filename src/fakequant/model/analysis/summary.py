@@ -18,11 +18,17 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, renamed, warn_user
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording, has, modules_called, weight_readers
-from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.unregistered import warn_of_new_layers
-from fakequant.model.weights import is_searched, quantized_weights, warn_stale_scales, weights_of
+from fakequant.model.weights import (
+    bits_of_all,
+    is_searched,
+    quantized_weights,
+    warn_stale_scales,
+    weight_bits,
+    weights_of,
+)
 from fakequant.nn.integer import Execution
-from fakequant.nn.quantized.forms import own_class, quantized_class, why_changed
+from fakequant.nn.quantized.forms import own_class, product_function, quantized_class, why_changed
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
@@ -76,7 +82,9 @@ class Left(NamedTuple):
         parts = []
         if self.modules:
             count = sum(self.modules.values())
-            named = [f"{cls.__name__} ({n}: {_why_float(cls)})" for cls, n in self.modules.items()]
+            named = [
+                f"{cls.__name__} ({n}: {why_changed(cls) or 'no quantized form'})" for cls, n in self.modules.items()
+            ]
             share = f"{_percent(self.parameters)} of the parameters"
             subject = f"1 module with {share} stays" if count == 1 else f"{count} modules with {share} stay"
             parts.append(f"{subject} in float: {listed(named, 6)}")
@@ -88,7 +96,7 @@ class Left(NamedTuple):
         if self.modules:
             names = tuple(dict.fromkeys(cls.__name__ for cls in self.modules))
             rule = f"Rule('*', layers={(names[0] if len(names) == 1 else names)!r})"
-            ops = sorted({op for cls in self.modules for op in _functions(cls)})
+            ops = sorted({*filter(None, map(product_function, self.modules))})
             if ops:
                 advice += f"; Rule('*', preset, ops={tuple(ops)!r}) quantizes such products in their own forwards"
             advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} says that float is meant"
@@ -106,12 +114,10 @@ def left_in_float(
     Layers with a quantized form that no rule takes are in float on purpose, too.
 
     Args:
-        model: a prepared model.
         purposely: modules that a rule leaves in float.
-        products: what the model computes.
         computed: parameters from which quantized weights are computed.
     """
-    decided = {module for module in model.modules() if _is_decided(module)}
+    decided = {m for m in model.modules() if isinstance(m, QuantizedLayer) or quantized_class(m) is not None}
     meant = purposely | {part for module in decided for part in module.modules()}
     quantized = {p for module in decided if isinstance(module, QuantizedLayer) for p in module.parameters()}
     quantized |= {weight.parameter for weight in quantized_weights(model).values() if weight.parameter is not None}
@@ -126,19 +132,28 @@ def left_in_float(
             counts[cls] += 1
             sizes[cls] += sum(p.numel() for p in weights)
             left |= weights
-    in_float = _products_left(model, meant, products)
+    paths = dict(model.named_modules(remove_duplicate=False))
+    multiplied = [operation for operation in products if operation.is_product]
+    in_float: Counter[str] = Counter()
+    for operation in multiplied:
+        parts = operation.module.split(".")
+        around = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+        owner = next(paths[path] for path in around if path in paths)
+        if owner not in meant and not operation.quantized and operation.multiplications:
+            in_float[operation.name] += operation.multiplications
     if not left and not in_float:
         return None
     total = sum(p.numel() for p in model.parameters() if not isinstance(p, UninitializedParameter))
     modules = {cls: counts[cls] for cls, _ in sizes.most_common()}
-    return Left(modules, sum(p.numel() for p in left) / max(total, 1), in_float)
+    computes = sum(operation.multiplications for operation in multiplied)
+    shares = {name: count / computes for name, count in in_float.most_common()}
+    return Left(modules, sum(p.numel() for p in left) / max(total, 1), shares)
 
 
 def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
     """A line on modules of torch.jit, whose products no run shows; None if there are none.
 
     Args:
-        model: a prepared model.
         purposely: modules that a rule leaves in float.
     """
     found: list[str] = []
@@ -157,63 +172,25 @@ def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
 
 def gradients_in_float(model: nn.Module) -> str | None:
     """A line on the quantized products of a prepared model whose gradients stay in float; None if there are none."""
-    found = [
-        f"{module_name(path)} ({module.function if isinstance(module, Site) else module.float_class.__name__})"
-        for path, module in model.named_modules()
-        if isinstance(module, (QuantizedLayer, Site)) and _multiplies(module) and _keeps_gradient(module)
-    ]
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, Site):
+            name, multiplies = module.function, has(module.function, Trait.PRODUCT)
+            in_float = module.gradient is None or name not in TRAINED
+        elif isinstance(module, QuantizedLayer):  # of two tensors, of which one or both are quantized
+            multiplies = bool(module.inputs) and (bool(module.products()) or module.product is not None)
+            name = module.float_class.__name__
+            in_float = module.gradient is None or type(module).weighted_sum(module) is None
+        else:
+            continue
+        if multiplies and in_float:
+            found.append(f"{module_name(path)} ({name})")
     if not found:
         return None
     return (
         f"gradients of these products stay in float: {listed(found, 6)}. Those of linear layers, convolutions, "
         "attention, recurrent layers and experts are quantized where their rule has gradient="
     )
-
-
-def _multiplies(module: QuantizedLayer | Site) -> bool:
-    """Whether a layer or function multiplies two tensors, of which one or both are quantized."""
-    if isinstance(module, Site):
-        return has(module.function, Trait.PRODUCT)
-    return bool(module.inputs) and (bool(module.products()) or module.product is not None)
-
-
-def _keeps_gradient(module: QuantizedLayer | Site) -> bool:
-    if module.gradient is None:
-        return True
-    return module.function not in TRAINED if isinstance(module, Site) else type(module).weighted_sum(module) is None
-
-
-def _is_decided(module: nn.Module) -> bool:
-    """Whether rules, not the lack of a quantized form, say what becomes of a module."""
-    return isinstance(module, QuantizedLayer) or quantized_class(module) is not None
-
-
-def _products_left(model: nn.Module, meant: set[nn.Module], found: Sequence[Operation]) -> dict[str, float]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    products = [operation for operation in found if operation.is_product]
-    total = sum(operation.multiplications for operation in products)
-    left: Counter[str] = Counter()
-    for operation in products:
-        parts = operation.module.split(".")
-        paths = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
-        owner = next(modules[path] for path in paths if path in modules)
-        if owner not in meant and not operation.quantized and operation.multiplications:
-            left[operation.name] += operation.multiplications
-    return {name: count / total for name, count in left.most_common()}
-
-
-def _functions(cls: type[nn.Module]) -> list[str]:
-    """The name for rules of the product in the own forward of a subclass of a layer."""
-    bases = (
-        (nn.modules.conv._ConvTransposeNd, "conv_transpose"),
-        (nn.modules.conv._ConvNd, "conv"),
-        (nn.Linear, "linear"),
-    )
-    return [op for base, op in bases if issubclass(cls, base) and why_changed(cls) is not None][:1]
-
-
-def _why_float(cls: type[nn.Module]) -> str:
-    return why_changed(cls) or "no quantized form"
 
 
 def _percent(share: float) -> str:
@@ -225,7 +202,6 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
 
     Args:
         model: a prepared (or float) model; quantizers need not be calibrated.
-        example: an input, a tuple of inputs, or a dict of keyword arguments.
         inputs: which part of the example these are, as for `calibrate`; None for all of it.
 
     Raises:
@@ -250,7 +226,8 @@ def operations_of(recording: Recording) -> list[Operation]:
     for call in recording.calls:
         name = call.function.partition(" ")[0]
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
-        read = _moved(name, floats)
+        # A copy overwrites its first tensor; `x[i] = 0.37` writes a number without a quantizer.
+        read = floats[1:] if name == "copy" else floats if name != "setitem" or len(floats) > 1 else []
         if call.inputs and fixed.issuperset(call.inputs):
             fixed.update(call.outputs)
         if name in QUANTIZED or has(name, Trait.EMPTY):
@@ -266,13 +243,6 @@ def operations_of(recording: Recording) -> list[Operation]:
             inputs = len(operands) + between
             found.append(Operation(call.owner or "", name, call.is_product, in_float, inputs, call.multiplications))
     return found
-
-
-def _moved(name: str, floats: list[int]) -> list[int]:
-    """The inputs from which a function that only moves values makes its result."""
-    if name == "copy":  # the first is overwritten
-        return floats[1:]
-    return floats if name != "setitem" or len(floats) > 1 else []  # `x[i] = 0.37` writes a number without a quantizer
 
 
 @accepts_wrapped_model
@@ -308,12 +278,7 @@ def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
 
 
 def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
-    """The parameters that quantizers get, or from which such a weight is computed: `self.base + self.a @ self.b`.
-
-    Args:
-        model: a prepared model.
-        recording: of its run.
-    """
+    """The parameters that quantizers get, or from which such a weight is computed: `self.base + self.a @ self.b`."""
     reached: set[int] = set()  # values
     for call in reversed(recording.calls):
         if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
@@ -352,8 +317,6 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
     """A table of text; every cell is escaped.
 
     Args:
-        header: the names of the columns.
-        rows: the cells of each row, as many as the header has.
         numbers: the columns that are aligned to the right.
 
     >>> html_table(["a"], [["<1>"]])
@@ -442,7 +405,23 @@ class Summary:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
-        return [tuple(_cells(layer)[column] for column in self.header) for layer in self.layers]
+        rows = []
+        for layer in self.layers:
+            texts: dict[str, list[str]] = {"input": [], "weight": [], "output": []}
+            for name, text in layer.quantizers.items():
+                is_weight = name.endswith("_weight_quantizer")
+                texts["output" if _is_of_output(name) else "weight" if is_weight else "input"].append(text)
+            cells = {
+                "layer": layer.name or "(model)",
+                "type": layer.type,
+                "input": _joined(texts["input"]) or "float",
+                "weight": _joined(texts["weight"]) or ("float" if layer.has_weight else ""),
+                "output": _joined(texts["output"]),
+                "execution": layer.execution,
+                "state": layer.state,
+            }
+            rows.append(tuple(cells[column] for column in self.header))
+        return rows
 
     def __str__(self) -> str:
         return table([self.header, *self.rows()], self._lines(), line=True)
@@ -503,42 +482,46 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     recording = None if example is None else record_example(model, example, inputs)
     left = None if recording is None else left_of(model, recording)
-    idle = {} if recording is None else _never_called(model, recording)
-    rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
-    rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
+    idle: dict[nn.Module, str] = {}
+    if recording is not None:
+        readers = weight_readers(model, recording)
+        for layer in {*layers.values()} - modules_called(model, recording):
+            read = layer in readers
+            idle[layer] = f"{module_name(readers[layer])} uses its weight in float" if read else _UNREAD
+    rows = []
+    for name, layer in layers.items():
+        own = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+        held = {attribute: quantizer for attribute, quantizer in own.items() if quantizer is not None}
+        told = layer.execution is not Execution.SIMULATE
+        why = layer.why_simulated() if told else None
+        rows.append(
+            LayerSummary(
+                name,
+                type(layer).float_class.__name__,
+                {attribute: _shown(quantizer) for attribute, quantizer in held.items()},
+                _is_calibrated(held),
+                bool(layer.products()),
+                "integer" if told and why is None else "simulate",
+                why,
+                idle.get(layer),
+                "" if layer.gradient is None else str(layer.gradient),
+            )
+        )
+    for name, site in model.named_modules():
+        if isinstance(site, Site):
+            held = {operand: q for operand, q in site._modules.items() if isinstance(q, Quantizer)}
+            weights = ", ".join(_shown(q) for q in held.values() if q.kind is Kind.WEIGHT)
+            texts = {operand: _shown(q) for operand, q in held.items() if q.kind is Kind.INPUT}
+            texts |= {"_weight_quantizer": weights} if weights else {}
+            gradient = str(site.gradient) if site.gradient is not None and site.function in TRAINED else ""
+            calibrated = _is_calibrated(held)
+            rows.append(LayerSummary(name, site.function, texts, calibrated, bool(weights), gradient=gradient))
     follow = [w.quantizer for w in quantized_weights(model).values() if w.quantizer.scales_each_call]
     unsearched = sum(is_searched(one.spec, None) and not one.dynamic for one in follow)
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle), unsearched)
 
 
 _UNREAD = "no function of this run reads its weight either"
-
-
-def _never_called(model: nn.Module, recording: Recording) -> dict[nn.Module, str]:
-    """The quantized layers that a run does not call, and why."""
-    layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
-    readers = weight_readers(model, recording)
-    return {
-        layer: f"{module_name(readers[layer])} uses its weight in float" if layer in readers else _UNREAD
-        for layer in layers - modules_called(model, recording)
-    }
-
-
-def _cells(layer: LayerSummary) -> dict[str, str]:
-    """The cells of a layer's row by column."""
-    texts: dict[str, list[str]] = {"input": [], "weight": [], "output": []}
-    for name, text in layer.quantizers.items():
-        column = "output" if _is_of_output(name) else "weight" if name.endswith("_weight_quantizer") else "input"
-        texts[column].append(text)
-    return {
-        "layer": layer.name or "(model)",
-        "type": layer.type,
-        "input": _joined(texts["input"]) or "float",
-        "weight": _joined(texts["weight"]) or ("float" if layer.has_weight else ""),
-        "output": _joined(texts["output"]),
-        "execution": layer.execution,
-        "state": layer.state,
-    }
 
 
 def _is_of_output(quantizer: str) -> bool:
@@ -558,7 +541,6 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     Tied weights count once.
 
     Args:
-        model: a prepared model.
         unused: layers whose quantizers are not used, so that their weights stay in float.
     """
     bits = {
@@ -576,20 +558,6 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
 
 
-def _site_summary(name: str, site: Site) -> LayerSummary:
-    held = {operand: q for operand, q in site._modules.items() if isinstance(q, Quantizer)}
-    weights = ", ".join(_shown(q) for q in held.values() if q.kind is Kind.WEIGHT)
-    texts = {operand: _shown(q) for operand, q in held.items() if q.kind is Kind.INPUT}
-    return LayerSummary(
-        name,
-        site.function,
-        texts | ({"_weight_quantizer": weights} if weights else {}),
-        _is_calibrated(held),
-        bool(weights),
-        gradient=str(site.gradient) if site.gradient is not None and site.function in TRAINED else "",
-    )
-
-
 def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
     """Whether all quantizers have what they need, except those that are off."""
     return not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values())
@@ -601,25 +569,3 @@ def _shown(quantizer: Quantizer) -> str:
     words = [str(quantizer.spec), *quantizer.by_value_text()]
     words += (["dynamic"] if quantizer.dynamic else []) + (["off"] if quantizer.mode is Mode.OFF else [])
     return " ".join(words)
-
-
-def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
-    held: dict[str, Quantizer] = {
-        attribute: quantizer
-        for attribute in layer.operands(layer)
-        if (quantizer := getattr(layer, attribute)) is not None
-    }
-    texts = {key: _shown(value) for key, value in held.items()}
-    told = layer.execution is not Execution.SIMULATE
-    why = layer.why_simulated() if told else None
-    return LayerSummary(
-        name,
-        type(layer).float_class.__name__,
-        texts,
-        _is_calibrated(held),
-        bool(layer.products()),
-        "integer" if told and why is None else "simulate",
-        why,
-        why_never_called,
-        "" if layer.gradient is None else str(layer.gradient),
-    )

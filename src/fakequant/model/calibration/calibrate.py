@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, Inputs, Mask
 from fakequant.distributed import Ranks, processes_of
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, shown, warn_user
 from fakequant.model.calibration.observation import Observation, check_unseen, is_chosen, leave_in_float, observed
@@ -43,12 +43,7 @@ DEFAULT_BINS = 10
 
 
 class CalibratorByValue(Calibrator):
-    """A calibrator for each bin.
-
-    Args:
-        by_value: says which bin a call is of.
-        bins: the calibrators of all bins, alike.
-    """
+    """A calibrator for each bin."""
 
     def __init__(self, by_value: ByValue, bins: Sequence[Calibrator]) -> None:
         super().__init__(bins[0].spec)
@@ -160,27 +155,22 @@ def chosen_values(
     if type(count) is not int or count < 2:
         raise ConfigError(f"bins= is a number of at least 2, got {shown(bins)}; leave out by= for one range")
     kept = data.kept()
-    values = torch.cat(processes.all(_values(model, kept, by)))
-    return ByValue(by, boundaries_of(values, count, by)), kept
-
-
-def _values(model: nn.Module, data: KeptBatches, by: By) -> Tensor:
-    """The values of all rows of the batches, float32 on the CPU."""
     reader, seen = Reader(model, ByValue(by, [0.0])), list[Tensor]()
 
     def read(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         seen.append(reader.by_value.rows_of(reader.value(args, kwargs)).flatten().cpu())
-        if data.calls_once:
+        if kept.calls_once:
             raise CallEnded
 
     handle = model.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
     with restore_after(handle.remove), evaluating(model), disabled(model), torch.no_grad():
-        for batch in data:
+        for batch in kept:
             with suppress(CallEnded):
-                data.run(model, batch)
+                kept.run(model, batch)
     if not seen:
         raise CalibrationError("no batch called the model, so that there are no values; let forward= call it")
-    return torch.cat(seen)
+    values = torch.cat(processes.all(torch.cat(seen)))
+    return ByValue(by, boundaries_of(values, count, by)), kept
 
 
 def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
@@ -211,7 +201,8 @@ def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
     After it they read the values that its quantizers follow then.
     """
     with restore_after(lambda: follow_values(model)):
-        yield lambda by_value: read_values(model, [*_followed(model), by_value])
+        known = (quantizer.by_value for quantizer in quantizers(model).values())
+        yield lambda by_value: read_values(model, [*filter(None, known), by_value])
 
 
 def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> Calibrator:
@@ -238,10 +229,6 @@ def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Ran
         return
     ranges = [Range(own.lo.to(range.lo.device), own.hi.to(range.lo.device)) for own in calibrator.ranges()]
     quantizer.set_ranges(ranges, calibrator.by_value)
-
-
-def _followed(model: nn.Module) -> list[ByValue]:
-    return [own for q in quantizers(model).values() if (own := q.by_value) is not None]
 
 
 def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | None]) -> None:
@@ -361,7 +348,14 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         with Ranks(group) as processes:  # an error of one process is raised in all
             given = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
             check_unseen(unseen)
-            found = _chosen(model, pattern)
+            refuse_unprepared(model, CalibrationError)
+            found = {
+                name: q
+                for name, q in quantizers(model).items()
+                if not (q.dynamic or q.pinned) and is_chosen(name, pattern)
+            }
+            if not found and pattern != "*":
+                raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
             by_value, data = chosen_values(model, given, by, bins, boundaries, processes)
             if by_value is not None:
                 read(by_value)
@@ -392,7 +386,32 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
         used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
-        _set_ranges(model, ranges, calibrators, (left, idle), weight_method)
+        held = quantizers(model)
+        modules = [model.get_submodule(name) for name in left]
+        owners = {name: model.get_submodule(layer_of(name)) for name in idle}
+        with restore_on_error(ranges_of(held.values(), [*modules, *owners.values()])):
+            leave_in_float(modules)
+            for name, layer in owners.items():
+                setattr(layer, name.rpartition(".")[2], None)
+            weights = quantized_weights(model)
+            for name, range in ranges.items():
+                quantizer = held[name]
+                if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before
+                    quantizer.mode = Mode.QUANTIZE
+                if name not in weights:
+                    set_range_of(quantizer, calibrators[name], range)
+                elif not weights[name].has_fixed_codes:
+                    give_range(weights[name], range, weight_method)
+                quantizer.collected = calibrators[name] if quantizer.kind is Kind.INPUT else None
+            for name, calibrator in calibrators.items():
+                if held[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:
+                    held[name].reset()
+                    held[name].mode, held[name].collected = Mode.OFF, calibrator
+            for name, weight in scaled_weights(model).items():
+                if name in ranges:
+                    mark_range_current(weight)
+            tie_scales(model, ranges)
+            raise_scales(model)
     if job.vanishing is not None:
         job.vanishing.warn()
     warn_of_new_layers(model)
@@ -440,7 +459,17 @@ def recalibrate(
             f"calibrators must be what calibrate returned, a mapping of names, got {type(calibrators).__name__}; "
             "recalibrate runs no batches: call calibrate(model, batches) to see new inputs"
         )
-    calibrators = _collected(found) if calibrators is None else calibrators
+    if calibrators is None:
+        inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
+        # A quantizer without a range that is off was left in float.
+        static = {n: q for n, q in inputs.items() if not q.dynamic and (q.calibrated or q.mode is not Mode.OFF)}
+        if missing := [name for name, quantizer in static.items() if quantizer.collected is None]:
+            raise ConfigError(
+                f"{len(missing)} of {len(static)} input quantizers keep nothing that calibrate collected, the first is "
+                f"{missing[0]} (a checkpoint does not hold it); run fakequant.calibrate(model, batches, method), or "
+                "give what an earlier call returned as calibrators="
+            )
+        calibrators = {name: q.collected for name, q in static.items() if q.collected is not None}
     if unknown := sorted(set(calibrators) - set(found)):
         raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
     adopted: dict[str, Calibrator] = {}
@@ -457,33 +486,16 @@ def recalibrate(
                 ) from error
     if not adopted:
         raise ConfigError("there is nothing to recalibrate: no calibrator is of an input with fixed ranges")
-    ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
+    ranges: dict[str, Range] = {}
+    for name, calibrator in adopted.items():
+        range = calibrator.compute_range()
+        own = next(chain(found[name].parameters(), found[name].buffers()), range.lo)  # the model may have moved since
+        ranges[name] = Range(range.lo.to(own.device), range.hi.to(own.device))
     with reading(model), restore_on_error(ranges_of(found.values())):
         for name, range in ranges.items():
             set_range_of(found[name], adopted[name], range)
         raise_scales(model)
     return adopted
-
-
-def _collected(found: Mapping[str, Quantizer]) -> dict[str, Calibrator]:
-    """What the last `calibrate` collected for the static input quantizers of a model."""
-    inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
-    # A quantizer without a range that is off was left in float.
-    static = {n: q for n, q in inputs.items() if not q.dynamic and (q.calibrated or q.mode is not Mode.OFF)}
-    if missing := [name for name, quantizer in static.items() if quantizer.collected is None]:
-        raise ConfigError(
-            f"{len(missing)} of {len(static)} input quantizers keep nothing that calibrate collected, the first is "
-            f"{missing[0]} (a checkpoint does not hold it); run fakequant.calibrate(model, batches, method), or give "
-            "what an earlier call returned as calibrators="
-        )
-    return {name: quantizer.collected for name, quantizer in static.items() if quantizer.collected is not None}
-
-
-def _range_for(quantizer: Quantizer, calibrator: Calibrator) -> Range:
-    """The range that a calibrator finds, on the device of the quantizer: the model may have moved since."""
-    range = calibrator.compute_range()
-    own = next(chain(quantizer.parameters(), quantizer.buffers()), range.lo)
-    return Range(range.lo.to(own.device), range.hi.to(own.device))
 
 
 def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ()) -> Restore:
@@ -499,59 +511,3 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
             parameter.data.copy_(value)  # a learned range starts again in place, so that optimizers keep it
 
     return restore
-
-
-def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
-    """The static quantizers of the layers that match a pattern."""
-    refuse_unprepared(model, CalibrationError)
-    found = {
-        name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and is_chosen(name, pattern)
-    }
-    if not found and pattern != "*":
-        raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
-    return found
-
-
-def _set_ranges(
-    model: nn.Module,
-    ranges: Mapping[str, Range],
-    used: Mapping[str, Calibrator],
-    unused: tuple[Iterable[str], Iterable[str]],
-    weight_method: str | None,
-) -> None:
-    """Give quantizers their ranges; nothing is changed if that fails.
-
-    Args:
-        model: a prepared model.
-        ranges: by the path of the quantizer.
-        used: the calibrators that found them, and those of inputs that were zero, which are off until they get a range.
-        unused: the paths of layers that stay in float, and of optional quantizers that their layers did without.
-        weight_method: as for `calibrate`.
-    """
-    left, idle = unused
-    found = quantizers(model)
-    modules = [model.get_submodule(name) for name in left]
-    owners = {name: model.get_submodule(layer_of(name)) for name in idle}
-    with restore_on_error(ranges_of(found.values(), [*modules, *owners.values()])):
-        leave_in_float(modules)
-        for name, layer in owners.items():
-            setattr(layer, name.rpartition(".")[2], None)
-        weights = quantized_weights(model)
-        for name, range in ranges.items():
-            quantizer = found[name]
-            if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before
-                quantizer.mode = Mode.QUANTIZE
-            if name not in weights:
-                set_range_of(quantizer, used[name], range)
-            elif not weights[name].has_fixed_codes:
-                give_range(weights[name], range, weight_method)
-            quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
-        for name, calibrator in used.items():
-            if found[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:
-                found[name].reset()
-                found[name].mode, found[name].collected = Mode.OFF, calibrator
-        for name, weight in scaled_weights(model).items():
-            if name in ranges:
-                mark_range_current(weight)
-        tie_scales(model, ranges)
-        raise_scales(model)

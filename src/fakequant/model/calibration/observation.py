@@ -69,8 +69,19 @@ class Unseen:
         Raises:
             CalibrationError: layers that need data and saw none, unless `unseen` says what becomes of them.
         """
-        self._ask_copies()
-        served = self._ask_siblings() if unseen == "siblings" else {}
+        # A quantizer that saw nothing gets the data of the trained copy that peft calls: its inputs are the same.
+        for name, quantizer in self.inputs.items():
+            copies = [] if observed(quantizer) else copies_called(self.model, name)
+            seen = [self.inputs[copy] for copy in copies if copy in self.inputs and observed(self.inputs[copy])]
+            if seen and seen[0].spec == quantizer.spec:
+                quantizer.calibrator = seen[0].calibrator
+        served: dict[str, int] = {}
+        if unseen == "siblings":
+            silent = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
+            donors = {name: found for name in silent if (found := self._siblings(name))}
+            for name, found in donors.items():
+                self._merge(name, found)
+                served[name] = len(found)
         starved = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
         if starved and not self.batches:
             raise CalibrationError(
@@ -108,13 +119,13 @@ class Unseen:
 
     def say_read(self, left: list[str]) -> None:
         """Warn of layers that are called, and whose weight another module uses in float, too; not of those `left`."""
-        holds = {name: self.model.get_submodule(path)._parameters.values() for name, path in self.read.items()}
-        read = {
-            name: path
-            for name, path in self.read.items()
+        read: dict[str, str] = {}
+        for name, path in self.read.items():
+            layer, held = self.model.get_submodule(name), self.model.get_submodule(path)._parameters.values()
+            own = {weight.parameter for weight in layer.products()} if isinstance(layer, QuantizedLayer) else set()
             # `prepare` speaks of a layer in float that shares the weight.
-            if name not in left and not _has_one_of(self.model.get_submodule(name), holds[name])
-        }
+            if name not in left and not any(parameter is not None and parameter in own for parameter in held):
+                read[name] = path
         if read:
             text = f"{self._reasons([*read], read)}; this use is in float, and calls of the layer are quantized"
             cure = f"Call the layer there, too, or leave it in float everywhere by the rules {self._rules([*read])}"
@@ -187,22 +198,6 @@ class Unseen:
         written = dict.fromkeys(f"{path}.*" if (path := next(found, "")) else name for name, found in parts.items())
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
-    def _ask_copies(self) -> None:
-        """Give quantizers that saw nothing the data of the trained copy that peft calls: its inputs are the same."""
-        for name, quantizer in self.inputs.items():
-            copies = [] if observed(quantizer) else copies_called(self.model, name)
-            seen = [self.inputs[copy] for copy in copies if copy in self.inputs and observed(self.inputs[copy])]
-            if seen and seen[0].spec == quantizer.spec:
-                quantizer.calibrator = seen[0].calibrator
-
-    def _ask_siblings(self) -> dict[str, int]:
-        """Give quantizers that saw nothing what their siblings saw; from how many siblings is returned by path."""
-        donors = {n: self._siblings(n) for n, quantizer in self.inputs.items() if not observed(quantizer)}
-        served = {name: found for name, found in donors.items() if found}
-        for name, found in served.items():
-            self._merge(name, found)
-        return {name: len(found) for name, found in served.items()}
-
     def _siblings(self, name: str) -> list[str]:
         """The quantizers that saw data, at the same place in other members of the innermost ModuleList around one."""
         parts = name.split(".")
@@ -246,11 +241,6 @@ def _counts(layers: Iterable[str]) -> Counter[str]:
     return Counter(path for name in dict.fromkeys(layers) for path in _around(name))
 
 
-def _has_one_of(layer: nn.Module, parameters: Iterable[nn.Parameter | None]) -> bool:
-    held = {weight.parameter for weight in layer.products()} if isinstance(layer, QuantizedLayer) else set()
-    return any(parameter is not None and parameter in held for parameter in parameters)
-
-
 def _count(layers: list[str]) -> str:
     return "1 layer is" if len(layers) == 1 else f"{len(layers)} layers are"
 
@@ -270,7 +260,6 @@ class Vanishing:
     These are the operands of functions, and the channels of what the model itself gets.
 
     Args:
-        model: that is calibrated.
         inputs: its input quantizers that get a range, by path.
     """
 
@@ -311,11 +300,12 @@ class Vanishing:
                 self._add(f"{name} of {path}", own, x.detach().abs().amax().reshape(1))
 
     def _hook(self, name: str, own: Quantizer, axis: int) -> Any:
-        return lambda _, args: self._see(name, own, args[0], axis)
+        def see(_: nn.Module, args: Any) -> None:
+            x = args[0]
+            if x.dim() > 1 and _is_plain(x) and x.data_ptr() in self._given:
+                self._add(layer_of(name), (own,), x.detach().abs().movedim(axis, -1).flatten(0, -2).amax(0))
 
-    def _see(self, name: str, quantizer: Quantizer, x: Tensor, axis: int) -> None:
-        if x.dim() > 1 and _is_plain(x) and x.data_ptr() in self._given:
-            self._add(layer_of(name), (quantizer,), x.detach().abs().movedim(axis, -1).flatten(0, -2).amax(0))
+        return see
 
     def _add(self, what: str, quantizers: tuple[Quantizer, ...], largest: Tensor) -> None:
         before = self._found.get(what)
@@ -422,39 +412,48 @@ class Observation:
                 weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
         # From batch to batch the model goes on, as when it is used: what it keeps then has a range, too.
         with self.data.one_pass(self._inner()), self._observing(), evaluating(self.model), torch.no_grad():
-            self._show(shared=shared)
+            model, mask = self._inner(), self.data.mask
+            forms: set[str] = set()
+            is_sharded = shared and bool(first_sharded(self.model))
+            batches, failed = self.data.tracked("calibrating"), self._deferred() if is_sharded else list[Exception]()
+            restore = mask.observe_through(self.model, self.inputs)
+            self.vanishing = vanishing = Vanishing(self.model, self.inputs)
+            for batch in self.processes.in_step(batches) if is_sharded else batches:
+                mask.enter(batch)
+                vanishing.enter(batch)
+                # Not all: 24 batches of eight small blocks took 2.5 times as long.
+                watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
+                forms.add(form)
+                with watch, vanishing.seeing(), self.processes.unheard() if is_sharded else nullcontext():
+                    self.data.run(model, batch)
+                mask.leave()
+                if failed:
+                    raise failed[0]
+                self.batches += 1
+                # One process of several may not stop alone: a sharded model is called by all of them.
+                if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
+                    break
+            restore()  # after an error `calibrate` does it
+            mask.warn_unmasked()
             called = {layer_of(name) for name, weight in self.weights.items() if observed(weight.quantizer)}
             for name, weight in self.weights.items():
                 if not weight.quantizer.dynamic and not observed(weight.quantizer):
                     weight.quantizer.observe(fresh_weight(weight, name))
         task = [f"{name}: {q.calibrator!r}" for name, q in self.found.items()]
         task += [f"{name}: {q.spec}, {q.dynamic}" for name, q in quantizers(self.model).items()]
-        return ProcessPart(task, self._states() if shared else {}, called, self.batches, self.read)
-
-    def _show(self, *, shared: bool) -> None:
-        model, mask = self._inner(), self.data.mask
-        forms: set[str] = set()
-        is_sharded = shared and bool(first_sharded(self.model))
-        batches, failed = self.data.tracked("calibrating"), self._deferred() if is_sharded else list[Exception]()
-        restore = mask.observe_through(self.model, self.inputs)
-        self.vanishing = vanishing = Vanishing(self.model, self.inputs)
-        for batch in self.processes.in_step(batches) if is_sharded else batches:
-            mask.enter(batch)
-            vanishing.enter(batch)
-            # Not all: 24 batches of eight small blocks took 2.5 times as long.
-            watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
-            forms.add(form)
-            with watch, vanishing.seeing(), self.processes.unheard() if is_sharded else nullcontext():
-                self.data.run(model, batch)
-            mask.leave()
-            if failed:
-                raise failed[0]
-            self.batches += 1
-            # One process of several may not stop alone: a sharded model is called by all of them.
-            if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
-                break
-        restore()  # after an error `calibrate` does it
-        mask.warn_unmasked()
+        return ProcessPart(
+            task,
+            {
+                name: {key: value.cpu() for key, value in quantizer.calibrator.state_dict().items()}
+                for name, quantizer in self.inputs.items()
+                if quantizer.calibrator is not None
+            }
+            if shared
+            else {},
+            called,
+            self.batches,
+            self.read,
+        )
 
     def _deferred(self) -> list[Exception]:
         """What calibrators refuse from now on; the call goes on, because the other processes wait for its weights."""
@@ -499,13 +498,6 @@ class Observation:
 
         return modes(self.model, mode)
 
-    def _states(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {key: value.cpu() for key, value in quantizer.calibrator.state_dict().items()}
-            for name, quantizer in self.inputs.items()
-            if quantizer.calibrator is not None
-        }
-
     def take(self, parts: list[ProcessPart]) -> None:
         """Go on from what all processes saw, merged in the order of their ranks."""
         for rank, part in enumerate(parts):
@@ -521,17 +513,14 @@ class Observation:
             return
         for name, quantizer in self.inputs.items():
             merged = self.make(name)
-            device = self._device(layer_of(name))
+            own = next(self.model.get_submodule(layer_of(name)).parameters(), None)
+            own = next(self.model.parameters(), None) if own is None else own
+            device = torch.device("cpu") if own is None else own.device
             for part in parts:
                 one = self.make(name)
                 one.load_state_dict({key: value.to(device) for key, value in part.states[name].items()})
                 merged.merge(one)
             quantizer.calibrator = merged
-
-    def _device(self, layer: str) -> torch.device:
-        own = next(self.model.get_submodule(layer).parameters(), None)
-        own = next(self.model.parameters(), None) if own is None else own
-        return torch.device("cpu") if own is None else own.device
 
     def leave_out_unused(self) -> list[str]:
         """Take optional quantizers that their layers did without out of the job; their paths are returned."""

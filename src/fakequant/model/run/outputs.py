@@ -196,7 +196,6 @@ def check_again(
 
     Args:
         model: in the mode in which it gave the first outputs.
-        batch: the first one of the batches.
         first: copies of what the model gave for it.
         mask: the tokens of these that count.
     """
@@ -241,7 +240,6 @@ class OutputDistance:
     """How far a model's outputs are from those of the float model.
 
     Args:
-        model: the one in float, as it is now.
         batches: those to compare on; the outputs of all of them are kept. By their mask masked tokens do not count,
             except in outputs with other leading axes than [batch, tokens].
 
@@ -292,18 +290,15 @@ class OutputDistance:
     def errors_of(self, model: nn.Module) -> OutputErrors:
         """The distance of a model, and the error of each row, from one run of the batches."""
         with cached_weights(model), self.batches.one_pass(model):
-            return self._errors(self._outputs(model))
-
-    def _errors(self, outputs: Iterable[Mapping[Place, Tensor]]) -> OutputErrors:
-        energy: dict[Place, float] = {}
-        for wanted in self._wanted:
-            for place, y in wanted.items():
-                energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
-        found, rows = Distance(), [torch.zeros(0, dtype=torch.float64)]
-        for wanted, own in zip(self._wanted, outputs, strict=True):
-            found.add(wanted, own)
-            rows += [_row_errors(y, own.get(place), energy[place]) for place, y in wanted.items()]
-        return OutputErrors(found, torch.cat(rows))
+            energy: dict[Place, float] = {}
+            for wanted in self._wanted:
+                for place, y in wanted.items():
+                    energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
+            found, rows = Distance(), [torch.zeros(0, dtype=torch.float64)]
+            for wanted, own in zip(self._wanted, self._outputs(model), strict=True):
+                found.add(wanted, own)
+                rows += [_row_errors(y, own.get(place), energy[place]) for place, y in wanted.items()]
+            return OutputErrors(found, torch.cat(rows))
 
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
         for batch, mask in zip(self.batches, self.batches.masks.values(), strict=True):
@@ -473,7 +468,12 @@ class _WholeRecorder(Recorder):
         operands = operands_of(called, args, kwargs)
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
         read = called.function.equation
-        return Detail(numbers, self._where(), "" if read is None else read(args, kwargs))
+        # The places in the code that run, from the call of the function up to the `forward` of its owner.
+        places, frame = [], sys._getframe(2)
+        while frame is not None and frame.f_code is not self.followed:
+            places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return Detail(numbers, tuple(places), "" if read is None else read(args, kwargs))
 
     def _is_of_cache(self) -> bool:
         """Whether a cache of transformers makes the call."""
@@ -483,12 +483,3 @@ class _WholeRecorder(Recorder):
                 return True
             frame = frame.f_back
         return False
-
-    def _where(self) -> tuple[tuple[CodeType, int], ...]:
-        """The places in the code that run, from the call of the function up to the `forward` of its owner."""
-        places = []
-        frame: FrameType | None = sys._getframe(3)
-        while frame is not None and frame.f_code is not self.followed:
-            places.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        return tuple(places)

@@ -64,7 +64,7 @@ class Value:
     size: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FunctionCall:
     """One call of a torch function.
 
@@ -206,11 +206,24 @@ class Recording:
         return found
 
     @cached_property
+    def same(self) -> dict[tuple[str | None, str, int], list[FunctionCall]]:
+        """The calls of a complete run that differ by their visit alone, by what names them in every run."""
+        found: dict[tuple[str | None, str, int], list[FunctionCall]] = {}
+        for call in self.calls:
+            found.setdefault(call.site, []).append(call)
+        return found
+
+    def constants(self, call: FunctionCall) -> set[str]:
+        """The operands of a call that are parameters, or computed from parameters alone, in all visits."""
+        same = self.same[call.site]
+        return {name for name in call.operands if all(self.values[one.operands[name]].constant for one in same)}
+
+    @cached_property
     def consumers(self) -> dict[int, list[FunctionCall]]:
         """The calls of a complete run that make something of a value, each once."""
         found: dict[int, list[FunctionCall]] = {}
-        for call in filter(_makes, self.calls):
-            for value in dict.fromkeys(call.inputs):
+        for call in self.calls:
+            for value in dict.fromkeys(call.inputs if call.outputs else ()):  # others give a number, a text or a shape
                 found.setdefault(value, []).append(call)
         return found
 
@@ -248,11 +261,6 @@ class Recording:
         return visits
 
 
-def _makes(call: FunctionCall) -> bool:
-    """Whether a call gives a tensor, and not a number, a text or a shape."""
-    return bool(call.outputs)
-
-
 def modules_called(model: nn.Module, recording: Recording) -> set[nn.Module]:
     """The modules that a run of a model calls.
 
@@ -269,8 +277,6 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     """The quantized layers whose weight a run reads without a call of them, and the path of the module that reads it.
 
     Args:
-        model: as it ran.
-        recording: of the run.
         others: layers in float to look for, too, which have one weight.
 
     >>> from fakequant.model.run.outputs import record
@@ -339,10 +345,6 @@ class Unreached:
 
     One run shows which layers read a value. An expert that got no rows, or a head for training, may read it in another
     run.
-
-    Args:
-        model: as it ran.
-        recording: of the run.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
@@ -456,18 +458,7 @@ _FACTORS = {
 }
 
 
-def _attention(outputs: int, query: torch.Tensor, key: torch.Tensor, *_: torch.Tensor) -> int:
-    return (query.numel() + outputs) * key.shape[-2]
-
-
-def _recurrent(_: int, x: torch.Tensor, *others: torch.Tensor) -> int:
-    return x[..., 0].numel() * sum(weight.numel() for weight in others if weight.dim() == 2)
-
-
-# The number of multiply-accumulates for a given number of outputs, for products that torch's counter does not know.
-_COUNTS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-}
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 def is_number(tensor: torch.Tensor) -> bool:
@@ -494,13 +485,7 @@ def factors_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) -> tuple[Any, int]:
-    """The result of a product, and its multiply-accumulates.
-
-    Args:
-        name: of the operation.
-        run: computes it.
-        factors: its tensors, as of `factors_of`.
-    """
+    """The result of a product, and its multiply-accumulates."""
     attends = has(name, Trait.ATTENTION)
     if attends:  # flex_attention fails under torch's counter
         output = run()
@@ -512,9 +497,19 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
         if operations := counter.get_total_flops():
             return output, operations // 2
     first = output[0] if isinstance(output, (tuple, list)) else output
-    attends = attends or name.removeprefix("_").startswith(_ATTENTION)
-    count = _attention if attends else _COUNTS.get(name, _along_reduction(name))
-    return output, 0 if has(name, Trait.LOOKUP) else count(first.numel(), *factors)
+    outputs = first.numel()
+    if attends or name.removeprefix("_").startswith(_ATTENTION):
+        count = (factors[0].numel() + outputs) * factors[1].shape[-2]  # of the query and the key
+    elif name in _RECURRENT:
+        count = factors[0][..., 0].numel() * sum(weight.numel() for weight in factors[1:] if weight.dim() == 2)
+    elif has(name, Trait.LOOKUP):
+        count = 0
+    else:  # by the table of sites, or a sum over the last axis of the first factor
+        function = SITE_FUNCTIONS.get(name)
+        axis = function.operands[0].reduction if function is not None and function.operands else -1
+        of_table = None if function is None else function.multiplications
+        count = outputs * factors[0].shape[axis] if of_table is None else of_table(outputs, *factors)
+    return output, count
 
 
 class _NoModules(ModuleTracker):
@@ -524,15 +519,6 @@ class _NoModules(ModuleTracker):
         return self
 
     def __exit__(self, *_: object) -> None: ...
-
-
-def _along_reduction(name: str) -> Callable[..., int]:
-    """The count of a product from the table of sites, or of one that sums over the last axis of its first factor."""
-    function = SITE_FUNCTIONS.get(name)
-    if function is not None and function.multiplications is not None:
-        return function.multiplications
-    axis = function.operands[0].reduction if function is not None and function.operands else -1
-    return lambda outputs, first, *_: outputs * first.shape[axis]
 
 
 _STILL_LARGE = EXTREME / 100
@@ -565,12 +551,7 @@ def masked_values(recording: Recording) -> set[int]:
 
 
 def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
-    """Warn of functions whose calibrated ranges hold numbers of a mask, which the example of `prepare` did not have.
-
-    Args:
-        model: a prepared model.
-        ranges: by the path of the quantizer.
-    """
+    """Warn of functions whose calibrated ranges hold numbers of a mask, which the example of `prepare` did not have."""
     low: dict[str, float] = {}
     functions: set[str] = set()
     for name, range in ranges.items():
@@ -615,8 +596,6 @@ def find_neighbors(
     """Follow the outputs of makers, also through functions such as ReLU.
 
     Args:
-        model: as it ran.
-        recording: of the run.
         makers: the modules whose outputs are followed.
         layers: those that may read them.
         through: functions that outputs are followed through; by default those that keep scales.

@@ -66,19 +66,16 @@ class Tensors:
         """Note a tensor, or another number of a known one."""
         self._left -= 1
         if not self._left:
-            self._forget_dead()
+            self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
+            alive = {
+                memory: {key: one for key, one in held.items() if one() is not None}
+                for memory, held in self._by_memory.items()
+            }
+            self._by_memory = {memory: held for memory, held in alive.items() if held}
+            self._left = max(_ADDED, len(self._held))
         one = ref(tensor)  # Python swallows an interrupt in a callback of a reference, so there is none
         self._held[id(tensor)] = one, number
         self._by_memory.setdefault(memory_of(tensor), {})[id(tensor)] = one
-
-    def _forget_dead(self) -> None:
-        self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
-        alive = {
-            memory: {key: one for key, one in held.items() if one() is not None}
-            for memory, held in self._by_memory.items()
-        }
-        self._by_memory = {memory: held for memory, held in alive.items() if held}
-        self._left = max(_ADDED, len(self._held))
 
     def number(self, tensor: Tensor) -> int | None:
         """The last number of a tensor; None for an unknown one."""
@@ -166,9 +163,6 @@ class Recorder(TorchFunctionMode):
     """Fills a recording while a model runs as it is.
 
     Modules that the model calls in other threads are noted without their functions, which torch shows no other thread.
-
-    Args:
-        model: what runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -239,7 +233,10 @@ class Recorder(TorchFunctionMode):
         if made or called is not None or not (getattr(func, "__name__", "") == "__get__" or has(name, Trait.SHAPE)):
             self._note(name, inputs, made, count, detail)
             for one in (*written, *tensors_in(kwargs.get("out"))):
-                self._note_shared(made, one)
+                for other, share in self.tensors.sharing(one):
+                    if all(other is not tensor for tensor in made):
+                        pair = self.value_of(other), self.value_of(one)
+                        self._note("copy" if share == 1 else "setitem", pair, [other], 0, PLAIN)
         return result
 
     def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
@@ -286,13 +283,6 @@ class Recorder(TorchFunctionMode):
             FunctionCall(number, owner, visit, name, index, inputs, outputs, multiplications=count, **detail._asdict())
         )
 
-    def _note_shared(self, made: list[Tensor], written: Tensor) -> None:
-        """Tensors that share memory with one that was written have new values, too."""
-        for other, share in self.tensors.sharing(written):
-            if all(other is not tensor for tensor in made):
-                inputs = self.value_of(other), self.value_of(written)
-                self._note("copy" if share == 1 else "setitem", inputs, [other], 0, PLAIN)
-
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now; a tensor that vmap wraps is the one within."""
         number = next((known for own, name, known in self.elsewhere if own[name] is tensor), None)
@@ -314,8 +304,6 @@ class Recorder(TorchFunctionMode):
         """Put hooks around the calls of a module. They are lambdas: a copy of it that a model makes would copy methods.
 
         Args:
-            path: of the module.
-            module: that the hooks see.
             keep: gets the handle of each hook at once, so that an interrupt between two leaves none.
         """
         if quantizes(module):

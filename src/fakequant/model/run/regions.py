@@ -31,7 +31,11 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
         GraphError: a part has gradients where the model has none.
     """
     renamed: dict[str, str] = {}
-    while regions := [node for node in program.graph.nodes if _is_region(node)]:
+    while regions := [
+        node
+        for node in program.graph.nodes
+        if (node.target is _GRADIENTS or (node.target is _AUTOCAST and not node.args[2]))
+    ]:
         for node in regions:
             renamed |= _inline(program.graph_module, node, gradients)
     for spec in program.graph_signature.output_specs:
@@ -42,10 +46,6 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
             spec.arg = replace(spec.arg, name=name)
     if renamed:
         program.graph_module.recompile()
-
-
-def _is_region(node: fx.Node) -> bool:
-    return node.target is _GRADIENTS or (node.target is _AUTOCAST and not node.args[2])
 
 
 def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:

@@ -30,7 +30,7 @@ _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assign
 _KEPT = "fake tensor in the exported program"
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
-_LENGTH = re.compile(r"(L(?:\[[^\]]+\])+)\.size\(\)\[(\d+)\]")
+_LENGTH = re.compile(r"L\['(\w+)'\]((?:\[[^\]]+\])*)\.size\(\)\[(\d+)\]")
 """The length of an axis of an input in the conditions of torch.export."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
 """The logger to which torch writes the traceback of an error in tracing; it raises the error, too."""
@@ -47,11 +47,20 @@ def traced_program(
         torch.export's errors: the model cannot be traced.
     """
     example = separate((args, kwargs))
-    longer = _with_two_rows(model, example, dynamic_shapes)
+    longer = None  # the example, repeated along dynamic axes of length 1, which torch.export takes for static
+    if dynamic_shapes is not None:
+        given = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
+        named = isinstance(dynamic_shapes, Mapping)
+        shapes = dynamic_shapes if named else dict(zip(given, dynamic_shapes, strict=False))
+        twice = {
+            id(x): torch.cat([x] * 2, axis) for name in given for x, axis in _single(given[name], shapes.get(name))
+        }
+        longer = pytree.tree_map_only(Tensor, lambda x: twice.get(id(x), x), example) if twice else None
     try:
         return _traced(model, longer or example, dynamic_shapes)
     except CalibrationError as error:
-        if not _has_one_twice((args, kwargs)):
+        tensors = [id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if len(set(tensors)) == len(tensors):
             raise
         warn_user(f"the example has one tensor for several arguments, and the model takes no others: {error}")
         own: dict[int, Tensor] = {}
@@ -107,7 +116,7 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
         for length in lengths:
             tried = {length - 1, length + 1, 2 * length, 2 * length + 1}
             if any(not _holds(guard, held, {length: other}) for other in tried if other > 1):
-                false.append(_LENGTH.sub(lambda one: f"{_named(one[1])}.shape[{one[2]}]", guard))
+                false.append(_LENGTH.sub(r"\1\2.shape[\3]", guard))
                 break
     if false:
         warn_user(
@@ -128,10 +137,6 @@ def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
         return bool(eval(guard, names))
     except Exception:  # it asks for more than lengths
         return True
-
-
-def _named(place: str) -> str:
-    return re.sub(r"^L\['(\w+)'\]", r"\1", place)
 
 
 def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProgram:
@@ -157,11 +162,19 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
             ) from error
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise
-        if _CACHE in kwargs or not _takes_cache(model):
-            raise ExportError(_refusal(found["name"])) from error
+        parameters = inspect.signature(model.forward).parameters
+        if _CACHE in kwargs or not any(p.name == _CACHE or p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise ExportError(
+                f"the model returns a {found['name']}, which torch.export does not know; let it return tensors, and "
+                "tuples, lists and dicts of them. A decoder returns no cache if the example is a dict with "
+                "use_cache=False, or if model.config.use_cache is False"
+            ) from error
     warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
-    shapes = _with_cache(model, dynamic_shapes)
-    return _traced(model, (args, {**kwargs, _CACHE: False}), shapes)
+    if dynamic_shapes is not None:
+        named = isinstance(dynamic_shapes, Mapping)
+        shapes = dynamic_shapes if named else dict(zip(parameters, dynamic_shapes, strict=False))
+        dynamic_shapes = {**shapes, _CACHE: None}
+    return _traced(model, (args, {**kwargs, _CACHE: False}), dynamic_shapes)
 
 
 @contextmanager
@@ -221,21 +234,6 @@ def separate(example: Any) -> Any:
     return pytree.tree_map_only(Tensor, own, example)
 
 
-def _has_one_twice(example: Any) -> bool:
-    tensors = [id(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-    return len(set(tensors)) < len(tensors)
-
-
-def _with_two_rows(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
-    """The example, repeated along dynamic axes of length 1, which torch.export takes for static; None without any."""
-    if dynamic_shapes is None:
-        return None
-    given = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
-    shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else dict(zip(given, dynamic_shapes, strict=False))
-    longer = {id(x): torch.cat([x] * 2, axis) for name in given for x, axis in _single(given[name], shapes.get(name))}
-    return pytree.tree_map_only(Tensor, lambda x: longer.get(id(x), x), example) if longer else None
-
-
 def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
     """The tensors of an argument with a dynamic axis of length 1, and that axis."""
     if shapes is None:
@@ -270,25 +268,3 @@ def quiet(*names: str) -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield
-
-
-def _takes_cache(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(p.name == _CACHE or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _with_cache(model: nn.Module, dynamic_shapes: Any) -> Any:
-    """Dynamic shapes by name, with an entry for the added argument."""
-    if dynamic_shapes is None:
-        return None
-    if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(inspect.signature(model.forward).parameters, dynamic_shapes, strict=False))
-    return {**dynamic_shapes, _CACHE: None}
-
-
-def _refusal(name: str) -> str:
-    return (
-        f"the model returns a {name}, which torch.export does not know; let it return tensors, and tuples, lists and "
-        "dicts of them. A decoder returns no cache if the example is a dict with use_cache=False, or if "
-        "model.config.use_cache is False"
-    )

@@ -1,21 +1,34 @@
-"""Where a target wants quantizers in a model: its table, applied to the data flow of a recorded run."""
+"""Where quantizers come in a model by what a recorded run shows.
+
+A target's table is applied to the data flow. Without a target, layers with a forward of their own that computes one
+product of their weight get quantizers at this product.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from glob import escape
+from typing import Any
 
+import torch
 from torch import nn
 
+from fakequant.data.batches import Arguments
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.run.recorded import FunctionCall, Recording, having, masked_values
-from fakequant.model.sites.sites import Candidate, SiteQuantizer, candidates, operand_quantizer, rules_of_sites
-from fakequant.model.sites.targets import FixedRange, Target
-from fakequant.model.sites.targets.table import ATTENTION_LAYER, products
+from fakequant.model.run.outputs import record
+from fakequant.model.run.recorded import FunctionCall, Recording, has, having, masked_values
+from fakequant.model.sites.sites import SiteQuantizer, candidates, operand_quantizer, path_of, rules_of_sites
+from fakequant.model.sites.targets import ATTENTION_LAYER, FixedRange, Target, products
+from fakequant.model.weights import evaluating
+from fakequant.nn.integer import Execution
+from fakequant.nn.quantized.forms import output_channels, own_class, why_changed
 from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
+from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
+from fakequant.restore import restore_after, structure_of
 
 
 class Flow:
@@ -80,8 +93,12 @@ class Flow:
         waiting = {value for value in values if self.producer(value) is not None}
         while waiting:
             call = max(filter(None, map(self.producer, waiting)), key=lambda call: call.number)
-            if len(waiting) == 1 and self._ends_walk(depths, call, *waiting):
-                break
+            if len(waiting) == 1:  # all come from one value, and what they share otherwise is not read before it
+                common = set.intersection(*map(set, depths))
+                shared = [one for one in common if self.producer(one) is None]
+                later = all(c.number > call.number for one in shared for c in self.consumers[one])
+                if waiting <= common and later:
+                    break
             for own in depths:
                 reached = [own[output] for output in call.outputs if output in own]
                 depth = max(reached, default=0) + (call.function in self.products)
@@ -90,12 +107,6 @@ class Flow:
             waiting.update(parent for parent in call.inputs if self.producer(parent) is not None)
         common = set.intersection(*map(set, depths))
         return [min((own[value] for value in common), default=0) for own in depths]
-
-    def _ends_walk(self, depths: Sequence[dict[int, int]], call: FunctionCall, value: int) -> bool:
-        """Whether all values come from one, and no parameter or input that they share is read before it."""
-        common = set.intersection(*map(set, depths))
-        shared = [one for one in common if self.producer(one) is None]
-        return value in common and all(c.number > call.number for one in shared for c in self.consumers[one])
 
 
 Held = dict[str, SiteQuantizer]
@@ -106,12 +117,10 @@ class Placement:
     """What a target makes of a model.
 
     Attributes:
-        sites: the quantizers of functions.
-        layers: the rules of layers, by path.
         notes: what keeps the engine from computing on integers, and what to do.
     """
 
-    sites: dict[Candidate, Held]
+    sites: dict[FunctionCall, Held]
     layers: dict[str, Rule]
     notes: list[str] = field(default_factory=list)
 
@@ -120,17 +129,14 @@ class _Planner:
     """Walks the data flow of one run with one table.
 
     Args:
-        target: the table.
-        recording: of the float model.
-        configs: how tensors are quantized, for every call that could be a site.
-        layers: the rules that hold for layers, by path.
+        configs: how tensors are quantized, for every call that could be a site, the first of several visits.
     """
 
     def __init__(
         self,
         target: Target,
         recording: Recording,
-        configs: Mapping[Candidate, Rule],
+        configs: Mapping[FunctionCall, Rule],
         layers: Mapping[str, Rule],
     ) -> None:
         self.target = target
@@ -138,12 +144,7 @@ class _Planner:
         self.configs = configs
         self.given = layers
         self.layers = dict(layers)
-        self.candidates = {(one.owner, one.function, one.index): one for one in configs}
-        self.same: dict[tuple[str | None, str, int], list[FunctionCall]] = {}  # calls, which differ by visit alone
-        for call in recording.calls:
-            self.same.setdefault(call.site, []).append(call)
-        self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
-        self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
+        self.same = recording.same
         masks = masked_values(recording)
         infinite = {value.number for value in recording.values if not math.isfinite(value.size)}
         self.unfit = infinite | masks  # values that no range can hold
@@ -152,33 +153,26 @@ class _Planner:
             for call in recording.calls
             if not masks.isdisjoint([*call.operands.values(), *call.outputs]) and not call.is_product
         }
-        self.held: dict[Candidate, Held] = {}
+        self.held: dict[FunctionCall, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
         self.new: dict[frozenset[str], list[int]] = {}  # of these, those that `_drop_after` has not seen, by `through`
-        self.readers: dict[int, list[tuple[Candidate, str] | str]] = {}  # what gets a value: operands, layers' inputs
-        for one, calls in self.calls_of.items():
-            for call in calls:
-                for name in one.operands:
-                    self.readers.setdefault(call.operands[name], []).append((one, name))
-        self.values_of = {path: _first_operands(self.flow.of_owner.get(path, [])) for path in layers}
+        self.readers: dict[
+            int, list[tuple[FunctionCall, str] | str]
+        ] = {}  # what gets a value: operands, layers' inputs
+        for first in configs:
+            for call in self.same[first.site]:
+                for name in first.operands:
+                    self.readers.setdefault(call.operands[name], []).append((first, name))
+        self.values_of = {
+            path: [value for call in self.flow.of_owner.get(path, []) for value in [*call.operands.values()][:1]]
+            for path in layers
+        }
         for path, values in self.values_of.items():
             for value in values:
                 self.readers.setdefault(value, []).append(path)
 
-    def _candidate(self, call: FunctionCall) -> Candidate | None:
-        return None if call.owner is None else self.candidates.get((call.owner, call.function, call.index))
-
     def place(self) -> Placement:
         """The quantizers of all candidates and layers."""
-        self._layers()
-        self._inputs()
-        self._fixed()
-        self._share()
-        self._outputs()
-        return Placement({one: held for one, held in self.held.items() if held}, self.layers, self._notes())
-
-    def _layers(self) -> None:
-        """Layers that keep scales, and those that the target computes in float, have no quantizers."""
         for path, rule in self.layers.items():
             calls = self.flow.of_owner.get(path, [])
             called = {call.function for call in calls}
@@ -186,24 +180,60 @@ class _Planner:
                 self.layers[path] = _without_input(rule)
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None, gradient=None)
+        self._inputs()
+        for call, rule in self.configs.items():  # ranges that do not depend on the data need no other quantizer after
+            known = self.target.fixed.get(call.function)
+            fixed = None if known is None else _fixed_quantizer(rule.input, known)
+            if fixed is not None:
+                self.held.setdefault(call, {})["output"] = fixed
+                self._drop_after({value for same in self.same[call.site] for value in same.outputs}, self.target.keeps)
+        self._share()
+        self._outputs()
+        notes, name = [], self.target.name
+        norms = [c for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())]
+        if norms and not self.target.folds_norms:
+            follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
+            notes.append(
+                f"{follow} products with quantized weights, so that {name} computes both in float; call "
+                "fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
+                "fakequant.qat.fold_batch_norm(model, example) after it"
+            )
+        wanted = self.target.symmetric
+        specs = [rule.input.spec for rule in self.given.values() if rule.input is not None]
+        other = [spec for spec in specs if isinstance(spec.format, IntegerFormat) and spec.symmetric is not wanted]
+        if other and wanted is not None:
+            kind, preset = ("symmetric", "INT8") if wanted else ("asymmetric", "INT8_AFFINE")
+            notes.append(
+                f"{name} computes all products on integers only with {kind} activations, and the configuration has "
+                f"{other[0]}; presets.{preset} suits it"
+            )
+        return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes)
 
     def _inputs(self) -> None:
-        for one, call in self.call_of.items():
-            if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
+        for call, rule in self.configs.items():
+            if call.function not in self.target.inputs or call.site in self.masked:
                 continue
-            names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
-            names = [name for name in names if not self._is_unfit(same.operands[name] for same in self.calls_of[one])]
-            if self.target.identity_only and one.function == "add":
-                names = [name for name in names if name != self._main_branch(one, call)]
-            held = {name: operand_quantizer(one, name, self.configs[one]) for name in names}
-            if self.target.attention_in_parts and one.function == "scaled_dot_product_attention":
-                held["probabilities"] = self._probabilities(one)
-            self.held[one] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
-
-    def _probabilities(self, one: Candidate) -> SiteQuantizer | None:
-        config, known = self.configs[one].input, self.target.fixed.get("softmax")
-        fixed = None if known is None else _fixed_quantizer(config, known)
-        return fixed if fixed is not None or config is None else SiteQuantizer(config)
+            constants = self.flow.recording.constants(call) if call.function == "add" else ()
+            others = [value for name, value in call.operands.items() if constants and name not in constants]
+            if any(self._is_of_product(value, ()) for value in others):  # a parameter is added as its bias
+                continue
+            names = [name for name, value in call.operands.items() if not self._is_fused(value, call.function)]
+            same = self.same[call.site]
+            names = [name for name in names if not self._is_unfit(one.operands[name] for one in same)]
+            if self.target.identity_only and call.function == "add":
+                # The engine computes the sum with a product whose result nothing else uses: of two with the one that
+                # has more products before both meet; the identity branch may have one, to fit its shape.
+                main = [name for name, value in call.operands.items() if self._is_of_product(value, ("batch_norm",))]
+                if len(main) > 1:
+                    depths = self.flow.products_since_common([call.operands[name] for name in main])
+                    main = [main[depths.index(max(depths))]]
+                names = [name for name in names if name not in main]
+            held = {name: operand_quantizer(self.flow.recording, call, name, rule) for name in names}
+            if self.target.attention_in_parts and call.function == "scaled_dot_product_attention":
+                config, known = rule.input, self.target.fixed.get("softmax")
+                fixed = None if known is None else _fixed_quantizer(config, known)
+                held["probabilities"] = fixed if fixed is not None or config is None else SiteQuantizer(config)
+            self.held[call] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
 
     def _is_unfit(self, values: Iterable[int]) -> bool:
         """Whether a value of the run holds inf, NaN or the numbers of a mask."""
@@ -212,13 +242,6 @@ class _Planner:
     def _is_fused(self, value: int, function: str) -> bool:
         producer = self.flow.producer(value)
         return producer is not None and (producer.function, function) in self.target.fused and self.flow.alone(value)
-
-    def _adds_bias(self, one: Candidate, call: FunctionCall) -> bool:
-        """Whether a parameter is added to the result of a product, as its bias."""
-        if one.function != "add" or not one.constants:
-            return False
-        other = [call.operands[name] for name in one.operands if name not in one.constants]
-        return any(self._is_of_product(value, ()) for value in other)
 
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
         producer = self.flow.producer(value)
@@ -230,24 +253,6 @@ class _Planner:
             value = producer.inputs[0]
             producer = self.flow.producer(value)
         return False
-
-    def _main_branch(self, one: Candidate, call: FunctionCall) -> str | None:
-        """The operand that the engine computes together with the sum: a product's result that nothing else uses."""
-        main = [name for name in one.operands if self._is_of_product(call.operands[name], ("batch_norm",))]
-        if len(main) < 2:
-            return main[0] if main else None
-        # The branch with more products before both meet; the identity branch of a block may have one, to fit its shape.
-        depths = self.flow.products_since_common([call.operands[name] for name in main])
-        return main[depths.index(max(depths))]
-
-    def _fixed(self) -> None:
-        """Ranges that do not depend on the data, after which no other quantizer is needed."""
-        for one in self.call_of:
-            known = self.target.fixed.get(one.function)
-            fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
-            if fixed is not None:
-                self.held.setdefault(one, {})["output"] = fixed
-                self._drop_after({value for same in self.calls_of[one] for value in same.outputs}, self.target.keeps)
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
         """Take quantizers away from operands and layers that read quantized values in all their calls.
@@ -267,22 +272,22 @@ class _Planner:
                 if all(self.flow.comes_from(value, self.quantized, through) for value in self.values_of[reader]):
                     self.layers[reader] = _without_input(self.layers[reader])
                 continue
-            one, name = reader
-            if one.function not in self.target.shared and name in self.held.get(one, {}):
-                values = [call.operands[name] for call in self.calls_of[one]]
+            first, name = reader
+            if first.function not in self.target.shared and name in self.held.get(first, {}):
+                values = [call.operands[name] for call in self.same[first.site]]
                 if all(self.flow.comes_from(value, self.quantized, through) for value in values):
-                    del self.held[one][name]
+                    del self.held[first][name]
 
     def _share(self) -> None:
         """One quantizer for all operands of a function such as `cat`, and for those that are joined further on."""
         groups: dict[int, str] = {}  # of the results
-        members: dict[str, list[tuple[Candidate, str]]] = {}
-        for one, call in sorted(self.call_of.items(), key=lambda item: item[1].number):
-            held = self.held.get(one, {})
-            if one.function not in self.target.shared or not held:
+        members: dict[str, list[tuple[FunctionCall, str]]] = {}
+        for call in sorted(self.configs, key=lambda call: call.number):
+            held = self.held.get(call, {})
+            if call.function not in self.target.shared or not held:
                 continue
-            first = f"{one.path}.{next(iter(held))}"
-            members[first] = [(one, name) for name in held]
+            first = f"{path_of(call)}.{next(iter(held))}"
+            members[first] = [(call, name) for name in held]
             for name in held:
                 group = groups.get(self.flow.source(call.operands[name], self.target.keeps))
                 if group is not None and group != first:
@@ -290,18 +295,23 @@ class _Planner:
                     groups = {value: first if own == group else own for value, own in groups.items()}
             groups.update(dict.fromkeys(call.outputs, first))
         for same in members.values():
-            same.sort(key=lambda member: self.call_of[member[0]].number)
-            one, name = same[0]
-            shared = replace(self.held[one][name], group=f"{one.path}.{name}")
-            for one, name in same:
-                self.held[one][name] = shared
+            same.sort(key=lambda member: member[0].number)
+            call, name = same[0]
+            shared = replace(self.held[call][name], group=f"{path_of(call)}.{name}")
+            for call, name in same:
+                self.held[call][name] = shared
 
     def _outputs(self) -> None:
         """Results that no other quantizer reaches."""
         for call in self.flow.calls:
             if call.function not in self.target.outputs or call.site in self.masked:
                 continue
-            last = self._last_of_chain(call)
+            last = call  # of those that are computed as one
+            while last.outputs and self.flow.alone(last.outputs[0]):
+                after = self.flow.consumers[last.outputs[0]][0]
+                if (last.function, after.function) not in self.target.fused:
+                    break
+                last = after
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
             if not inside and all(self._is_quantized_after(value) for value in last.outputs[:1]):
                 continue
@@ -320,20 +330,12 @@ class _Planner:
             output = rule.output or rule.input
             self.layers[call.owner] = replace(self.layers[call.owner], output=output)
             return output is not None
-        at = self._candidate(call)
-        config = None if at is None else self.configs[at].output or self.configs[at].input
-        if at is not None and config is not None:
-            self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
+        first = self.same[call.site][0]
+        rule = self.configs.get(first)
+        config = None if rule is None else rule.output or rule.input
+        if config is not None:
+            self.held.setdefault(first, {}).setdefault("output", SiteQuantizer(config))
         return config is not None
-
-    def _last_of_chain(self, call: FunctionCall) -> FunctionCall:
-        """The last of the calls that are computed as one, from a call on."""
-        while call.outputs and self.flow.alone(call.outputs[0]):
-            after = self.flow.consumers[call.outputs[0]][0]
-            if (call.function, after.function) not in self.target.fused:
-                break
-            call = after
-        return call
 
     def _is_quantized_after(self, value: int) -> bool:
         """Whether all that use a value get it quantized, by quantizers that the engine moves to the value."""
@@ -355,39 +357,12 @@ class _Planner:
                     return False
         return True
 
-    def _notes(self) -> list[str]:
-        """What keeps the engine from computing on integers."""
-        notes, name = [], self.target.name
-        norms = [c for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())]
-        if norms and not self.target.folds_norms:
-            follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
-            notes.append(
-                f"{follow} products with quantized weights, so that {name} computes both in float; call "
-                "fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
-                "fakequant.qat.fold_batch_norm(model, example) after it"
-            )
-        wanted = self.target.symmetric
-        specs = [rule.input.spec for rule in self.given.values() if rule.input is not None]
-        other = [spec for spec in specs if isinstance(spec.format, IntegerFormat) and spec.symmetric is not wanted]
-        if other and wanted is not None:
-            kind, preset = ("symmetric", "INT8") if wanted else ("asymmetric", "INT8_AFFINE")
-            notes.append(
-                f"{name} computes all products on integers only with {kind} activations, and the configuration has "
-                f"{other[0]}; presets.{preset} suits it"
-            )
-        return notes
-
     def _quantizes(self, consumer: FunctionCall, value: int) -> bool:
         if consumer.owner in self.layers:
             return self.layers[consumer.owner].input is not None
-        one = self._candidate(consumer)
-        held = {} if one is None else self.held.get(one, {})
+        held = self.held.get(self.same[consumer.site][0], {})
         names = [name for name, operand in consumer.operands.items() if operand == value]
         return bool(names) and all(name in held for name in names)
-
-
-def _first_operands(calls: Iterable[FunctionCall]) -> list[int]:
-    return [value for call in calls for value in [*call.operands.values()][:1]]
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:
@@ -407,12 +382,8 @@ def place(
     """The quantizers of functions and layers that a target wants, with the specifications of a configuration.
 
     Args:
-        model: the float model.
         config: its rules; of those that speak of no types and functions the last that matches a module holds for the
             functions that the module calls.
-        recording: of a run of the model.
-        target: the table.
-        layers: the rules that hold for layers, by path.
     """
     names, rules = all_names(model), dict[str, Rule]()
     for rule in config.layer_rules:
@@ -421,13 +392,88 @@ def place(
     found = candidates(model, recording)
     spoken = rules_of_sites(model, config, found)
     varying = {call.site for call in recording.calls if not recording.is_constant(call)}
-    configs = {
-        one: rules[one.owner]
-        for one in found
-        if one.owner in rules and one not in spoken and (one.owner, one.function, one.index) in varying
-    }
+    unspoken = [call for call in found if call not in spoken and call.site in varying]
+    configs = {call: rules[call.owner or ""] for call in unspoken if (call.owner or "") in rules}
     return _Planner(target, recording, configs, layers).place()
 
 
 def _without_input(rule: Rule) -> Rule:
     return replace(rule, input=None, gradient=None if rule.weight is None else rule.gradient)
+
+
+def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Arguments) -> set[Any]:
+    """The layers whose call gives the result of one linear function or convolution of their own weight and bias.
+
+    Args:
+        layers: with their paths, each with the attributes of a torch layer of the kind.
+    """
+    with restore_after(structure_of([model])), evaluating(model), torch.no_grad():
+        for layer in layers:
+            if layer._parameters.get("bias") is None:  # one that is not used would not be seen
+                own: Any = layer
+                layer._parameters["bias"] = nn.Parameter(own.weight.new_zeros(output_channels(own)))
+        recording = record(model, lambda: arguments.run(model))
+        numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+        return {layer for layer, path in layers.items() if _ends(layer, path, recording, numbers)}
+
+
+def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
+    """The rules for layers whose class changes the `forward` of one with a quantized form, by path."""
+    names = all_names(model)
+    return {
+        names[layer][0]: rule
+        for layer, rule in config.last_rules(model).items()
+        if not rule.leaves_in_float
+        and rule.execution is Execution.SIMULATE
+        and why_changed(own_class(layer)) is not None
+        and layer._parameters.get("weight") is not None
+    }
+
+
+def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module, recording: Recording) -> Config:
+    """The configuration with rules for the products of layers with a `forward` of their own, before all others."""
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    added = []
+    for path, rule in own.items():
+        function = _own_product(path, numbers[model.get_parameter(f"{path}.weight".lstrip("."))], recording)
+        if function is not None:
+            added.append(replace(rule, pattern=escape(path), layers=(), ops=(function,), optional=True))
+    return Config(config.name, (*added, *config.rules))
+
+
+def _own_product(path: str, weight: int, recording: Recording) -> str | None:
+    """The function by which a layer multiplies with its weight, if its forward computes this one product in each call.
+
+    Args:
+        weight: the number of the value of its weight.
+    """
+    products = [call for call in recording.calls_of.get(path, ()) if call.multiplications]
+    if not len({call.visit for call in products}) == len(products) == recording.visits[path] > 0:
+        return None
+    function = products[0].function
+    for call in products:
+        read = {_moved_from(value, recording) for value in call.factors}
+        if not call.operands or call.function != function or weight not in read:
+            return None
+    return function
+
+
+def _moved_from(value: int, recording: Recording) -> int:
+    """The value from which functions that only move values made another, such as the weight behind its transpose."""
+    producer = recording.values[value].producer
+    while producer is not None and has(recording.calls[producer].function, Trait.CODES):
+        value = recording.calls[producer].inputs[0]
+        producer = recording.values[value].producer
+    return value
+
+
+def _ends(layer: nn.Module, path: str, recording: Recording, numbers: Mapping[nn.Parameter, int]) -> bool:
+    own = {numbers[p] for p in layer._parameters.values() if p is not None and p in numbers}
+    reads = [call for call in recording.calls if own & {*call.inputs}]
+    if len(reads) != 1 or len(own) != 2 or recording.visits[path] != 1:
+        return False
+    (call,) = reads
+    weight = numbers.get(layer._parameters["weight"])  # type: ignore[arg-type]  it has one
+    last = call.owner == path and call.function in OF_LAYERS and call.factors[1:] == (weight,)
+    inside = [one for one in recording.calls if one.owner == path or (one.owner or "").startswith(f"{path}.")]
+    return last and own <= {*call.inputs} and all(one.number <= call.number for one in inside)

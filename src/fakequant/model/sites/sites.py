@@ -22,10 +22,8 @@ from fakequant.errors import ConfigError, CoverageWarning, warn_user
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, Recording
-from fakequant.model.sizes import exceeds_float
-from fakequant.model.weights import training
+from fakequant.model.weights import exceeds_float, training
 from fakequant.nn.backward import GradientConfig
-from fakequant.nn.paths import module_at
 from fakequant.nn.quantized.forms import bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
@@ -129,186 +127,125 @@ def site_path(owner: str, key: str) -> str:
     return f"{owner}.{SITES}.{key}" if owner else f"{SITES}.{key}"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A call that could be a site, from all visits of its owner."""
-
-    owner: str
-    function: str
-    index: int
-    operands: tuple[str, ...]
-    constants: frozenset[str]
-    """The operands that are parameters, or computed from parameters alone."""
-    equation: str = ""
-    """The equation of the `Call`."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """Those of the operands in the first call."""
-
-    @property
-    def path(self) -> str:
-        """The path that its site would have."""
-        return site_path(self.owner, site_key(self.function, self.index))
-
-    def shape(self, operand: str) -> tuple[int, ...]:
-        """The shape of an operand; () of one that the call does not have."""
-        return dict(zip(self.operands, self.shapes, strict=True)).get(operand, ())
+Placed = Mapping[FunctionCall, dict[str, SiteQuantizer]]
+"""Quantizers by operand, for calls of a recorded run, each the first of those that differ by their visit alone."""
 
 
-Placed = Mapping[Candidate, dict[str, SiteQuantizer]]
+def path_of(call: FunctionCall) -> str:
+    """The path of the site that a call of an owner has, or would have."""
+    return site_path(call.owner or "", site_key(call.function, call.index))
 
 
 def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
     """The sites that the rules of a configuration say, and, where no rule speaks of a call, those of a target.
 
+    Owners that are called with different sequences have no sites, and a `CoverageWarning` says so.
+
     Args:
-        model: the float model.
-        config: its rules.
-        recording: of a run of the model.
         placed: the quantizers that a target places; none without a target.
 
     Raises:
-        ConfigError: a rule matches no call.
+        ConfigError: a rule matches no call, or an owner cannot be one.
     """
+    modules, parameters = dict(model.named_modules()), list(model.parameters())  # a recording numbers these first
     found = candidates(model, recording)
     rules = rules_of_sites(model, config, found)
-    planned = [(one, _quantizers(one, rules[one]) if one in rules else (placed or {}).get(one, {})) for one in found]
-    return complete_plan(model, recording, [(one, held) for one, held in planned if held], rules)
-
-
-def rules_of_sites(model: nn.Module, config: Config, found: Iterable[Candidate]) -> dict[Candidate, Rule]:
-    """The rules that speak of calls, by call; the last that matches holds.
-
-    Raises:
-        ConfigError: a rule matches no call.
-    """
-    names = all_names(model)
-    modules = dict(model.named_modules())
-    found = list(found)
-    rules: dict[Candidate, Rule] = {}
-    for rule in config.site_rules:
-        matched = [
-            one
-            for one in found
-            if one.function in rule.functions
-            and rule.matches_any((*names[modules[one.owner]], one.path), modules[one.owner])
-        ]
-        if not matched and not rule.optional:
-            raise ConfigError(_nothing_matched(rule, found))
-        rules.update(dict.fromkeys(matched, rule))
-    return rules
-
-
-def complete_plan(
-    model: nn.Module,
-    recording: Recording,
-    planned: Iterable[tuple[Candidate, dict[str, SiteQuantizer]]],
-    rules: Mapping[Candidate, Rule],
-) -> SitePlan:
-    """The plan for chosen calls: with the sequences of their owners, and the modules that owners call.
-
-    Owners that are called with different sequences have no sites, and a `CoverageWarning` says so.
-
-    Raises:
-        ConfigError: an owner cannot be one.
-    """
-    parameters = list(model.parameters())  # a recording numbers them first
-    sites = tuple(_planned_site(model, recording, one, held, parameters, rules.get(one)) for one, held in planned)
-    counted: dict[str, set[str]] = {}
+    sites: list[PlannedSite] = []
+    for call in found:
+        held, gradient = (placed or {}).get(call, {}), None
+        if (rule := rules.get(call)) is not None:
+            made = {name: operand_quantizer(recording, call, name, rule) for name in call.operands}
+            held, gradient = {name: one for name, one in made.items() if one is not None}, rule.gradient
+            if rule.output is not None:
+                features = operand_of(call, next(iter(call.operands))).reduction
+                held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
+        owner, weights = call.owner or "", dict[str, str]()
+        factors = [name for name, one in held.items() if one.kind is Kind.WEIGHT]
+        own = modules[owner].named_parameters(remove_duplicate=False) if factors else ()
+        names = {id(parameter): name for name, parameter in own}
+        for name in factors:
+            value = call.operands[name]
+            alone = all(c.site == call.site and c.inputs.count(value) == 1 for c in recording.consumers[value])
+            if value < len(parameters) and alone and (path := names.get(id(parameters[value]))) is not None:
+                weights[name] = path
+        if held:
+            sites.append(PlannedSite(owner, call.function, call.index, (*call.operands,), held, weights, gradient))
+    counted, steps = dict[str, set[str]](), dict[str, tuple[str, ...]]()
     for site in sites:
         counted.setdefault(site.owner, set()).add(site.function)
-    steps = {owner: _steps(recording, owner, functions) for owner, functions in counted.items()}
-    if unclear := [owner for owner, own in steps.items() if own is None]:
-        sites = tuple(site for site in sites if site.owner not in unclear)
-    steps = {owner: own for owner, own in steps.items() if own is not None}
-    modules = dict(model.named_modules())
-    for owner in steps:
+    for owner, own in counted.items():
+        visits = [tuple(c.function for c in visit if c.function in own) for visit in recording.of_owner(owner)]
+        if other := next((visit for visit in visits if visit != visits[0]), None):
+            _warn_orders(owner, visits[0], other, len(visits))
+            continue
         if bypasses_class(modules[owner]):
             raise ConfigError(
                 f"{module_name(owner)}: a forward of its own (a hook's) would bypass the quantizers of its "
                 "functions; remove the hook, or leave the functions in float by a rule"
             )
-    return SitePlan(sites, steps, shielded_modules(modules, recording.called, steps))
+        steps[owner] = visits[0]
+    sites = [site for site in sites if site.owner in steps]
+    return SitePlan((*sites,), steps, _shielded_modules(modules, recording.called, steps))
 
 
-def _planned_site(
-    model: nn.Module,
-    recording: Recording,
-    one: Candidate,
-    held: dict[str, SiteQuantizer],
-    parameters: list[nn.Parameter],
-    rule: Rule | None,
-) -> PlannedSite:
-    weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
-    owner = module_at(model, one.owner)
-    found = _parameters_of(owner, parameters, recording, (one.owner, one.function, one.index), weights)
-    gradient = None if rule is None else rule.gradient
-    return PlannedSite(one.owner, one.function, one.index, one.operands, held, found, gradient)
+def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCall]) -> dict[FunctionCall, Rule]:
+    """The rules that speak of calls, by call; the last that matches holds.
 
-
-def _parameters_of(
-    owner: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    recording: Recording,
-    call: tuple[str, str, int],
-    operands: Iterable[str],
-) -> dict[str, str]:
-    """The operands of a call that are parameters of its owner which nothing else reads, with their paths in the owner.
-
-    Args:
-        owner: the module whose `forward` calls it.
-        parameters: those of the float model, as it lists them.
-        recording: of its run.
-        call: owner, function and index.
-        operands: the names to look at.
+    Raises:
+        ConfigError: a rule matches no call.
     """
-    names = {id(parameter): name for name, parameter in owner.named_parameters(remove_duplicate=False)}
-    found: dict[str, str] = {}
-    for operand in operands:
-        value = next(one.operands[operand] for one in recording.calls_of[call[0]] if one.site == call)
-        readers = recording.consumers[value]
-        alone = all(one.site == call and one.inputs.count(value) == 1 for one in readers)
-        if value < len(parameters) and alone and (name := names.get(id(parameters[value]))) is not None:
-            found[operand] = name
-    return found
+    names, modules = all_names(model), dict(model.named_modules())
+    found = list(found)
+    rules: dict[FunctionCall, Rule] = {}
+    for rule in config.site_rules:
+        owners = {call: modules[call.owner or ""] for call in found if call.function in rule.functions}
+        matched = [call for call, owner in owners.items() if rule.matches_any((*names[owner], path_of(call)), owner)]
+        if not matched and not rule.optional:
+            calls = listed(dict.fromkeys(f"{module_name(call.owner or '')}: {call.function}" for call in found), 8)
+            what = f"calls that can be quantized are {calls}" if found else "the model calls no function to quantize"
+            raise ConfigError(
+                f"the rule {rule.pattern!r} with ops {', '.join(rule.ops)} matches no call of the example's run; "
+                f"{what}. Correct the pattern, or set optional=True if the rule may match nothing"
+            )
+        rules.update(dict.fromkeys(matched, rule))
+    return rules
 
 
-def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
-    """The calls that could be sites: with enough float tensors, outside of layers that have a quantized form."""
-    found: list[Candidate] = []
-    for owner, module in model.named_modules():
-        if quantized_class(module) is not None or isinstance(module, QuantizedLayer):
-            continue
-        calls: dict[tuple[str, int], list[FunctionCall]] = {}
-        for visit in recording.of_owner(owner):
-            for call in visit:
-                calls.setdefault((call.function, call.index), []).append(call)
-        for (function, index), same in calls.items():
-            operands = tuple(same[0].operands)
-            if len(operands) >= SITE_FUNCTIONS[function].fewest and all(tuple(c.operands) == operands for c in same):
-                constants = frozenset(
-                    name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
-                )
-                shapes = tuple(recording.values[value].shape for value in same[0].operands.values())
-                found.append(Candidate(owner, function, index, operands, constants, same[0].equation, shapes))
-    order = {call.site: call.number for call in reversed(recording.calls)}
-    return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
+def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
+    """The calls that could be sites, of several visits the first one.
+
+    They have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
+    """
+    owners = {
+        path
+        for path, module in model.named_modules()
+        if quantized_class(module) is None and not isinstance(module, QuantizedLayer)
+    }
+    firsts = (
+        same[0]
+        for same in recording.same.values()
+        if same[0].owner in owners and all([*call.operands] == [*same[0].operands] for call in same)
+    )
+    known = (call for call in firsts if call.function in SITE_FUNCTIONS)
+    return [call for call in known if len(call.operands) >= SITE_FUNCTIONS[call.function].fewest]
 
 
-def operand_of(one: Candidate, name: str) -> SiteOperand:
+def operand_of(call: FunctionCall, name: str) -> SiteOperand:
     """What the table or an equation says of an operand; one of a list without an equation is nothing special."""
-    known = {operand.name: operand for operand in SITE_FUNCTIONS[one.function].operands}
-    if one.equation:
-        return einsum_operand(one.equation, name, [*known].index(name) if name in known else None)
+    known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
+    if call.equation:
+        return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
     return known.get(name, SiteOperand(name, 0))
 
 
-def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | None:
+def operand_quantizer(recording: Recording, call: FunctionCall, name: str, rule: Rule) -> SiteQuantizer | None:
     """The quantizer that a rule gives an operand of a call; None if it gives none."""
-    operand = operand_of(one, name)
+    operand = operand_of(call, name)
     # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
-    weight = name in one.constants and Trait.PRODUCT in SITE_FUNCTIONS[one.function].traits
+    weight = Trait.PRODUCT in SITE_FUNCTIONS[call.function].traits and name in recording.constants(call)
     axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
-    own, whole = one.shape(name), one.shape("weight")
+    shapes = {key: recording.values[value].shape for key, value in call.operands.items()}
+    own, whole = shapes[name], shapes.get("weight", ())
     sizes = whole[len(whole) - operand.positions :]
     kernel = Kernel.of(sizes, own[operand.reduction] if weight and sizes else None)
     config = rule.tensor(Role.WEIGHT if weight else Role.INPUT, axes, kernel)
@@ -319,28 +256,7 @@ def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | 
     return None if config is None else SiteQuantizer(config, Kind.WEIGHT if weight else Kind.INPUT)
 
 
-def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
-    made = {name: operand_quantizer(one, name, rule) for name in one.operands}
-    held = {name: quantizer for name, quantizer in made.items() if quantizer is not None}
-    if rule.output is not None:
-        features = operand_of(one, one.operands[0]).reduction
-        held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
-    return held
-
-
-def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, ...] | None:
-    """The one sequence of the functions of an owner's sites; None where there are several, with a warning."""
-    visits = [
-        tuple(call.function for call in visit if call.function in functions) for visit in recording.of_owner(owner)
-    ]
-    other = next((steps for steps in visits if steps != visits[0]), None)
-    if other is not None:
-        warn_orders(owner, visits[0], other, len(visits))
-        return None
-    return visits[0]
-
-
-def warn_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> None:
+def _warn_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> None:
     """Say that an owner calls the functions of its sites in another order when it is called again."""
     ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
     warn_user(
@@ -352,7 +268,7 @@ def warn_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visi
     )
 
 
-def shielded_modules(
+def _shielded_modules(
     modules: Mapping[str, nn.Module], called: Mapping[str, list[str]], owners: Iterable[str]
 ) -> tuple[str, ...]:
     """The modules that owners call, or may call in training mode."""
@@ -445,8 +361,10 @@ def site_plan(model: nn.Module) -> SitePlan:
                 for name, quantizer in ((n, q) for n, q in site._modules.items() if isinstance(q, Quantizer)):
                     path = f"{site_path(owner, key)}.{name}"
                     group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
-                    tensor = TensorConfig(quantizer.spec, quantizer.dynamic)
-                    held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
+                    tensor, fixed = TensorConfig(quantizer.spec, quantizer.dynamic), None
+                    if quantizer.pinned and quantizer.scale is not None and quantizer.zero_point is not None:
+                        fixed = float(quantizer.scale), int(quantizer.zero_point)
+                    held[name] = SiteQuantizer(tensor, quantizer.kind, group, fixed)
                 one = PlannedSite(owner, site.function, index, site.operands, held, site.weights, site.gradient)
                 planned.append(one)
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
@@ -454,24 +372,9 @@ def site_plan(model: nn.Module) -> SitePlan:
     return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)
 
 
-def _fixed_of(quantizer: Quantizer) -> tuple[float, int] | None:
-    if not quantizer.pinned or quantizer.scale is None or quantizer.zero_point is None:
-        return None
-    return float(quantizer.scale), int(quantizer.zero_point)
-
-
 def held_by(site: nn.Module) -> list[Quantizer]:
     """The quantizers of a site, of which one may serve several operands."""
     return [quantizer for quantizer in site._modules.values() if isinstance(quantizer, Quantizer)]
-
-
-def _nothing_matched(rule: Rule, found: list[Candidate]) -> str:
-    calls = listed(dict.fromkeys(f"{module_name(one.owner)}: {one.function}" for one in found), 8)
-    what = f"calls that can be quantized are {calls}" if found else "the model calls no function to quantize"
-    return (
-        f"the rule {rule.pattern!r} with ops {', '.join(rule.ops)} matches no call of the example's run; {what}. "
-        "Correct the pattern, or set optional=True if the rule may match nothing"
-    )
 
 
 _NAMED = 3
@@ -483,13 +386,6 @@ def with_training(
     """A plan with the sequences of training mode, and a line for the user where they differ.
 
     A model that cannot run in training mode with the example, because it wants labels there, has the plan of eval mode.
-
-    Args:
-        model: the float model.
-        plan: of its sites in eval mode.
-        recording: of the run in eval mode.
-        run: calls the model.
-
     """
     if not plan.steps:
         return plan, []
@@ -504,7 +400,7 @@ def with_training(
     keys = {owner: own for owner, own in found.items() if own is not None}
     other = {owner: found for owner, found in keys.items() if found != site_keys(plan.steps[owner])}
     modules = dict(model.named_modules())
-    shielded = {*plan.shielded, *shielded_modules(modules, trained.called, plan.steps)}
+    shielded = {*plan.shielded, *_shielded_modules(modules, trained.called, plan.steps)}
     in_order = tuple(path for path in modules if path in shielded)
     return replace(plan, shielded=in_order, training_keys=other), _note(plan, other)
 
@@ -521,7 +417,7 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
         return usual
     sequences = [tuple(call.function for call in visit) for visit in visits]
     if other := next((steps for steps in sequences if steps != sequences[0]), None):
-        warn_orders(owner, sequences[0], other, len(visits), mode=" in training mode")
+        _warn_orders(owner, sequences[0], other, len(visits), mode=" in training mode")
         return None
     before = _by_place([call for call in recording.of_owner(owner)[0] if call.function in counted], usual)
     calls = visits[0]

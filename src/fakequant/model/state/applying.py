@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar, cast
@@ -37,7 +37,7 @@ from fakequant.model.state.placing import (
     is_wide,
     weight_places,
 )
-from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry, check_sites, restore_sites
+from fakequant.model.state.plan import LayerEntry, Plan, check_sites, restore_sites
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.unregistered import note_floats
@@ -83,7 +83,6 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
     """`apply` of a state that is read here, so that an error of one process is raised in all.
 
     Args:
-        model: see `apply`.
         read: gives the state, and a text that differs where its values do, if that is known; its argument says whether
             this process is the first one, which may check more.
 
@@ -102,7 +101,13 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             check_plan(model, state)
             places = Places(model, weight_places(dict(model.named_modules()), state))
             places.check(state)
-            _check_learned(model, state)
+            learns = any(entry.learned for _, _, entry in state.quantizers())
+            if learns and parallel_group(model) is None and (name := first_sharded(model)):
+                raise CheckpointError(
+                    f"the checkpoint has learned scales, which fully_shard must know as parameters, and the model is "
+                    f"sharded, the first weight is {name}; load before fully_shard, or fix the scales before save by "
+                    "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
+                )
             tensors = _tensors(model, state, places)
             _check_dtypes(model, tensors)
             check_values(model, tensors)
@@ -114,7 +119,21 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             if was_empty:
                 check_attributes(model)
             processes.all(None)
-            _check_fixed_codes(model)
+            for path, weight in quantized_weights(model).items():
+                codes = weight.quantizer.fixed_codes
+                if codes is None or (is_sharded(weight.tensor) and not is_sharded(codes)):
+                    continue  # the first call compares the whole
+                if is_sharded(codes):
+                    if not _gives_codes(weight.tensor, weight.quantizer, codes):
+                        raise CheckpointError(
+                            f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers "
+                            "that parallelize_module shared out quantize their weights; leave the layer out of its plan"
+                        )
+                elif not weight.has_fixed_codes:
+                    raise CheckpointError(
+                        f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in "
+                        "it"
+                    )
             _note(model, state)
         return model
     except BaseException:
@@ -128,24 +147,38 @@ def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
     return hashlib.sha256(json.dumps([plan, held]).encode()).hexdigest()
 
 
-def _check_learned(model: nn.Module, state: QuantizedState) -> None:
-    if not any(entry.learned for _, _, entry in state.quantizers()) or parallel_group(model) is not None:
-        return
-    if name := first_sharded(model):
-        raise CheckpointError(
-            f"the checkpoint has learned scales, which fully_shard must know as parameters, and the model is sharded, "
-            f"the first weight is {name}; load before fully_shard, or fix the scales before save by "
-            "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
-        )
-
-
 def check_plan(model: nn.Module, plan: Plan) -> None:
     """Raise a CheckpointError where the modules of a float model are not those of a plan."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in plan.layers if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
     for name, entry in plan.layers.items():
-        _check_layer(modules[name], name, entry)
+        layer = modules[name]
+        cls = own_class(layer)
+        if cls.__name__ != entry.type:
+            raise CheckpointError(f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}")
+        quantized = quantized_class(layer)
+        if quantized is None:
+            raise CheckpointError(
+                f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
+                "what registers it (fakequant.nn.quantizes) before load"
+            )
+        if entry.quantizers and bypasses_class(layer):
+            raise CheckpointError(
+                f"the model's layer {name} has a forward of its own (a hook's), which would bypass "
+                "the quantizers; remove the hook before load"
+            )
+        names = quantized.operands(layer)
+        if unknown := sorted(set(entry.quantizers) - set(names)):
+            raise CheckpointError(
+                f"the checkpoint's layer {name} has quantizers {', '.join(unknown)}, but a {cls.__name__} has "
+                f"{', '.join(names)}; it is damaged, or of a later version of fakequant"
+            )
+        try:
+            quantized.check(layer)
+            _make_transform(layer, entry)
+        except ConfigError as error:
+            raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
     check_sites(modules, plan.sites)
 
 
@@ -153,7 +186,17 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
     """Turn layers of a float model into their quantized forms, and make its sites, as a checked plan says."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for name, entry in plan.layers.items():
-        _restore_layer(modules[name], entry, name)
+        layer = modules[name]
+        attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
+        if isinstance(layer, QuantizedLayer):
+            layer.execution, layer.gradient = entry.execution, entry.gradient
+            if (transform := _make_transform(layer, entry)) is not None:
+                layer.add_module("_input_transform", transform)
+        for attribute, stored in entry.quantizers.items():
+            quantizer: Quantizer = getattr(layer, attribute)
+            quantizer.mode, quantizer.by_value = stored.mode, stored.make_by_value()
+            if (learned := stored.make_learned()) is not None:
+                quantizer.attach_learned(learned)
     restore_sites(model, plan)
     share_learned(model)
     leave_fast_paths(model)
@@ -170,23 +213,6 @@ def finish_loading(model: nn.Module, plan: Plan) -> None:
     share_learned(model)
     check_ranges(dict(model.named_modules()), plan, model.state_dict(), is_wide(model))
     _note(model, plan)
-
-
-def _check_fixed_codes(model: nn.Module) -> None:
-    for path, weight in quantized_weights(model).items():
-        codes = weight.quantizer.fixed_codes
-        if codes is None or (is_sharded(weight.tensor) and not is_sharded(codes)):  # the first call compares the whole
-            continue
-        if is_sharded(codes):
-            if not _gives_codes(weight.tensor, weight.quantizer, codes):
-                raise CheckpointError(
-                    f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers that "
-                    "parallelize_module shared out quantize their weights; leave the layer out of its plan"
-                )
-        elif not weight.has_fixed_codes:
-            raise CheckpointError(
-                f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in it"
-            )
 
 
 @torch.no_grad()
@@ -217,7 +243,20 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
         readers.setdefault(state.shared.get(name, name), []).append(path)
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
-        own = _readers(name, weight, entries, readers.get(name, []))
+        if unknown := set(weight.quantizers) - set(entries):
+            raise CheckpointError(
+                f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks"
+            )
+        held = {path: entries[path] for path in readers.get(name, [])}
+        own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
+        if not own:
+            shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
+            raise CheckpointError(
+                f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is "
+                f"that: {shown or 'no layer and no function of its plan reads it'}"
+            )
+        if not weight.codes.is_meta:  # else they are checked when they are made
+            _check_codes(name, weight)
         stored = {"scale": weight.scale, "zero_point": weight.zero_point}
         made = {key: LazyTensor.of(value) for key, value in stored.items() if value is not None}
         for path, (key, one) in product(own, (made | {KEY: codes.integers(name, weight)}).items()):
@@ -258,23 +297,6 @@ class _Codes:
         return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(self._of(name).codes))
 
 
-def _readers(name: str, weight: WeightCodes, entries: Mapping[str, QuantizerEntry], paths: Iterable[str]) -> list[str]:
-    """The quantizers of a weight that have its codes, which are checked where they are there."""
-    if unknown := set(weight.quantizers) - set(entries):
-        raise CheckpointError(f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks")
-    held = {path: entries[path] for path in paths}
-    own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
-    if not own:
-        shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
-        raise CheckpointError(
-            f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is that: "
-            f"{shown or 'no layer and no function of its plan reads it'}"
-        )
-    if not weight.codes.is_meta:  # else they are checked when they are made
-        _check_codes(name, weight)
-    return own
-
-
 def _check_codes(name: str, weight: WeightCodes) -> None:
     try:
         weight.check()
@@ -306,49 +328,6 @@ def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, T
             if isinstance(value, Placed) and value.error is not None:  # which torch made a part of its message
                 raise value.error from None
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
-
-
-def _check_layer(layer: nn.Module, name: str, entry: LayerEntry) -> None:
-    """Raise where a layer is not what its entry says."""
-    cls = own_class(layer)
-    if cls.__name__ != entry.type:
-        raise CheckpointError(f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}")
-    quantized = quantized_class(layer)
-    if quantized is None:
-        raise CheckpointError(
-            f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
-            "what registers it (fakequant.nn.quantizes) before load"
-        )
-    if entry.quantizers and bypasses_class(layer):
-        raise CheckpointError(
-            f"the model's layer {name} has a forward of its own (a hook's), which would bypass "
-            "the quantizers; remove the hook before load"
-        )
-    names = quantized.operands(layer)
-    if unknown := sorted(set(entry.quantizers) - set(names)):
-        raise CheckpointError(
-            f"the checkpoint's layer {name} has quantizers {', '.join(unknown)}, but a {cls.__name__} has "
-            f"{', '.join(names)}; it is damaged, or of a later version of fakequant"
-        )
-    try:
-        quantized.check(layer)
-        _make_transform(layer, entry)
-    except ConfigError as error:
-        raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
-
-
-def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
-    """Turn a float layer into its quantized form as its entry in a plan says."""
-    attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
-    if isinstance(layer, QuantizedLayer):
-        layer.execution, layer.gradient = entry.execution, entry.gradient
-        if (transform := _make_transform(layer, entry)) is not None:
-            layer.add_module("_input_transform", transform)
-    for attribute, stored in entry.quantizers.items():
-        quantizer: Quantizer = getattr(layer, attribute)
-        quantizer.mode, quantizer.by_value = stored.mode, stored.make_by_value()
-        if (learned := stored.make_learned()) is not None:
-            quantizer.attach_learned(learned)
 
 
 def _make_transform(layer: nn.Module, entry: LayerEntry) -> InputTransform | None:

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -67,8 +67,6 @@ VERSION = 1
 _ORDER = ("tensors", "previous", "shared", "versions", "layers", "sites", "packed", "stale")
 _OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_READ = 1 << 18
-"""Bytes of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +155,8 @@ def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
 
 def _digest(path: Path) -> str:
     found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(_READ):
-            found.update(part)
+    for part in file_parts(path):
+        found.update(part)
     return found.hexdigest()
 
 
@@ -215,14 +212,31 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     """The tensors that are written for a state.
 
     Args:
-        state: what is written.
         packed: write weights as codes where they have some; one warning names those that stay in float.
     """
     weights = dict.fromkeys(state.weights) if packed else {}
     tensors: dict[str, Tensor | LazyTensor] = {
         name: lazy(state.tensors, name) for name in state.tensors if name not in weights
     }
-    entries = {name: _coded(name, state.weights, tensors) for name in weights}
+    entries: dict[str, PackedEntry] = {}
+    for name in weights:
+        weight = uncoded(state.weights, name)
+        held = {"scale": weight.scale, "zero_point": weight.zero_point}
+        # Once: those of its quantizers are left out.
+        for path, (key, value) in product(weight.quantizers, held.items()):
+            if value is not None:
+                tensors.setdefault(f"{path}.{key}", value)
+            tensors.pop(f"{path}.{KEY}", None)
+        codes: dict[str, Tensor] = {}
+        if weight.scale.dtype is torch.float32 and weight.spec.scale.format is not None:
+            with suppress(QParamsError):  # their own format would lose something
+                codes = {key: _bytes_of(rule, getattr(weight, key)) for key, rule in _rules(weight.spec).items()}
+        path = weight.quantizers[0]
+        tensors |= {f"{path}.{key}": value for key, value in codes.items()}
+        size = -(-prod(weight.shape) * weight.spec.format.bits // 8)
+        tensors[name] = LazyTensor((size,), torch.uint8, partial(_codes_as_bytes, state.weights, name))
+        dtype = str(weight.dtype).removeprefix("torch.")
+        entries[name] = PackedEntry(path, list(weight.shape), dtype, bool(codes))
     if packed and (left := state.in_float):
         shown = listed((f"{name}: {reason}" for name, reason in left.items()), _NAMED, between="; ")
         total = len(left) + len(entries)
@@ -230,33 +244,9 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     return Encoded(tensors, entries)
 
 
-def _coded(name: str, weights: Mapping[str, WeightCodes], tensors: dict[str, Tensor | LazyTensor]) -> PackedEntry:
-    """Add the tensors of a weight that is written as codes, once: those of its quantizers are left out."""
-    weight = uncoded(weights, name)
-    for path, (key, value) in product(weight.quantizers, (("scale", weight.scale), ("zero_point", weight.zero_point))):
-        if value is not None:
-            tensors.setdefault(f"{path}.{key}", value)
-        tensors.pop(f"{path}.{KEY}", None)
-    path, packed = weight.quantizers[0], _packed_scales(weight)
-    tensors |= {f"{path}.{key}": value for key, value in packed.items()}
-    size = -(-prod(weight.shape) * weight.spec.format.bits // 8)
-    tensors[name] = LazyTensor((size,), torch.uint8, partial(_codes_as_bytes, weights, name))
-    return PackedEntry(path, list(weight.shape), str(weight.dtype).removeprefix("torch."), bool(packed))
-
-
 def _codes_as_bytes(weights: Mapping[str, WeightCodes], name: str) -> Tensor:
     weight = weights[name]
     return _to_bytes(weight.codes.cpu(), weight.spec.format)
-
-
-def _packed_scales(weight: WeightCodes) -> dict[str, Tensor]:
-    """Scales, and offsets, in their own format, as bytes; nothing where they have none, or would lose something."""
-    if weight.scale.dtype is not torch.float32 or weight.spec.scale.format is None:
-        return {}
-    try:
-        return {key: _bytes_of(rule, getattr(weight, key)) for key, rule in _rules(weight.spec).items()}
-    except QParamsError:
-        return {}
 
 
 def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
@@ -299,8 +289,6 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
     """The state of a checkpoint, whose tensors are read at each access.
 
     Args:
-        manifest: of the checkpoint.
-        tensors: of its file.
         source: the path of the manifest, for messages.
 
     Raises:
@@ -337,9 +325,6 @@ class PackedWeights(Mapping[str, WeightCodes]):
 
     Args:
         entries: what the manifest says of each, and its specification.
-        packed: the tensors of the file.
-        tensors: those of the state, with the scales.
-        source: the path of the manifest, for messages.
     """
 
     def __init__(
@@ -381,15 +366,12 @@ class _BadCodes(Exception):
 
 def _to_bytes(codes: Tensor, format: Format) -> Tensor:
     """Codes as bytes [ceil(codes * bits / 8)], the first code in the lowest bits."""
-    patterns = patterns_of(codes.flatten(), format).numpy()
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *_spread(patterns, format.bits)]))
-
-
-def _spread(patterns: np.ndarray, bits: int) -> Iterable[np.ndarray]:
-    places = np.arange(bits, dtype=np.int32)
+    patterns, places = patterns_of(codes.flatten(), format).numpy(), np.arange(format.bits, dtype=np.int32)
+    parts = [np.zeros(0, np.uint8)]
     for start in range(0, len(patterns), _CHUNK):
         part = (patterns[start : start + _CHUNK, None] >> places) & 1
-        yield np.packbits(part.astype(np.uint8).reshape(-1), bitorder="little")
+        parts.append(np.packbits(part.astype(np.uint8).reshape(-1), bitorder="little"))
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _check_bytes(stored: Tensor | LazyTensor | None, format: Format, shape: Sequence[int]) -> None:
@@ -468,25 +450,19 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         processes.same(outline_of(model.state_dict(), [packed, format, specs]), "save different models")
         state = snapshot(model)
         if processes.group is not None:
-            state = replace(state, tensors=_in_step(state.tensors, processes))
+            # All processes ask for a tensor that they gather, or none.
+            def asked(name: str, make: Callable[[], Tensor]) -> Tensor:
+                processes.same(name, "write different tensors")
+                return make()
+
+            held = {name: lazy(state.tensors, name) for name in state.tensors}
+            made = {n: LazyTensor(one.shape, one.dtype, partial(asked, n, one.make)) for n, one in held.items()}
+            state = replace(state, tensors=LazyTensors(made))
         if other is not None:
             write_folder(folder, other.encode(state))
         else:
             _write(folder, state, encode(state, packed=packed), processes)
     return folder
-
-
-def _in_step(tensors: Mapping[str, Tensor], processes: Ranks) -> LazyTensors:
-    """Tensors of which each that processes gather is asked for by all of them, or by none."""
-
-    def asked(name: str, make: Callable[[], Tensor]) -> Tensor:
-        processes.same(name, "write different tensors")
-        return make()
-
-    held = {name: lazy(tensors, name) for name in tensors}
-    return LazyTensors(
-        {name: LazyTensor(one.shape, one.dtype, partial(asked, name, one.make)) for name, one in held.items()}
-    )
 
 
 def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Ranks) -> None:
@@ -565,41 +541,21 @@ def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
     while True:  # a process that saves may remove the file in between: then read again
         path = folder / manifest.tensors.file
         try:
-            _check_content(path, manifest.tensors, whole=checked)
-            tensors = _read_tensors(folder, manifest.tensors)
-            return decode(manifest, tensors, str(folder / MANIFEST)), manifest.tensors.sha256
+            found = path.stat()
+            # A file of another size is not read: it may be of any size, and a pipe never ends.
+            if not stat.S_ISREG(found.st_mode) or found.st_size != manifest.tensors.bytes:
+                raise CheckpointError(
+                    f"{path} is truncated or damaged: {found.st_size} bytes instead of {manifest.tensors.bytes}"
+                )
+            if checked and _digest(path) != manifest.tensors.sha256:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
+            tensors = StoredTensors(path)
         except FileNotFoundError as error:
             newer = read_manifest(folder)
             if newer.tensors == manifest.tensors:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}; save the model again") from error
             manifest = newer
-
-
-def _check_content(path: Path, expected: TensorEntry, *, whole: bool) -> None:
-    """Check the size of a file, and the SHA-256 of the whole of it."""
-    digest = hashlib.sha256()
-    with _read_errors(path):
-        found = path.stat()
-        # A file of another size is not read: it may be of any size, and a pipe never ends.
-        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
-            raise CheckpointError(f"{path} is truncated or damaged: {found.st_size} bytes instead of {expected.bytes}")
-        for part in file_parts(path) if whole else ():
-            digest.update(part)
-    if whole and digest.hexdigest() != expected.sha256:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
-
-
-def _read_tensors(folder: Path, expected: TensorEntry) -> StoredTensors:
-    path = folder / expected.file
-    with _read_errors(path):
-        return StoredTensors(path)
-
-
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        else:
+            return decode(manifest, tensors, str(folder / MANIFEST)), manifest.tensors.sha256

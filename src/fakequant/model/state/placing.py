@@ -120,7 +120,6 @@ class Places:
     """Where the tensors of a state belong in a float model.
 
     Args:
-        model: in float, on any device, also the meta device.
         weights: where it holds the weights of quantizers, by the paths of these.
     """
 
@@ -160,16 +159,14 @@ class Places:
         path, _, key = name.rpartition(".")
         weight = self._weights.get(path, "") if key == KEY else ""
         own = self._own.get(weight if weight in self._parallel else name)
-        device = self._device(path) if own is None else _home(own)
-        if own is None or not is_sharded(own) or tuple(own.shape) != source.shape:
+        if own is None:
+            while path and path not in self._devices:  # that of the nearest module around a quantizer
+                path = path.rpartition(".")[0]
+            return Placed(source, self._devices.get(path, torch.device("cpu")))
+        device = _home(own)
+        if not is_sharded(own) or tuple(own.shape) != source.shape:
             return Placed(source, device)
         return Placed(source, device, partial(_part_of, source, own, device))
-
-    def _device(self, path: str) -> torch.device:
-        """That of the nearest module around a quantizer."""
-        while path and path not in self._devices:
-            path = path.rpartition(".")[0]
-        return self._devices.get(path, torch.device("cpu"))
 
 
 def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
@@ -249,7 +246,20 @@ def give_memory(model: nn.Module) -> bool:
     empty = _empty(model)
     for _, held, key, tensor in empty:
         if id(tensor) not in made:
-            made[id(tensor)] = _with_memory(tensor, memory)
+            kind, device = type(tensor), _home(tensor)
+            if not _has_storage(tensor):
+                new: Tensor = torch.empty_like(tensor, device=device)
+                new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            else:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in memory:
+                    whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+                    memory[storage._cdata] = whole.untyped_storage()
+                plain = torch.empty(0, dtype=tensor.dtype, device=device)
+                plain.set_(memory[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+                new = Tensor._make_subclass(kind, plain, tensor.requires_grad)  # type: ignore[attr-defined]
+            vars(new).update(vars(tensor))
+            made[id(tensor)] = new
         held[key] = made[id(tensor)]
     for module in model.modules():  # such as the list of weights that an LSTM keeps
         for key, value in _attributes(module).items():
@@ -281,28 +291,6 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), int(last) + 1 if tensor.numel() else 0
     return tensor.untyped_storage()._cdata, start * tensor.itemsize, (start + size) * tensor.itemsize
-
-
-def _with_memory(tensor: Tensor, memory: dict[int, Any]) -> Tensor:
-    """An empty tensor for one on the meta device.
-
-    Args:
-        tensor: on the meta device.
-        memory: what was made for the memory of others; it gets that of this one.
-    """
-    kind, device = type(tensor), _home(tensor)
-    if not _has_storage(tensor):
-        made: Tensor = torch.empty_like(tensor, device=device)
-        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    else:
-        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
-        if key not in memory:
-            memory[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        plain = torch.empty(0, dtype=tensor.dtype, device=device)
-        plain.set_(memory[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-        made = Tensor._make_subclass(kind, plain, tensor.requires_grad)  # type: ignore[attr-defined]
-    vars(made).update(vars(tensor))
-    return made
 
 
 @accepts_wrapped_model
@@ -343,12 +331,7 @@ def _is_within(path: str, modules: Container[str]) -> bool:
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """Where a model holds the weights of a plan's quantizers, by the paths of these.
-
-    Args:
-        modules: of the float model, or of the quantized one, by path.
-        plan: whose layers and sites the model has.
-    """
+    """Where a model holds the weights of a plan's quantizers, by the paths of these."""
     found: dict[str, str] = {}
     for path, layer in plan.layers.items():
         module = modules[path]
@@ -365,8 +348,6 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
     """Check what a state holds for quantizers.
 
     Args:
-        modules: of the model by path.
-        plan: of the state.
         tensors: of the state; a weight that it has as codes may be any tensor of its shape.
         wide: whether the model computes in float64.
 
@@ -376,38 +357,26 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
     """
     by_quantizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        for prefix in _prefixes(key):
-            by_quantizer.setdefault(prefix, {})[key[len(prefix) + 1 :]] = tensor
+        words = key.split(".")
+        for end in range(1, len(words)):
+            by_quantizer.setdefault(".".join(words[:end]), {})[".".join(words[end:])] = tensor
     places = weight_places(modules, plan)
     for path, _, entry in plan.quantizers():
-        weight = None
-        if (place := places.get(path)) is not None:
-            # Its own weight, because a model of other shapes is another architecture, which torch says better.
-            weight = tensors.get(place)
-            if weight is None:
-                weight = _computed(modules, place)
-        # A function may compute in float64 whatever the parameters are.
+        # Its own weight, because a model of other shapes is another architecture, which torch says better.
+        weight: object = tensors.get(places.get(path, ""))
+        above, _, name = places.get(path, "").rpartition(".")
+        if weight is None and path in places and (owner := modules.get(above)) is not None:
+            with in_eval_mode(owner):  # a parametrization computes it; a spectral norm makes a step in training
+                weight = getattr(owner, name, None)
         held = {key: one if key == KEY else local_shard(one) for key, one in by_quantizer.get(path, {}).items()}
-        _check_named(path, entry, held, weight, wide or isinstance(entry, SiteQuantizerEntry))
-
-
-def _computed(modules: Mapping[str, nn.Module], place: str) -> object:
-    """A weight that a parametrization computes; a spectral norm makes a step when it is read in training."""
-    path, _, name = place.rpartition(".")
-    if (owner := modules.get(path)) is None:
-        return None
-    with in_eval_mode(owner):
-        return getattr(owner, name, None)
-
-
-def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
-    try:
-        _check_quantizer(entry, held, weight, wide)
-    except (QParamsError, ShapeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's quantizer {path} cannot be used: {error}. The state is damaged, or no snapshot of a "
-            "model"
-        ) from error
+        try:
+            # A function may compute in float64 whatever the parameters are.
+            _check_quantizer(entry, held, weight, wide or isinstance(entry, SiteQuantizerEntry))
+        except (QParamsError, ShapeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's quantizer {path} cannot be used: {error}. The state is damaged, or no snapshot of a "
+                "model"
+            ) from error
 
 
 def is_wide(model: nn.Module) -> bool:
@@ -416,53 +385,45 @@ def is_wide(model: nn.Module) -> bool:
     return not dtypes or torch.float64 in dtypes
 
 
-def _prefixes(key: str) -> list[str]:
-    """The paths of the modules that hold a tensor of a state dict, from the outermost."""
-    words = key.split(".")
-    return [".".join(words[:end]) for end in range(1, len(words))]
-
-
-def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
+def _check_quantizer(entry: QuantizerEntry, held: dict[str, Tensor], weight: object, wide: bool) -> None:
     spec, learned = entry.tensor.spec, entry.make_learned()
-    if (codes := held.get(KEY)) is not None:
-        _check_codes(spec, codes, weight)
-        held = {key: value for key, value in held.items() if key != KEY}
+    if (codes := held.pop(KEY, None)) is not None:
+        expected = integers_of(spec.format)
+        if codes.dtype is not expected:
+            raise QParamsError(f"{KEY} are {codes.dtype}, but codes of {spec.format} are stored as {expected}")
+        try:
+            if isinstance(weight, Tensor) and weight.shape != codes.shape:
+                raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(weight.shape)}")
+            part = local_shard(codes)
+            check_codes(of_integers(part, spec.format), tuple(part.shape), spec.format)
+        except (QParamsError, ShapeError) as error:
+            raise type(error)(f"{KEY} {error}") from error
     if learned is not None:
         _check_learned(spec, learned, held, weight, wide)
         return
-    if (global_scale := held.get(GLOBAL_SCALE)) is not None and entry.tensor.dynamic:
+    if entry.tensor.dynamic and (global_scale := held.pop(GLOBAL_SCALE, None)) is not None:
         check_global_scale(global_scale, spec)
-        held = {key: value for key, value in held.items() if key != GLOBAL_SCALE}
     if unknown := sorted(set(held) - {"scale", "zero_point"}):
         raise QParamsError(f"it holds {', '.join(unknown)}, but learns no range")
-    if "scale" in held:
-        _check_values(spec, held["scale"], held.get("zero_point"), wide)
-        _check_shape(spec, "scale", _of_a_bin(entry, held["scale"]), weight)
-    elif "zero_point" in held:
-        raise QParamsError("it has a zero point, but no scale")
-
-
-def _of_a_bin(entry: QuantizerEntry, scale: Tensor) -> Tensor:
-    """The scales of a bin, where there are several ranges by a value; else the scales."""
-    if entry.by_value is None:
-        return scale
-    count = len(entry.by_value.boundaries) + 1
-    if scale.dim() < 2 or len(scale) != count:
-        raise ShapeError(f"scale has shape {list(scale.shape)}, but there are {count} bins of {entry.by_value.by}")
-    return scale[0]
-
-
-def _check_codes(spec: QuantSpec, codes: Tensor, weight: object) -> None:
-    expected = integers_of(spec.format)
-    if codes.dtype is not expected:
-        raise QParamsError(f"{KEY} are {codes.dtype}, but codes of {spec.format} are stored as {expected}")
-    try:
-        if isinstance(weight, Tensor) and weight.shape != codes.shape:
-            raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(weight.shape)}")
-        part = local_shard(codes)
-        check_codes(of_integers(part, spec.format), tuple(part.shape), spec.format)
-    except (QParamsError, ShapeError) as error:
-        raise type(error)(f"{KEY} {error}") from error
+    scale, zero_point = held.get("scale"), held.get("zero_point")
+    if scale is None:
+        if zero_point is not None:
+            raise QParamsError("it has a zero point, but no scale")
+        return
+    _check_dtype("scale", scale, wide)
+    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact)
+    if zero_point is not None:
+        if zero_point.shape != scale.shape:
+            raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
+        _check_zero_point(spec, zero_point)
+    elif not spec.symmetric:
+        raise QParamsError(f"it lacks zero_point, which {spec} needs")
+    if entry.by_value is not None:
+        count = len(entry.by_value.boundaries) + 1
+        if scale.dim() < 2 or len(scale) != count:
+            raise ShapeError(f"scale has shape {list(scale.shape)}, but there are {count} bins of {entry.by_value.by}")
+        scale = scale[0]
+    _check_shape(spec, "scale", scale, weight)
 
 
 def _check_learned(
@@ -484,18 +445,6 @@ def _check_learned(
                 _check_shape(spec, key, parameter, weight)
     if (zero_point := held.get(prefix + "zero_point")) is not None:
         _check_zero_point(spec, zero_point)
-
-
-def _check_values(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, wide: bool) -> None:
-    _check_dtype("scale", scale, wide)
-    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact)
-    if zero_point is None:
-        if not spec.symmetric:
-            raise QParamsError(f"it lacks zero_point, which {spec} needs")
-        return
-    if zero_point.shape != scale.shape:
-        raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
-    _check_zero_point(spec, zero_point)
 
 
 def _check_dtype(name: str, value: Tensor, wide: bool) -> None:

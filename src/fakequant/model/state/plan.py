@@ -87,7 +87,7 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
     {'a': [1.0, inf]}
     """
     origin, kinds = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and not hasattr(kind, "parse"):
+    if hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "parse"):
         return _dataclass_of(value, place, kind)
     if origin is UnionType:
         return None if value is None else value_of(value, place, next(one for one in kinds if one is not NoneType))
@@ -105,32 +105,6 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
         if unknown := sorted(set(read) - set(kinds[0].__members__)):
             raise UnexpectedValue(f"{place} has {unknown[0]!r:.80}, which is none of {', '.join(kinds[0].__members__)}")
         return {kinds[0][key]: item for key, item in read.items()}
-    return _plain_of(value, place, kind)
-
-
-def plain_of(value: Any) -> Any:
-    """The value for JSON that `value_of` reads; fields that have their default are left out, see `ALWAYS`.
-
-    >>> plain_of([{"a": 1.5}])
-    [{'a': 1.5}]
-    """
-    if hasattr(value, "to_text"):
-        return value.to_text()
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value):
-        named = [one.name for one in fields(value) if one.metadata or getattr(value, one.name) != _default_of(one)]
-        return {name: plain_of(getattr(value, name)) for name in named}
-    if isinstance(value, Mapping):
-        return {key: plain_of(item) for key, item in value.items()}
-    return [plain_of(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _default_of(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _plain_of(value: Any, place: str, kind: Any) -> Any:
     if kind is Any:
         return value
     if hasattr(kind, "parse"):
@@ -155,6 +129,28 @@ def _dataclass_of(value: Any, place: str, kind: Any) -> Any:
     if unknown := sorted(set(value) - set(hints)):
         raise UnexpectedValue(f"{place or 'it'} has {unknown[0]!r:.80}, which no {kind.__name__} has")
     return kind(**{name: value_of(item, f"{place}.{name}".lstrip("."), hints[name]) for name, item in value.items()})
+
+
+def plain_of(value: Any) -> Any:
+    """The value for JSON that `value_of` reads; fields that have their default are left out, see `ALWAYS`.
+
+    >>> plain_of([{"a": 1.5}])
+    [{'a': 1.5}]
+    """
+    if hasattr(value, "to_text"):
+        return value.to_text()
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        named = [one.name for one in fields(value) if one.metadata or getattr(value, one.name) != _default_of(one)]
+        return {name: plain_of(getattr(value, name)) for name in named}
+    if isinstance(value, Mapping):
+        return {key: plain_of(item) for key, item in value.items()}
+    return [plain_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _default_of(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 _hints = cache(partial(get_type_hints, include_extras=True))
@@ -314,7 +310,17 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
     try:
         plan: P = value_of(values, "", kind)
         for _, place, held in plan.quantizers():
-            _check_learned(held, f"{place}.learned.options")
+            options: Mapping[str, Any] = {} if held.learned is None else held.learned.options
+            if reserved := options.keys() & {"method", "spec"}:
+                named = ", ".join(sorted(reserved))
+                raise UnexpectedValue(f"{place}.learned.options has {named}, which is no option")
+            made = held.make_learned()
+            parameters = {} if made is None else inspect.signature(type(made)).parameters
+            for name, value in options.items():
+                default = parameters[name].default
+                if default is not inspect.Parameter.empty and type(value) is not type(default):
+                    kind_of = type(default).__name__
+                    raise UnexpectedValue(f"{place}.learned.options.{name} is {value!r:.80}, not a {kind_of}")
             held.make_by_value()
         return plan
     except (SpecError, ConfigError, ValueError, RecursionError) as error:
@@ -322,18 +328,6 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
             f"{source} cannot be used: {error}. It is damaged, of a later version of fakequant, or needs what your own "
             "code registers (formats, layers, learned ranges)"
         ) from error
-
-
-def _check_learned(held: QuantizerEntry, place: str) -> None:
-    """Raise where the options of a learned range are none, or of another type."""
-    options: Mapping[str, Any] = {} if held.learned is None else held.learned.options
-    if reserved := options.keys() & {"method", "spec"}:
-        raise UnexpectedValue(f"{place} has {', '.join(sorted(reserved))}, which is no option")
-    made = held.make_learned()
-    for name, value in options.items():
-        default = inspect.signature(type(made)).parameters[name].default
-        if default is not inspect.Parameter.empty and type(value) is not type(default):
-            raise UnexpectedValue(f"{place}.{name} is {value!r:.80}, not a {type(default).__name__}")
 
 
 def quantizer_values(quantizer: Quantizer) -> dict[str, Any]:
@@ -372,8 +366,9 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
 def sites_entry(model: nn.Module) -> SitesEntry:
     """What a manifest says of the sites of a model."""
     plan = site_plan(model)
+    trained = {path: list(keys) for path, keys in plan.training_keys.items()}
     owners = {
-        path: OwnerEntry(type(module_at(model, path)).__name__, list(steps), {}, _listed(plan, path))
+        path: OwnerEntry(type(module_at(model, path)).__name__, list(steps), {}, trained.get(path))
         for path, steps in plan.steps.items()
     }
     for site in plan.sites:
@@ -418,7 +413,8 @@ def restore_sites(model: nn.Module, plan: Plan) -> None:
     planned = [
         PlannedSite(
             path,
-            *_function(key),
+            key.rpartition("_")[0],
+            int(key.rpartition("_")[2]),
             tuple(site.operands),
             {name: SiteQuantizer(held.tensor, held.kind, held.group) for name, held in site.quantizers.items()},
             site.weights,
@@ -439,13 +435,3 @@ def restore_sites(model: nn.Module, plan: Plan) -> None:
         quantizer.mode, quantizer.pinned, quantizer.by_value = held.mode, held.pinned, held.make_by_value()
         if (learned := held.make_learned()) is not None:
             quantizer.attach_learned(learned)
-
-
-def _listed(plan: SitePlan, owner: str) -> list[str] | None:
-    keys = plan.training_keys.get(owner)
-    return None if keys is None else list(keys)
-
-
-def _function(key: str) -> tuple[str, int]:
-    name, _, index = key.rpartition("_")
-    return name, int(index)

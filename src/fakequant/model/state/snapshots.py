@@ -162,8 +162,6 @@ class QuantizedState(Plan):
 
         Args:
             plan: as `plan` gives it; a key may be left out.
-            tensors: see the attribute.
-            weights: see the attribute.
             source: names the file in messages.
 
         Raises:
@@ -309,7 +307,6 @@ def file_content(
     """The bytes of a file of tensors, in parts; a lazy tensor is made when its part is asked for.
 
     Args:
-        tensors: by name.
         metadata: texts for the header of the file.
 
     Raises:
@@ -346,6 +343,7 @@ def file_content(
 
 
 def _bytes_of(name: str, stated: Tensor | LazyTensor) -> memoryview:
+    # A function, so that no name holds the tensor while the next one is made.
     tensor = stated.make() if isinstance(stated, LazyTensor) else stated
     if tensor.shape != tuple(stated.shape) or tensor.dtype is not stated.dtype:
         raise CheckpointError(
@@ -370,28 +368,28 @@ class StoredTensors(LazyTensors):
             self.metadata: dict[str, str] = self._file.metadata() or {}
             names = list(self._file.keys())
             views = {name: self._file.get_tensor(name) for name in names}  # of the mapped file: nothing is read
-        super().__init__({name: self._stored(name, view) for name, view in views.items()})
-
-    def _stored(self, name: str, view: Tensor) -> LazyTensor:
-        return LazyTensor(tuple(view.shape), view.dtype, partial(self._read, name), partial(self._read, name))
+        super().__init__(
+            {
+                name: LazyTensor(tuple(view.shape), view.dtype, partial(self._read, name), partial(self._read, name))
+                for name, view in views.items()
+            }
+        )
 
     def _read(self, name: str, region: Region | None = None) -> Tensor:
         with self._errors():
             if self._mapped > _MAPPED:
-                self._map_anew()
+                # Let go of the pages that were read: they count as memory of the process while the file is mapped.
+                # Another process may have replaced or removed the file: then keep the one that is open.
+                with suppress(OSError):
+                    if _stamp(self._path) == self._stamp:
+                        file = _open(self._path)
+                        if _stamp(self._path) == self._stamp:
+                            self._file, self._mapped = file, 0
             found = self._file.get_tensor(name)
             if region is not None:
                 found = self._file.get_slice(name)[region] if found.numel() and found.dim() else found[region]
         self._mapped += size_of(found)
         return found
-
-    def _map_anew(self) -> None:
-        """Let go of the pages that were read; they count as memory of the process while the file is mapped."""
-        with suppress(OSError):  # another process may have replaced or removed the file: keep the one that is open
-            if _stamp(self._path) == self._stamp:
-                file = _open(self._path)
-                if _stamp(self._path) == self._stamp:
-                    self._file, self._mapped = file, 0
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -522,7 +520,6 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
     dies leaves all old files, all new ones, or a folder that lacks the last one.
 
     Args:
-        folder: where they lie.
         files: by name; that of a copied file may have a folder.
         check: is called before anything is written, and again when the folder is locked.
 
@@ -547,19 +544,15 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
                 writable_folder((folder / name).parent)
             if isinstance(content, bytes):
                 ready[folder / name] = content
-            else:
-                ready[folder / name] = stack.enter_context(temporary_file(folder, _parts(content)))
+                continue
+            parts: Any = file_parts(content) if isinstance(content, Path) else content
+            if isinstance(content, Mapping):
+                metadata = content.metadata if isinstance(content, TensorFile) else None
+                parts = file_content(cast("Tensors", content), metadata)
+            ready[folder / name] = stack.enter_context(temporary_file(folder, parts))
         stack.enter_context(locked(folder))  # only now: processes that gather tensors make them together
         check()
         write_in_order(ready, without_old=len(ready) > 1)
-
-
-def _parts(content: Tensors | Path | Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
-    if isinstance(content, Path):
-        return file_parts(content)
-    if isinstance(content, TensorFile):
-        return file_content(content, content.metadata)
-    return file_content(cast("Tensors", content)) if isinstance(content, Mapping) else content
 
 
 def file_parts(path: Path) -> Iterator[bytes]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,6 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     at all weights, one after the other, for those that codes do not give the same bits.
 
     Args:
-        model: the prepared model.
         shared: tied names, each with the name of the first one.
         weights: those of `quantized_weights`.
     """
@@ -107,11 +106,14 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
             for path, quantizer in quantizers(model).items()
             if quantizer.kind is Kind.WEIGHT and path not in weights and quantizer.mode is Mode.QUANTIZE
         }
-        self._left |= {
-            name: _read_in_float(layer_of(next(iter(self._held[name]))), paths[name])
-            for name, own in readers.items()
-            if len(self._held[name]) != len(own)
-        }
+        for name, own in readers.items():
+            if len(self._held[name]) != len(own):  # one layer quantizes it, and another one reads it in float
+                quantized = layer_of(next(iter(self._held[name])))
+                left = [path for path in paths[name] if path != quantized]
+                self._left[name] = (
+                    f"{listed(left)} has the same weight and no quantizer; leave both in float by "
+                    f"prepare(..., skip={[quantized, *left]!r})"
+                )
 
     @cached_property
     def in_float(self) -> dict[str, str]:
@@ -165,17 +167,10 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         return weight, self._fixed[name][1]
 
 
-class _Outlined(Protocol):
-    """Weights that say what they are without their codes."""
-
-    def uncoded(self, name: str) -> WeightCodes:
-        """A weight with codes on the meta device."""
-        ...
-
-
 def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
     """A weight with codes on the meta device where the mapping can do without them."""
-    return cast("_Outlined", weights).uncoded(name) if hasattr(weights, "uncoded") else weights[name]
+    made = getattr(weights, "uncoded", None)
+    return weights[name] if made is None else made(name)
 
 
 def _reason(held: Mapping[str, Product]) -> str:
@@ -204,15 +199,6 @@ def _reason(held: Mapping[str, Product]) -> str:
         return "it is rounded stochastically, so that each call draws other codes"
     same = all(_are_alike(_fixed(one, weight), _fixed(other, weight), weight) for other in others)
     return "" if same else "the layers that share it quantize it in different ways"
-
-
-def _read_in_float(quantized: str, paths: Sequence[str]) -> str:
-    """Why a weight has no codes that one layer quantizes and another layer reads in float."""
-    left = [path for path in paths if path != quantized]
-    return (
-        f"{listed(left)} has the same weight and no quantizer; leave both in float by "
-        f"prepare(..., skip={[quantized, *left]!r})"
-    )
 
 
 @torch.no_grad()

@@ -99,16 +99,15 @@ class Distillation:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
     def masks(self, batch: Any) -> list[Tensor]:
-        """The masks of a batch, bool: that of its tokens [batch, tokens].
-
-        Args:
-            batch: what a data loader gives.
-        """
+        """The masks of a batch, bool: that of its tokens [batch, tokens]."""
         found = []
         if self.mask is not None:
             found.append(TokenMask(self.mask).mask(batch))
-        elif isinstance(batch, Mapping) and _is_mask(batch.get(_MASK)):
-            found.append(batch[_MASK].bool())
+        else:
+            held = batch.get(_MASK) if isinstance(batch, Mapping) else None
+            # Masks of scores are floats or have more axes.
+            if isinstance(held, Tensor) and held.dim() == 2 and not held.is_floating_point():
+                found.append(held.bool())
         return [mask for mask in found if mask is not None]
 
     def student(
@@ -117,7 +116,6 @@ class Distillation:
         """The outputs of the trained model, and its distance from the teacher.
 
         Args:
-            model: the one that is trained.
             forward: calls a model with the batch.
             masks: of the batch, see `masks`.
             labels: its targets, if they are known.
@@ -140,7 +138,6 @@ class Distillation:
         """The distance of a trained model from its teacher, by what it gave for a batch already.
 
         Args:
-            model: the one that is trained.
             own: what `compared` found in its outputs.
             forward: calls a model with the batch.
             masks, labels: as for `student`.
@@ -162,7 +159,9 @@ class Distillation:
         if self.features:
             each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
         else:
-            each = [self._divergence(own[0], wanted[0], axis)]
+            student = F.log_softmax(own[0].float() / self.temperature, axis)
+            target = F.log_softmax(wanted[0].float() / self.temperature, axis)
+            each = [F.kl_div(student, target, reduction="none", log_target=True).sum(axis) * self.temperature**2]
         masks = [*_of_labels(labels, math.inf if self.features else own[0].shape[axis]), *masks]
         least = 3 if self.features else 1  # [batch, features] may be as long as [batch, tokens]
         fitting = [[mask for mask in masks if x.dim() >= least and x.shape[: mask.dim()] == mask.shape] for x in each]
@@ -176,9 +175,21 @@ class Distillation:
     def _teacher_of(self, model: nn.Module) -> nn.Module:
         return self.teacher if isinstance(self.teacher, nn.Module) else model
 
-    def watched(self, model: nn.Module) -> Any:
-        """A context that gives what the modules of `features` return in their last call, by name."""
-        return _seen(model, self.features)
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """A context that gives the first float tensor that each module of `features` returns in its last call."""
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str, output: Any) -> None:
+            if tensors := float_tensors(output):
+                found[name] = tensors[0]
+
+        hooks: list[Any] = []
+        with restore_after(lambda: [hook.remove() for hook in hooks]):
+            for name in self.features:
+                module = model.get_submodule(name)
+                hooks.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+            yield found
 
     def compared(self, outputs: Any, seen: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors that are compared, of the outputs of a model and of what `watched` saw in that call."""
@@ -206,23 +217,15 @@ class Distillation:
         else:
             # Copies: an output may be a view of the batch, or of more than is kept.
             self._kept[key] = [x.clone() for x in self._run(teacher, forward)[1]]
-            self._note_size(sum(x.nbytes for x in self._kept[key]))
+            before = self._counts["bytes"]
+            self._counts["bytes"] += sum(x.nbytes for x in self._kept[key])
+            if before < _MUCH <= self._counts["bytes"] and not self._counts["again"]:
+                warn_user(
+                    f"Distillation(keep=True) keeps {self._counts['bytes'] / 2**30:.2g} GiB for {len(self._kept)} "
+                    "batches, of which none came again yet; if the loader shuffles or changes its samples, none will: "
+                    "give list(loader), or leave out keep"
+                )
         return self._kept[key]
-
-    def _note_size(self, added: int) -> None:
-        before = self._counts["bytes"]
-        self._counts["bytes"] += added
-        if before < _MUCH <= self._counts["bytes"] and not self._counts["again"]:
-            warn_user(
-                f"Distillation(keep=True) keeps {self._counts['bytes'] / 2**30:.2g} GiB for {len(self._kept)} batches, "
-                "of which none came again yet; if the loader shuffles or changes its samples, none will: give "
-                "list(loader), or leave out keep"
-            )
-
-    def _divergence(self, own: Tensor, wanted: Tensor, axis: int) -> Tensor:
-        student = F.log_softmax(own.float() / self.temperature, axis)
-        teacher = F.log_softmax(wanted.float() / self.temperature, axis)
-        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(axis) * self.temperature**2
 
     def _axis(self, logits: Tensor, labels: Any) -> int:
         """The axis of the classes in logits."""
@@ -278,8 +281,6 @@ def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any
     """The labels that a model's own loss compares with its outputs, each at the place of its output.
 
     Args:
-        model: computes its loss.
-        labels: the argument of that name.
         shifted: the argument `shift_labels`, if there is one, whose labels are in place already.
     """
     if shifted is not None:
@@ -307,11 +308,6 @@ def _of_labels(labels: Any, classes: float) -> list[Tensor]:
     return [] if bool(counted.all()) else [counted]
 
 
-def _is_mask(value: Any) -> bool:
-    """Whether a value may be a mask [batch, tokens] of 0 and 1; masks of scores are floats or have more axes."""
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
-
-
 def _mean(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """The mean of the elements that all masks keep; 0 where they keep none."""
     if masks:
@@ -331,20 +327,3 @@ def _logits(outputs: Any) -> Tensor:
             "one; give a function of the output as Distillation(logits=...), or names of modules as features="
         )
     return tensors[0]
-
-
-@contextmanager
-def _seen(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
-    """The first float tensor that each named module returns in its last call."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, output: Any) -> None:
-        if tensors := float_tensors(output):
-            found[name] = tensors[0]
-
-    hooks: list[Any] = []
-    with restore_after(lambda: [hook.remove() for hook in hooks]):
-        for name in names:
-            module = model.get_submodule(name)
-            hooks.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
-        yield found

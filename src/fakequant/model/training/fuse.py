@@ -23,11 +23,19 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.run.outputs import Distance, Place, named_tensors, record
 from fakequant.model.run.recorded import Neighbors, find_neighbors
-from fakequant.model.sites.own_products import ends_in_product
+from fakequant.model.sites.placement import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
 from fakequant.nn.integer import has_no_hooks
-from fakequant.nn.quantized.folded import norm_factor, norm_offset
-from fakequant.nn.quantized.forms import computed_class
+from fakequant.nn.quantized.folded import (
+    FOLDABLE,
+    NORMS,
+    is_batch_norm,
+    norm_axes,
+    norm_factor,
+    norm_offset,
+    scaled_weight,
+)
+from fakequant.nn.quantized.forms import computed_class, output_channels
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import as_leaf
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
@@ -35,10 +43,6 @@ from fakequant.text import listed, module_name, table
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NAMED = 6
 
 
@@ -131,24 +135,48 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     found = find_fusions(model, example, inputs=inputs)
     modules = dict(model.named_modules())
     layers = [modules[layer] for layer in found.fused.values()]
-    run = None if example is None else _run_of(model, example, inputs)
-    before = None if run is None else {name: tensor.clone() for name, tensor in run().items()}
+    arguments = None if example is None else example_arguments(example, inputs)
+
+    def run() -> dict[Place, Tensor]:
+        with evaluating(model), torch.no_grad():
+            assert arguments is not None
+            return named_tensors(arguments.run(model))
+
+    before = {} if arguments is None else {name: tensor.clone() for name, tensor in run().items()}
     with restore_on_error(in_order(structure_of([model]), state_of(layers))):
         fuse_found(model, found)
-        if run is not None and before is not None:
-            _check_outputs(before, run())
+        if arguments is not None:
+            distance = Distance()
+            distance.add(before, run())
+            for index, (place, share) in enumerate(distance.shares.items()):
+                allowed = torch.finfo(before[place].dtype).eps if place in before else 0.0
+                if not share <= allowed:
+                    raise ConfigError(
+                        f"output {index} of the model changed by {share**0.5:.3g} of its size when its batch "
+                        f"normalisations were fused, rounding explains {allowed**0.5:.3g}; nothing was changed. The "
+                        "model may compute otherwise in another call"
+                    )
     if found.left:
         warn_user(left_text(found, "fused"), FusionWarning)
     return model
 
 
+@torch.no_grad()
 def fuse_found(model: nn.Module, found: Fusions) -> None:
     """Fold the batch normalisations that `fusions_of` found, in place."""
     modules = dict(model.named_modules())
     fused: dict[nn.Module, nn.Module] = {}
     for norm, layer in found.fused.items():
-        _fuse(modules[layer], modules[norm])
-        fused[modules[norm]] = FusedBatchNorm.of(modules[norm], layer, _axes(modules[layer]))
+        taker, factor = modules[layer], norm_factor(modules[norm])  # computed in float64 and rounded once
+        weight, bias = taker._parameters["weight"], taker._parameters.get("bias")
+        assert weight is not None
+        offset = norm_offset(modules[norm], bias, factor)
+        weight.copy_(scaled_weight(taker, weight, factor))
+        if bias is None:
+            taker.bias = nn.Parameter(offset.to(weight.dtype), requires_grad=weight.requires_grad)
+        else:
+            bias.copy_(offset)
+        fused[modules[norm]] = FusedBatchNorm.of(modules[norm], layer, norm_axes(modules[layer]))
     replace_modules(model, fused)
 
 
@@ -172,34 +200,37 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
     """What `find_fusions` finds, in a float model or a prepared one.
 
     Args:
-        model: in eval mode.
         arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
     """
     norms = {name: m for name, m in model.named_modules() if is_norm(m)}
-    trained = {name: m for name, m in norms.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    if training := [module_name(name) for name, norm in trained.items() if norm.training]:
+    if training := [module_name(name) for name, norm in norms.items() if is_batch_norm(norm) and norm.training]:
         raise ConfigError(
             f"{len(training)} batch normalisations are in training mode, the first is {training[0]}; "
             "call model.eval() before fuse_batch_norm"
         )
     if not norms:
         return Fusions({}, {})
-    layers = {m: name for name, m in model.named_modules() if _float_class(m) in _LAYERS}
+    layers = {m: name for name, m in model.named_modules() if _float_class(m) in FOLDABLE}
     others = {
         m: name for name, m in model.named_modules() if m not in layers and m._parameters.get("weight") is not None
     }
-    own = {m: name for m, name in others.items() if isinstance(m, _LAYERS)}
+    own = {m: name for m, name in others.items() if isinstance(m, FOLDABLE)}
     if arguments is not None and own:
         products = ends_in_product(model, own, arguments)
         layers |= {layer: name for layer, name in own.items() if layer in products}
     flow = _flow(model, layers.keys(), {*norms.values()}, arguments)
     sources = {reader: layer for layer, readers in flow.readers.items() for reader in readers}
-    users = _users_of_parameters(model)
+    users = Counter(
+        parameter.data_ptr()
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and not isinstance(parameter, UninitializedParameter)
+    )
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for name, norm in norms.items():
         layer = sources.get(norm)
-        why = _why_norm_stays(norm, flow.calls[norm], 4 if layer is None else _axes(layer))
+        why = _why_norm_stays(norm, flow.calls[norm], 4 if layer is None else norm_axes(layer))
         if why is None and layer is not None:
             why = _why_layer_stays(layer, norm, flow, users)
         elif why is None:
@@ -218,33 +249,15 @@ def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], argum
         return find_neighbors(model, recording, layers, norms, through=frozenset())
     try:
         with restore_after(structure_of([model])), in_eval_mode(model):  # a model may store what it sees: proxies
-            graph = _Tracer(layers | norms).trace(model, concrete_args=_defaults(model))
+            parameters = inspect.signature(model.forward).parameters.values()
+            # torch.fx would take optional arguments for given ones.
+            defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.kind != p.KEYWORD_ONLY}
+            graph = _Tracer(layers | norms).trace(model, concrete_args=defaults)
     except Exception as error:  # tracing runs the model's own code, with values for which it was not written
         raise ConfigError(
             f"torch.fx cannot trace the model ({type(error).__name__}: {error}); give an example, by whose run the "
             "order of its layers is found"
         ) from error
-    return _by_graph(model, graph, layers, norms)
-
-
-class _Tracer(fx.Tracer):
-    """Records a call of a layer or a normalisation as one call, whatever its class."""
-
-    def __init__(self, whole: Set[nn.Module]) -> None:
-        super().__init__()
-        self.whole = whole
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self.whole or super().is_leaf_module(m, module_qualified_name)
-
-
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """Optional arguments of a model at their defaults: torch.fx would take them for given ones."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY}
-
-
-def _by_graph(model: nn.Module, graph: fx.Graph, layers: Set[nn.Module], norms: Set[nn.Module]) -> Neighbors:
     found = Neighbors()
     called = {node: model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
     found.calls.update(called.values())
@@ -260,15 +273,26 @@ def _by_graph(model: nn.Module, graph: fx.Graph, layers: Set[nn.Module], norms: 
     return found
 
 
+class _Tracer(fx.Tracer):
+    """Records a call of a layer or a normalisation as one call, whatever its class."""
+
+    def __init__(self, whole: Set[nn.Module]) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+
 def _float_class(module: nn.Module) -> type[nn.Module]:
     """The class whose `forward` a float layer has, or had before `prepare`."""
     cls = computed_class(module)
-    return next((one for one in cls.__mro__ if one in _LAYERS), cls) if issubclass(cls, QuantizedLayer) else cls
+    return next((one for one in cls.__mro__ if one in FOLDABLE), cls) if issubclass(cls, QuantizedLayer) else cls
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a batch normalisation, or has the tensors of one, as torchvision's `FrozenBatchNorm2d`."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if is_batch_norm(module):
         return True
     held = [getattr(module, name, None) for name in ("running_mean", "running_var", "weight", "bias")]
     return hasattr(module, "eps") and all(isinstance(x, Tensor) and x.shape == held[1].shape for x in held)  # type: ignore[union-attr]
@@ -281,7 +305,7 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
     A copy of a class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and
     torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
     """
-    if type(norm) in _NORMS or getattr(norm, "running_mean", None) is None:
+    if type(norm) in NORMS or getattr(norm, "running_mean", None) is None:
         return None
     said = f"a {type(norm).__name__} may compute something else than a batch normalisation"
     if any(map(is_lazy, chain(norm.parameters(), norm.buffers()))):
@@ -297,7 +321,6 @@ def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
     """Whether a module in eval mode gives what a batch normalisation gives, and then the modules inside it.
 
     Args:
-        norm: the module.
         axes: of the input.
         length: of each of its places.
     """
@@ -340,51 +363,9 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
     if any(users[parameter.data_ptr()] > 1 for parameter in (weight, bias) if parameter is not None):
         return "the layer before it shares a parameter with another module"
     channels = len(cast("Tensor", norm.running_mean))
-    if _output_channels(layer) != channels:
-        return f"it has {channels} channels, and the layer before it {_output_channels(layer)}"
+    if output_channels(layer) != channels:
+        return f"it has {channels} channels, and the layer before it {output_channels(layer)}"
     return None
-
-
-def _users_of_parameters(model: nn.Module) -> Counter[int]:
-    """How many attributes of modules hold each parameter, by the address of its values."""
-    return Counter(
-        parameter.data_ptr()
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None and not isinstance(parameter, UninitializedParameter)
-    )
-
-
-def _output_channels(layer: nn.Module) -> int:
-    return cast("int", layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
-
-
-def _axes(layer: nn.Module) -> int:
-    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
-    return 2 if isinstance(layer, nn.Linear) else 2 + len(cast("nn.Conv2d", layer).kernel_size)
-
-
-@torch.no_grad()
-def _fuse(layer: nn.Module, norm: nn.Module) -> None:
-    """Fold a batch normalisation into a layer; computed in float64 and rounded once."""
-    weight, bias, factor = layer._parameters["weight"], layer._parameters.get("bias"), norm_factor(norm)
-    assert weight is not None
-    offset = norm_offset(norm, bias, factor)
-    weight.copy_(_scaled(layer, weight.double(), factor))
-    if bias is None:
-        layer.bias = nn.Parameter(offset.to(weight.dtype), requires_grad=weight.requires_grad)
-    else:
-        bias.copy_(offset)
-
-
-def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
-    """A weight with every output channel multiplied by its factor [out]."""
-    if not isinstance(layer, _TRANSPOSED):
-        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
-    # [in, out / groups, ...]: the inputs of a group make the outputs of that group.
-    groups = cast("nn.ConvTranspose2d", layer).groups
-    grouped = weight.view(groups, -1, *weight.shape[1:])
-    return (grouped * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -395,31 +376,6 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
         for name, child in parent._modules.items():
             if child is not None and child in new:
                 parent._modules[name] = new[child]
-
-
-def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:
-    """A function that runs the example; it returns the float tensors of the output by place."""
-    arguments = example_arguments(example, inputs)
-
-    def run() -> dict[Place, Tensor]:
-        with evaluating(model), torch.no_grad():
-            return named_tensors(arguments.run(model))
-
-    return run
-
-
-def _check_outputs(before: dict[Place, Tensor], after: dict[Place, Tensor]) -> None:
-    """Raise if outputs differ by more than the rounding of many layers: the root of the dtype's precision."""
-    found = Distance()
-    found.add(before, after)
-    for index, (place, share) in enumerate(found.shares.items()):
-        allowed = torch.finfo(before[place].dtype).eps if place in before else 0.0
-        if not share <= allowed:
-            raise ConfigError(
-                f"output {index} of the model changed by {share**0.5:.3g} of its size when its batch normalisations "
-                f"were fused, rounding explains {allowed**0.5:.3g}; nothing was changed. The model may compute "
-                "otherwise in another call"
-            )
 
 
 def left_text(found: Fusions, done: str) -> str:

@@ -35,7 +35,14 @@ from fakequant.model.training.steps import learned_scales
 from fakequant.model.training.steps import set_scales as set_scales
 from fakequant.model.weights import disabled
 from fakequant.nn.integer import has_no_hooks
-from fakequant.nn.quantized.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
+from fakequant.nn.quantized.folded import (
+    FOLDED_LAYERS,
+    FOLDED_NORMS,
+    FoldedLayer,
+    FoldedNorm,
+    is_batch_norm,
+    norm_axes,
+)
 from fakequant.nn.sites.classes import set_class, unshielded_class
 from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.restore import attributes_of, restore_after, restore_on_error, structure_of
@@ -77,7 +84,27 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     arguments = example_arguments(example, inputs)
     with disabled(model):
         recording = record(model, lambda: arguments.run(model))
-    found = _pairs(model, recording)
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    shared = {module for several in holders.values() if len(several) > 1 for module in several}
+    fused: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for path, norm in model.named_modules():
+        if is_norm(norm) and not isinstance(norm, FoldedNorm):
+            # The layer whose product, and nothing else, is what the normalisation takes.
+            call = next(iter(recording.calls_of.get(path, [])), None)
+            producer = recording.values[call.inputs[0]].producer if call is not None and call.inputs else None
+            made = None if producer is None else recording.calls[producer]
+            layer = None if made is None or made.function not in OF_LAYERS else made.owner
+            why = _why_norm_stays(norm, path, recording) or _why_layer_stays(layer, modules, shared, recording)
+            if why is None and layer is not None:
+                fused[path] = layer
+            else:
+                left[path] = str(why)
+    found = Fusions(fused, left)
     modules = dict(model.named_modules())
     for path in found.fused.values():
         if cast("Any", modules[path]).gradient is not None:
@@ -93,18 +120,14 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     with restore_on_error(structure_of([model])):
         for norm, path in found.fused.items():
             holder, _, name = norm.rpartition(".")
-            _fold(modules[path], path, modules[holder], name)
+            layer, own = modules[path], cast("nn.Module", modules[holder]._modules[name])
+            set_class(own, FOLDED_NORMS[_torch_class(own)])
+            vars(own).update(layer=path, axes=norm_axes(layer))
+            vars(layer)["_norm"] = (own, modules[holder], name)
+            set_class(layer, FOLDED_LAYERS[unshielded_class(layer)])
     if found.left:
         warn_user(left_text(found, "folded"), FusionWarning)
     return model
-
-
-def _fold(layer: nn.Module, path: str, holder: nn.Module, name: str) -> None:
-    norm = cast("nn.Module", holder._modules[name])
-    set_class(norm, FOLDED_NORMS[_torch_class(norm)])
-    vars(norm).update(layer=path, axes=_axes(layer))
-    vars(layer)["_norm"] = (norm, holder, name)
-    set_class(layer, FOLDED_LAYERS[unshielded_class(layer)])
 
 
 @torch.no_grad()
@@ -136,41 +159,8 @@ def merge_batch_norm(model: Model) -> Model:
     return model
 
 
-def _pairs(model: nn.Module, recording: Recording) -> Fusions:
-    """Which batch normalisation belongs to which quantized layer."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in modules.values():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(module)
-    shared = {module for several in holders.values() if len(several) > 1 for module in several}
-    fused: dict[str, str] = {}
-    left: dict[str, str] = {}
-    for path, norm in model.named_modules():
-        if is_norm(norm) and not isinstance(norm, FoldedNorm):
-            layer = _layer_before(path, recording)
-            why = _why_norm_stays(norm, path, recording) or _why_layer_stays(layer, modules, shared, recording)
-            if why is None and layer is not None:
-                fused[path] = layer
-            else:
-                left[path] = str(why)
-    return Fusions(fused, left)
-
-
-def _layer_before(path: str, recording: Recording) -> str | None:
-    """The path of the layer whose product, and nothing else, is what a normalisation takes."""
-    call = next(iter(recording.calls_of.get(path, [])), None)
-    if call is None or not call.inputs:
-        return None
-    taken = call.inputs[0]
-    producer = recording.values[taken].producer
-    if producer is None or recording.calls[producer].function not in OF_LAYERS:
-        return None
-    return recording.calls[producer].owner
-
-
 def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | None:
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+    if not is_batch_norm(norm):
         return f"a {type(norm).__name__} does not train: call fuse_batch_norm before fakequant.prepare"
     if _torch_class(norm) not in FOLDED_NORMS:
         return f"a {type(norm).__name__} has no folded form"
@@ -204,33 +194,17 @@ def _why_layer_stays(
         return "the output of the layer before it has a quantizer, which would come after the normalisation"
     if not has_no_hooks(layer):
         return "the layer before it has hooks or a forward of its own"
-    if layer in shared or not _is_alone(path, recording):
+    product = next(call for call in recording.calls_of[path] if call.function in OF_LAYERS)
+    output, inside = product.outputs[0], f"{path}." if path else ""
+    weights = {value for value in product.inputs if recording.values[value].constant}
+    owners = {call.owner for weight in weights for call in recording.consumers[weight]}
+    alone = output not in recording.outputs and len(recording.consumers.get(output, [])) == 1
+    alone = alone and all(owner is not None and (owner == path or owner.startswith(inside)) for owner in owners)
+    if layer in shared or not alone:
         return "the output or a parameter of the layer before it is used elsewhere, too"
-    output = recording.calls[_product(path, recording)].outputs[0]
-    if len(recording.values[output].shape) != _axes(layer):
+    if len(recording.values[output].shape) != norm_axes(layer):
         return "its channels are not those of the layer before it"
     return None
-
-
-def _product(path: str, recording: Recording) -> int:
-    return next(call.number for call in recording.calls_of[path] if call.function in OF_LAYERS)
-
-
-def _is_alone(path: str, recording: Recording) -> bool:
-    """Whether one call takes the layer's product, and the layer alone its parameters."""
-    product = recording.calls[_product(path, recording)]
-    output = product.outputs[0]
-    if output in recording.outputs or len(recording.consumers.get(output, [])) != 1:
-        return False
-    weights = {value for value in product.inputs if recording.values[value].constant}
-    inside = f"{path}." if path else ""
-    users = [call for weight in weights for call in recording.consumers[weight]]
-    return all(call.owner is not None and (call.owner == path or call.owner.startswith(inside)) for call in users)
-
-
-def _axes(layer: nn.Module) -> int:
-    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
-    return 2 + len(getattr(layer, "kernel_size", ()))
 
 
 _CALL = "finetune(model, batches, loss, Schedule(original_lr=0.1, original_epochs=90))"
@@ -341,10 +315,6 @@ def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Option
     the fewer bits there are, so that one learning rate of SGD serves one of them. Weights in `int2` train better from
     `calibrate(weight_method="max")`: 98.05 % of digits in place of 97.38, three seeds.
 
-    Args:
-        original_epochs: the epochs of the float training.
-        lr: the first learning rate of Adam.
-
     >>> schedule, options = few_bits(original_epochs=20)
     >>> schedule.epochs, schedule.lr(0.0), options.scales.name
     (120, 0.003, 'LEARNED')
@@ -424,7 +394,16 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     with restore_on_error(attributes_of(model.modules(), "training")), restore_after(training.leave):
         training.prepare(model)
         optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
-        _split(optimizer, learned_scales(model), float(options.scale_lr))
+        share = float(options.scale_lr)
+        known = {id(parameter) for parameter in learned_scales(model)}
+        for group in list(optimizer.param_groups if share != 1.0 else ()):
+            # The other options stay those of their old group.
+            others, own = ([p for p in group["params"] if (id(p) in known) is wanted] for wanted in (False, True))
+            if not others:
+                group[_SHARE] = share
+            elif own:
+                group["params"] = others
+                optimizer.add_param_group({**group, "params": own, _SHARE: share})
         history: list[float] = []
         for epoch in range(schedule.epochs):
             model.train()
@@ -435,18 +414,6 @@ def finetune(  # noqa: PLR0913  all but the first five by name
                 break
         training.end()
     return history
-
-
-def _split(optimizer: Optimizer, scales: Iterable[nn.Parameter], share: float) -> None:
-    """Give scales groups of their own with a share of the learning rate, and the other options of their old groups."""
-    known = {id(parameter) for parameter in scales}
-    for group in list(optimizer.param_groups if share != 1.0 else ()):
-        others, own = ([p for p in group["params"] if (id(p) in known) is wanted] for wanted in (False, True))
-        if not others:
-            group[_SHARE] = share
-        elif own:
-            group["params"] = others
-            optimizer.add_param_group({**group, "params": own, _SHARE: share})
 
 
 def _loss(
@@ -465,7 +432,8 @@ def _loss(
         outputs = forward(model)
         return _own_loss(outputs) if loss is None else loss(outputs, wanted)
     masks = distillation.masks(batch)
-    labels = _labels(batch, targets)
+    labels = batch[-1] if isinstance(batch, (tuple, list)) and batch else None
+    labels = batch.get(targets) if isinstance(batch, Mapping) else labels
     if loss is None and isinstance(batch, Mapping):  # the model's own loss gets them
         labels = labels_of_outputs(model, labels, batch.get("shift_labels"))
     outputs, distance = distillation.student(model, forward, masks, labels)
@@ -476,23 +444,19 @@ def _loss(
 def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Any:
     """What a model returns for a batch; without a loss it gets the targets too."""
     if loss is None:
-        return _with_targets(model, batch, inputs)
+        try:
+            return run_batch(model, batch, inputs=inputs)
+        except AmbiguousBatchError as error:
+            raise ConfigError(
+                "with loss=None the model needs its targets as an argument, and a tuple does not say which item is "
+                'which argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function '
+                "that makes them of a batch as inputs="
+            ) from error
     if inputs is not None:
         return run_batch(model, batch, inputs=inputs)
     if isinstance(batch, Mapping):
         return run_batch(model, {key: x for key, x in batch.items() if key != targets})
     return run_batch(model, tuple(batch[:-1]), known=len(batch) - 1)
-
-
-def _with_targets(model: nn.Module, batch: Any, inputs: Inputs | None) -> Any:
-    try:
-        return run_batch(model, batch, inputs=inputs)
-    except AmbiguousBatchError as error:
-        raise ConfigError(
-            "with loss=None the model needs its targets as an argument, and a tuple does not say which item is which "
-            'argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function that makes '
-            "them of a batch as inputs="
-        ) from error
 
 
 def _own_loss(outputs: Any) -> Tensor:
@@ -505,13 +469,6 @@ def _own_loss(outputs: Any) -> Tensor:
             "dicts with all arguments from which the model computes outputs.loss"
         )
     return value
-
-
-def _labels(batch: Any, key: str) -> Any:
-    """The targets in a batch, if there are any."""
-    if isinstance(batch, Mapping):
-        return batch.get(key)
-    return batch[-1] if isinstance(batch, (tuple, list)) and batch else None
 
 
 def _targets(batch: Any, key: str) -> Any:

@@ -33,6 +33,7 @@ from fakequant.model.weights import (
     warn_vanished,
 )
 from fakequant.nn.merged_adapters import adapter_layers, train_merged
+from fakequant.nn.quantized.folded import is_batch_norm
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of_parts, structure_of
@@ -56,7 +57,7 @@ class Scales(Enum):
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
     """The batch normalisations of a model."""
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [module for module in model.modules() if is_batch_norm(module)]
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
@@ -111,33 +112,37 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     parameters = (weight.parameter for weight in coded)
     touched = [*quantizers(model).values(), *(parameter for parameter in parameters if parameter is not None)]
     with restore_on_error(state_of_parts(model, touched)):
-        _set_scales(model, scales, method, options)
+        static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
+        learn = scales in (Scales.LEARNED, Scales.ONLY)
+        if learn and not all(quantizer.learned for quantizer in static):
+            # Gradients of new parameters must be summed over the processes that train the model. Layers that are
+            # shared out sum those of what is whole in each process.
+            if parallel_group(model) is None:
+                refuse_sharded(model, "call set_scales(LEARNED) on")
+            refuse_stored(model, "call set_scales(LEARNED) on")
+            if is_data_parallel(model):
+                raise ConfigError(
+                    "learned scales are parameters, and DistributedDataParallel knows only those that the model had "
+                    "when it was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
+                )
+        for quantizer in quantizers(model).values():
+            if not learn or quantizer.keeps_codes is not (scales is Scales.ONLY and quantizer.kind is Kind.WEIGHT):
+                quantizer.stop_learning()
+        _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
+        if learn:
+            fixed = _fix_codes(model) if scales is Scales.ONLY else []
+            for quantizer in static:
+                if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+                    quantizer.learn(method, **options)
+            for quantizer in fixed:
+                quantizer.keep_codes()
+            warn_of_zeros(model, quantizers(model))
+            if scales is Scales.ONLY and not static:
+                raise ConfigError(
+                    "Scales.ONLY has nothing to train: all ranges are dynamic or given by an engine; prepare weights "
+                    "with static ranges"
+                )
         share_learned(model)
-
-
-def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
-    static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
-    learn = scales in (Scales.LEARNED, Scales.ONLY)
-    if learn and not all(quantizer.learned for quantizer in static):
-        _refuse_new_parameters(model)
-    for quantizer in quantizers(model).values():
-        if not learn or quantizer.keeps_codes is not (scales is Scales.ONLY and quantizer.kind is Kind.WEIGHT):
-            quantizer.stop_learning()
-    _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
-    if not learn:
-        return
-    coded = _fix_codes(model) if scales is Scales.ONLY else []
-    for quantizer in static:
-        if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
-            quantizer.learn(method, **options)
-    for quantizer in coded:
-        quantizer.keep_codes()
-    warn_of_zeros(model, quantizers(model))
-    if scales is Scales.ONLY and not static:
-        raise ConfigError(
-            "Scales.ONLY has nothing to train: all ranges are dynamic or given by an engine; prepare weights with "
-            "static ranges"
-        )
 
 
 def _fix_codes(model: nn.Module) -> list[Quantizer]:
@@ -169,18 +174,6 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
         if not quantizer.calibrated:
             give_range(weight, library.measure(gathered(fresh_weight(weight, name)), quantizer.spec.granularity))
             mark_range_current(weight)
-
-
-def _refuse_new_parameters(model: nn.Module) -> None:
-    """Raise where gradients of new parameters would not be summed over the processes that train the model."""
-    if parallel_group(model) is None:  # layers that are shared out sum the gradients of what is whole in each process
-        refuse_sharded(model, "call set_scales(LEARNED) on")
-    refuse_stored(model, "call set_scales(LEARNED) on")
-    if is_data_parallel(model):
-        raise ConfigError(
-            "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "
-            "was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
-        )
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -276,14 +269,25 @@ class Training:
             train_merged(model)
             if self._distillation is not None:
                 self._distillation.check(model)
-            settings = self._settings_for(model)
+            settings = {  # now, because a learned range becomes that of the checkpoint which is loaded
+                "config": getattr(self.config, "name", self.config),
+                "quantizers": digest({name: _words(one) for name, one in quantizers(model).items()}),
+                "scales": self.scales.value,
+                "method": self.method,
+                "learn_after": self.learn_after,
+                "freeze_batch_norm_after": self.freeze_batch_norm_after,
+            }
             if any(other != settings for other in processes.all(settings)):
                 raise ConfigError(
                     "the processes quantize other layers or in other ways; give all of them one model and the same "
                     'settings, or calibration={"group": False} where they train models of their own'
                 )
         self._model, self._settings, self._asleep = model, settings, asleep
-        self._freeze_others(model)
+        trained = {id(parameter) for parameter in learned_scales(model)}
+        others = model.parameters() if self.scales is Scales.ONLY else ()
+        self._frozen = [p for p in others if p.requires_grad and id(p) not in trained]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
         return model
 
     def begin(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -296,7 +300,14 @@ class Training:
             ConfigError: they do not, or another training watches the model.
         """
         model = self._prepared()
-        _check_optimizers(model, optimizers)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        known = any(id(parameter) in held for parameter in model.parameters())  # else it has shards of them
+        if known and any(id(parameter) not in held for parameter in learned_scales(model) if parameter.requires_grad):
+            raise ConfigError(
+                "the optimizer was made before the scales became parameters, and would not move them; have the trainer "
+                "make the optimizer, or call prepare(model) of the callback before you make it"
+            )
         if self._watch is not None:
             return
         hooks = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
@@ -430,29 +441,10 @@ class Training:
             for parameter in learned_scales(self._prepared()):
                 parameter.grad = None
 
-    def _settings_for(self, model: nn.Module) -> dict[str, Any]:
-        """Now, because a learned range becomes that of the checkpoint which is loaded."""
-        return {
-            "config": getattr(self.config, "name", self.config),
-            "quantizers": digest({name: _words(one) for name, one in quantizers(model).items()}),
-            "scales": self.scales.value,
-            "method": self.method,
-            "learn_after": self.learn_after,
-            "freeze_batch_norm_after": self.freeze_batch_norm_after,
-        }
-
     def _prepared(self) -> nn.Module:
         if self._model is None:
             raise ConfigError("the training has no model yet; call prepare(model) before the optimizer is made")
         return self._model
-
-    def _freeze_others(self, model: nn.Module) -> None:
-        """Take what is no scale from what trains, where scales are trained only; `leave` gives it back."""
-        trained = {id(parameter) for parameter in learned_scales(model)}
-        others = model.parameters() if self.scales is Scales.ONLY else ()
-        self._frozen = [p for p in others if p.requires_grad and id(p) not in trained]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
 
     def _freeze(self) -> None:
         trains_others = self.scales is not Scales.ONLY and self._progress < self.freeze_batch_norm_after
@@ -488,11 +480,11 @@ class Training:
         self._calls += 1
         watch, self._begun = self._begun, [-1]  # the teacher may be this model
         try:
-            forward = partial(_call, args, kwargs)
             labels = labels_of_outputs(model, kwargs.get("labels"), kwargs.get("shift_labels"))
             own = self._distillation.compared(outputs, self._seen)
             masks = self._distillation.masks(kwargs or args)
-            self._distances.append(self._distillation.distance(model, own, forward, masks, labels))
+            distance = self._distillation.distance(model, own, lambda one: one(*args, **kwargs), masks, labels)
+            self._distances.append(distance)
         finally:
             self._begun = watch
         return self._with_distance(outputs, kwargs)
@@ -504,10 +496,6 @@ class Training:
         self._distances.clear()
         self._begun.clear()
         self._seen.clear()
-
-
-def _call(args: Any, kwargs: Any, model: nn.Module) -> Any:
-    return model(*args, **kwargs)
 
 
 def _words(quantizer: Quantizer) -> str:
@@ -526,15 +514,3 @@ def learned_scales(model: nn.Module) -> list[nn.Parameter]:
 @torch.utils.hooks.unserializable_hook
 def _zeros(gradient: Tensor) -> Tensor:
     return torch.zeros_like(gradient)
-
-
-def _check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise where optimizers have parameters of a model, and not its learned scales."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    known = any(id(parameter) in held for parameter in model.parameters())  # else it has shards of them
-    if known and any(id(parameter) not in held for parameter in learned_scales(model) if parameter.requires_grad):
-        raise ConfigError(
-            "the optimizer was made before the scales became parameters, and would not move them; have the trainer "
-            "make the optimizer, or call prepare(model) of the callback before you make it"
-        )

@@ -171,7 +171,7 @@ class FoldedLayer(QuantizedLayer):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The parameter times gamma / sigma of each output channel, in float64 and rounded once."""
         own = cast("Tensor", self._parameters["weight"])
-        return (own.double() * norm_factor(self.norm).view(-1, *(1 for _ in own.shape[1:]))).to(own.dtype)
+        return scaled_weight(self, own, norm_factor(self.norm)).to(own.dtype)
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
@@ -228,6 +228,32 @@ class FoldedConv3d(_FoldedConv, QuantConv3d):  # type: ignore[misc]
     """QuantConv3d with a folded BatchNorm3d."""
 
     plain_class = QuantConv3d
+
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+FOLDABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+"""The layers whose weight can take the factors of a batch normalisation behind them."""
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch normalisation of torch, or a subclass of one."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def norm_axes(layer: nn.Module) -> int:
+    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
+    return 2 + len(getattr(layer, "kernel_size", ()))
+
+
+def scaled_weight(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
+    """A weight in float64 with every output channel multiplied by its factor [out], not rounded."""
+    weight = weight.double()
+    if not isinstance(layer, _TRANSPOSED):
+        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
+    # [in, out / groups, ...]: the inputs of a group make the outputs of that group.
+    grouped = weight.view(layer.groups, -1, *weight.shape[1:])
+    return (grouped * factor.view(layer.groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
 
 
 FOLDED_NORMS: dict[type[nn.Module], type[FoldedNorm]] = {

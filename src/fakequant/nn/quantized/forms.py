@@ -203,6 +203,25 @@ def _new(float_class: type[nn.Module]) -> nn.Module:
     return form.__new__(form)
 
 
+_FUNCTIONS = (
+    (nn.modules.conv._ConvTransposeNd, "conv_transpose"),
+    (nn.modules.conv._ConvNd, "conv"),
+    (nn.Linear, "linear"),
+)
+
+
+def product_function(cls: type[nn.Module]) -> str | None:
+    """The function, as rules name it, by which a subclass with a `forward` of its own multiplies with its weight."""
+    if why_changed(cls) is None:
+        return None
+    return next((function for base, function in _FUNCTIONS if issubclass(cls, base)), None)
+
+
+def output_channels(layer: Any) -> int:
+    """The output channels of a linear layer or a convolution."""
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
 def product_class(layer: nn.Module) -> type[Product]:
     """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
 

@@ -333,6 +333,19 @@ def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
     return None if issubclass(cls, QuantizedLayer) else _made_layers.get(written or "")
 
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation of torch, whose parameters are no factors of a product."""
+    return isinstance(module, _NORMS)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a normalisation of torch that may normalise by the statistics of a batch in training."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
 @quantizes(nn.Linear)
 class QuantLinear(QuantizedLayer, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
