@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Batches, Forward, Inputs, refuse_tensor, run_batch
-from fakequant.delivery.format import DeliveryFormat, Engine, decoded, format_of, without_quantizers
+from fakequant.delivery.format import Engine, decoded, format_of, without_quantizers
 from fakequant.errors import CalibrationError, VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
@@ -162,7 +162,14 @@ def verify_delivery(
     if missing := [name for name in format.packages if find_spec(name) is None]:
         report.not_run.append(f"Not loaded by another program: {' and '.join(missing)} not installed.")
         return report
-    for engine in _loaded(report, format, source, model):
+    engines = None
+    while True:  # up to the first program that does not load the file
+        engine = None
+        with _failing(report, f"Not loaded by a program of {format.name} beside {report.runtime}"):
+            engines = engines or iter(format.engines(source, model))
+            engine = next(engines, None)
+        if engine is None:
+            break
         report.runtime += f", {engine.name}"
         report.not_run += engine.notes
         with _failing(report, f"The weights are not read by {engine.name}"):
@@ -202,19 +209,6 @@ def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
         yield
     except Exception as error:  # a program of others raises any, as transformers does OSError, KeyError, RuntimeError
         report.failed.append(f"{what}: {type(error).__name__}: {error}")
-
-
-def _loaded(report: DeliveryReport, format: DeliveryFormat, path: Path, model: nn.Module) -> Iterator[Engine]:
-    """The programs that load the file, up to the first that does not."""
-    engines = None
-    while True:
-        engine = None
-        with _failing(report, f"Not loaded by a program of {format.name} beside {report.runtime}"):
-            engines = engines or iter(format.engines(path, model))
-            engine = next(engines, None)
-        if engine is None:
-            return
-        yield engine
 
 
 def _compare_states(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:

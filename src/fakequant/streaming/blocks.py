@@ -228,7 +228,11 @@ class _Recorder:
         self.learned, self.failed, hooks = False, None, []
         try:
             for path, module in self._model.named_modules():
-                hooks.append(module.register_forward_pre_hook(lambda _module, _args, path=path: self._enter(path)))
+
+                def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                    self.before |= set() if self._order else {path}
+
+                hooks.append(module.register_forward_pre_hook(enter))
             with in_place_of(self._model, self._blocks, self._called), torch.no_grad(), suppress(_AllSeen):
                 self._batches.run(self._model, self._batches.numbered[number])
         except BatchError as error:
@@ -245,10 +249,6 @@ class _Recorder:
                 "other blocks=, or improve it in memory"
             )
         return self._fits
-
-    def _enter(self, path: str) -> None:
-        if not self._order:
-            self.before.add(path)
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places = _places(args, kwargs)

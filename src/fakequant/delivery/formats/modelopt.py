@@ -62,7 +62,19 @@ class ModelOpt(LayeredFormat):
         dtype = None if weight is None else weight.dtype
         if dtype not in (_E4M3, torch.int8, torch.uint8):
             module.refuse(f"weight is {dtype}, and it has a weight_scale")
-        coded = _four_bits(module) if dtype is torch.uint8 else _eight_bits(module, _FP8 if dtype is _E4M3 else _INT8)
+        rows, columns = module.shape
+        if dtype is not torch.uint8:
+            coded = _eight_bits(module, _FP8 if dtype is _E4M3 else _INT8)
+        elif module.tensors[f"{module.base}.weight"].shape[-1] == columns:
+            coded = _four_bit_integers(module)
+        elif not module.has("weight_scale_2"):
+            codes = module.fours("weight", rows, columns)
+            coded = CodedWeight(_MXFP4, codes, module.powers("weight_scale", (rows, -(-columns // 32))))
+        else:
+            codes = module.fours("weight", rows, columns)
+            scale = module.get("weight_scale", _E4M3, (rows, -(-columns // 16)))
+            shared = module.get("weight_scale_2", _F32, (1,), ())
+            coded = CodedWeight(_NVFP4, codes, lambda: scale().float() * shared())
         return _with_input(module, coded)
 
     def skips(self, name: str) -> str | None:
@@ -112,18 +124,6 @@ def _eight_bits(module: LayerTensors, spec: QuantSpec) -> CodedWeight:
         spec = spec.replace(granularity=PerBlock({0: _TILE, -1: _TILE}, pad=True))
     scale = module.get("weight_scale", FLOATS, *shapes)
     return CodedWeight(spec.replace(scale=FLOATS[scale().dtype]), codes, scale)
-
-
-def _four_bits(module: LayerTensors) -> CodedWeight:
-    rows, columns = module.shape
-    if module.tensors[f"{module.base}.weight"].shape[-1] == columns:
-        return _four_bit_integers(module)
-    codes = module.fours("weight", rows, columns)
-    if not module.has("weight_scale_2"):
-        return CodedWeight(_MXFP4, codes, module.powers("weight_scale", (rows, -(-columns // 32))))
-    scale = module.get("weight_scale", _E4M3, (rows, -(-columns // 16)))
-    shared = module.get("weight_scale_2", _F32, (1,), ())
-    return CodedWeight(_NVFP4, codes, lambda: scale().float() * shared())
 
 
 def _four_bit_integers(module: LayerTensors) -> CodedWeight:
