@@ -32,20 +32,27 @@ __all__ = [  # noqa: RUF022  by kind
 ]  # fmt: skip
 
 
-class QuantInputMixin:
-    """Gives a module a quantizer for its input, `_input_quantizer`."""
-
+class _QuantizesInput:
     default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
-    _input_quantizer: TensorQuantizer
+    _input_quantizer: Any
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor that modules of this class use from now on.
+        """Set the descriptor of inputs that modules of this class use from now on.
 
         Raises:
             ValueError: no descriptor.
         """
         cls.default_quant_desc_input = _copied(value)
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the input."""
+        return self._input_quantizer
+
+
+class QuantInputMixin(_QuantizesInput):
+    """Gives a module a quantizer for its input, `_input_quantizer`."""
 
     def init_quantizer(self, quant_desc_input: QuantDescriptor) -> None:
         """Make the quantizer; only a module's `__init__` may call this.
@@ -57,53 +64,29 @@ class QuantInputMixin:
         _check_caller()
         self._input_quantizer = _quantizer(quant_desc_input)
 
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input."""
-        return self._input_quantizer
 
-
-class QuantMixin:
+class QuantMixin(_QuantizesInput):
     """Gives a module quantizers for its input and its weight, `_input_quantizer` and `_weight_quantizer`."""
 
-    default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
     default_quant_desc_weight = QUANT_DESC_8BIT_PER_TENSOR
-    _input_quantizer: Any
     _weight_quantizer: Any
     _input_quantizers: nn.ModuleList
     _weight_quantizers: nn.ModuleList
 
     @classmethod
-    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of inputs that modules of this class use from now on.
-
-        Raises:
-            ValueError: no descriptor.
-        """
-        cls.default_quant_desc_input = _copied(value)
-
-    @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of weights that modules of this class use from now on.
-
-        Raises:
-            ValueError: no descriptor.
-        """
+        """Set the descriptor of weights, as `set_default_quant_desc_input` that of inputs."""
         cls.default_quant_desc_weight = _copied(value)
 
     def init_quantizer(
         self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None
     ) -> None:
-        """Make the quantizers; only a module's `__init__` may call this.
+        """Make the quantizers, as `QuantInputMixin.init_quantizer` does.
 
         Args:
             quant_desc_input: how inputs are quantized.
             quant_desc_weight: how weights are quantized.
             num_layers: if given, as many pairs, in the lists `_input_quantizers` and `_weight_quantizers`.
-
-        Raises:
-            TypeError: something else called it.
-            ValueError: a descriptor does not ask for fake quantization.
         """
         _check_caller()
         if num_layers is None:
@@ -111,11 +94,6 @@ class QuantMixin:
             return
         self._input_quantizers = nn.ModuleList(_quantizer(quant_desc_input) for _ in range(num_layers))
         self._weight_quantizers = nn.ModuleList(_quantizer(quant_desc_weight) for _ in range(num_layers))
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input."""
-        return self._input_quantizer
 
     @property
     def weight_quantizer(self) -> TensorQuantizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -152,6 +153,11 @@ def _as_quantize_linear(inputs: Tensor, amax: Tensor, fmt: Format) -> Tensor:
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 
 
+def _setting(name: str, doc: str) -> Any:
+    """A property that reads and sets an attribute."""
+    return property(attrgetter(name), lambda quantizer, value: setattr(quantizer, name, value), doc=doc)
+
+
 class TensorQuantizer(PreciseModule):
     """Calibrates for, clips and quantizes one tensor, each of which can be turned on and off.
 
@@ -271,32 +277,9 @@ class TensorQuantizer(PreciseModule):
                 self.register_buffer(name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    @property
-    def num_bits(self) -> NumBits:
-        """Bits of an integer code, or exponent and mantissa bits of a float."""
-        return self._num_bits
-
-    @num_bits.setter
-    def num_bits(self, value: NumBits) -> None:
-        self._num_bits = value
-
-    @property
-    def unsigned(self) -> bool:
-        """Whether integer codes begin at 0."""
-        return self._unsigned
-
-    @unsigned.setter
-    def unsigned(self, value: bool) -> None:
-        self._unsigned = value
-
-    @property
-    def narrow_range(self) -> bool:
-        """Whether the lowest signed code is left out."""
-        return self._narrow_range
-
-    @narrow_range.setter
-    def narrow_range(self, value: bool) -> None:
-        self._narrow_range = value
+    num_bits: NumBits = _setting("_num_bits", "Bits of an integer code, or exponent and mantissa bits of a float.")
+    unsigned: bool = _setting("_unsigned", "Whether integer codes begin at 0.")
+    narrow_range: bool = _setting("_narrow_range", "Whether the lowest signed code is left out.")
 
     @property
     def maxbound(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -61,6 +62,11 @@ __all__ = [
 
 _BLOCK_KEYS = ("type", "scale_bits", "scale_block_sizes")
 _BLOCK_TYPES = ("static", "dynamic")
+
+
+def _field(name: str, doc: str) -> Any:
+    """A property that reads an attribute."""
+    return property(attrgetter(name), doc=doc)
 
 
 class ScaledQuantDescriptor:
@@ -126,60 +132,17 @@ class ScaledQuantDescriptor:
         self._narrow_range: bool = options["narrow_range"]
         self._dynamic: bool = options["dynamic"]
 
-    @property
-    def num_bits(self) -> NumBits:
-        """Bits of an integer code, or (exponent bits, mantissa bits)."""
-        return self._num_bits
-
-    @property
-    def name(self) -> str | None:
-        """What it is called when printed."""
-        return self._name
-
-    @property
-    def fake_quant(self) -> bool:
-        """Whether a quantizer returns values; else codes."""
-        return self._fake_quant
-
-    @property
-    def axis(self) -> int | tuple[int, ...] | None:
-        """The axis or axes that keep one amax per index."""
-        return self._axis
-
-    @property
-    def block_sizes(self) -> dict[int | str, Any] | None:
-        """Block sizes by axis, and the options of blocks."""
-        return self._block_sizes
-
-    @property
-    def amax(self) -> np.ndarray | None:
-        """The largest magnitude, float32."""
-        return self._amax
-
-    @property
-    def learn_amax(self) -> bool:
-        """Whether training moves amax."""
-        return self._learn_amax
-
-    @property
-    def scale_amax(self) -> float | None:
-        """What amax is multiplied with."""
-        return self._scale_amax
-
-    @property
-    def calib_method(self) -> str:
-        """The kind of calibrator."""
-        return self._calib_method
-
-    @property
-    def unsigned(self) -> bool:
-        """Whether codes begin at 0."""
-        return self._unsigned
-
-    @property
-    def narrow_range(self) -> bool:
-        """Whether the lowest signed code is left out."""
-        return self._narrow_range
+    num_bits: NumBits = _field("_num_bits", "Bits of an integer code, or (exponent bits, mantissa bits).")
+    name: str | None = _field("_name", "What it is called when printed.")
+    fake_quant: bool = _field("_fake_quant", "Whether a quantizer returns values; else codes.")
+    axis: int | tuple[int, ...] | None = _field("_axis", "The axis or axes that keep one amax per index.")
+    block_sizes: dict[int | str, Any] | None = _field("_block_sizes", "Block sizes by axis, and the options of blocks.")
+    amax: np.ndarray | None = _field("_amax", "The largest magnitude, float32.")
+    learn_amax: bool = _field("_learn_amax", "Whether training moves amax.")
+    scale_amax: float | None = _field("_scale_amax", "What amax is multiplied with.")
+    calib_method: str = _field("_calib_method", "The kind of calibrator.")
+    unsigned: bool = _field("_unsigned", "Whether codes begin at 0.")
+    narrow_range: bool = _field("_narrow_range", "Whether the lowest signed code is left out.")
 
     @property
     def dynamic(self) -> bool:
