@@ -18,7 +18,7 @@ from fakequant.export import ExportReport
 from fakequant.export import export_onnx as export_model
 from fakequant.ir.convert import needed, operations, remove_changes_in_place, unite_types
 from fakequant.ir.graph import Constant, Graph, Input
-from fakequant.ir.op import DYNAMIC, TensorType
+from fakequant.ir.op import DYNAMIC
 from fakequant.ir.table import type_of
 from fakequant.model.run.regions import inline_regions
 from fakequant.model.run.tracing import quiet, traced_program
@@ -160,16 +160,13 @@ def export_onnx(
     ['QuantizeLinear and DequantizeLinear, INT8, per tensor']
     """
     inputs = list(graph.check().inputs.values())
-    given = tuple(_example(value.type) for value in inputs) if example is None else example
+    if example is None:
+        tensors = []
+        for type, shape in (value.type for value in inputs):
+            x = torch.zeros([_LENGTH if n == DYNAMIC else n for n in shape], dtype=type.dtype)
+            tensors.append(torch.linspace(-1.0, 1.0, x.numel()).reshape(x.shape).to(x.dtype) if type.floating else x)
+        example = tuple(tensors)
     shapes = tuple({axis: Dim.AUTO for axis, n in enumerate(i.type.shape) if n == DYNAMIC} for i in inputs)
     names = [value.name for value in inputs]
     dynamic = shapes if any(shapes) else None
-    return export_model(graph.to_torch(), given, path, dynamic_shapes=dynamic, input_names=names, **options)
-
-
-def _example(type: TensorType) -> Tensor:
-    shape = [_LENGTH if n == DYNAMIC else n for n in type.shape]
-    x = torch.zeros(shape, dtype=type.type.dtype)
-    if not type.type.floating:
-        return x
-    return torch.linspace(-1.0, 1.0, x.numel()).reshape(shape).to(x.dtype)
+    return export_model(graph.to_torch(), example, path, dynamic_shapes=dynamic, input_names=names, **options)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fakequant.errors import FakeQuantError, GraphError
 from fakequant.ir.fake_quantization import (
@@ -182,7 +183,21 @@ _add("Reshape reshape.default, Flatten flatten.using_ints, Permute permute.defau
 _add("Transpose transpose.int t.default, Unsqueeze unsqueeze.default", moves=True)
 _add("Squeeze squeeze.default squeeze.dim squeeze.dims", moves=True)
 _add("Dropout dropout.default", draws=lambda op: op.attributes.get("train") is not False)
-_SIZES = (Parameter("self", "int"), Parameter("other", "int"))
+
+
+def _add_own(
+    name: str,
+    parameters: Sequence[Parameter],
+    rule: Rule,
+    *,
+    target: Callable[..., Any] | None = None,
+    module: Callable[[Call], nn.Module] | None = None,
+    draws: Callable[[IROp], bool] | None = None,
+) -> None:
+    """Add a row that no operator of torch computes."""
+    add_row(OperationRow(name, (Signature(tuple(parameters), target),), rule=rule, module=module, draws=draws))
+
+
 for _name, _function in {
     "IndexAdd": operator.add,
     "IndexSub": operator.sub,
@@ -192,11 +207,8 @@ for _name, _function in {
     "IndexMax": torch.sym_max,
     "IndexMin": torch.sym_min,
 }.items():
-    add_row(
-        OperationRow(
-            _name, (Signature(_SIZES, _function),), rule=lambda call: [TensorType(IRType.Index, TensorShape())]
-        )
-    )
+    _sizes = [Parameter("self", "int"), Parameter("other", "int")]
+    _add_own(_name, _sizes, lambda call: [TensorType(IRType.Index, TensorShape())], target=_function)
 
 
 def _spec_of(call: Call) -> QuantSpec:
@@ -240,22 +252,15 @@ def _fake_quantize(call: Call) -> list[TensorType]:
     return [call.type("x")]
 
 
-_OPTIONAL = "Optional[Tensor]"
-add_row(
-    OperationRow(
-        "FakeQuantize",
-        (
-            Signature(
-                (
-                    Parameter("x", "Tensor"),
-                    *(Parameter(name, _OPTIONAL, required=False) for name in ("scale", "zero_point", "seed")),
-                    Parameter("spec", "str"),
-                )
-            ),
-        ),
-        rule=_fake_quantize,
-        module=lambda call: FakeQuantize(_spec_of(call)),
-    )
+_add_own(
+    "FakeQuantize",
+    [
+        Parameter("x", "Tensor"),
+        *(Parameter(name, "Optional[Tensor]", required=False) for name in ("scale", "zero_point", "seed")),
+        Parameter("spec", "str"),
+    ],
+    _fake_quantize,
+    module=lambda call: FakeQuantize(_spec_of(call)),
 )
 _add("ChooseScale fakequant.choose_scale.default", rule=lambda call: [_scale_type(call)])
 
@@ -273,23 +278,17 @@ def _fake_quantization(call: Call) -> list[TensorType]:
 
 
 OP_CLASSES["FakeQuantization"] = FakeQuantizationOp
-add_row(
-    OperationRow(
-        "FakeQuantization",
-        (
-            Signature(
-                (
-                    Parameter("x", "Tensor"),
-                    Parameter("num_bits", "int", False, 8),
-                    Parameter("scale", "Optional[float]", False),
-                    Parameter("zero_point", "float", False, 0.0),
-                    Parameter("symmetric", "bool", False, True),
-                )
-            ),
-        ),
-        rule=_fake_quantization,
-        module=lambda call: plain_quantizer(*_numbers_of(call)),
-    )
+_add_own(
+    "FakeQuantization",
+    [
+        Parameter("x", "Tensor"),
+        Parameter("num_bits", "int", False, 8),
+        Parameter("scale", "Optional[float]", False),
+        Parameter("zero_point", "float", False, 0.0),
+        Parameter("symmetric", "bool", False, True),
+    ],
+    _fake_quantization,
+    module=lambda call: plain_quantizer(*_numbers_of(call)),
 )
 
 
@@ -345,12 +344,9 @@ def _fused(call: Call) -> list[TensorType]:
     return body[-1].outputs
 
 
-_PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
-add_row(
-    OperationRow(
-        FUSED,
-        (Signature(_PARAMETERS),),
-        rule=_fused,
-        draws=lambda op: not all(repeatable(part) for part in body_of(op)),
-    )
+_add_own(
+    FUSED,
+    [Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]")],
+    _fused,
+    draws=lambda op: not all(repeatable(part) for part in body_of(op)),
 )
