@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from threading import RLock
@@ -612,42 +612,6 @@ def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bo
     return found.codes + found.scales > found.elements * bits
 
 
-def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
-    """A text that says which scales take more than one bit for each weight; None if all together do not.
-
-    >>> print(scales_text({"head": WeightBits(100, 400, 50), "stem": WeightBits(100, 400, 300)}))
-    5.75 bits per weight with scales, where the codes have 4.00; the scales of stem (7.00 bits) take most of them
-    """
-    total = bits_of_all(weights.values())
-    if total.scales <= total.elements:
-        return None
-    large = {path: own for path, own in weights.items() if own.scales > own.elements}
-    named = sorted(large, key=lambda path: large[path].elements - large[path].scales)
-    shown = listed([f"{module_name(path)} ({large[path].per_weight:.2f} bits)" for path in named], _NAMED_WIDE)
-    return (
-        f"{total.per_weight:.2f} bits per weight with scales, where the codes have "
-        f"{total.codes / total.elements:.2f}; the scales of {shown} take most of them"
-    )
-
-
-def wide_text(weights: Mapping[str, WeightBits]) -> str | None:
-    """A text that names layers of more bits than the narrowest, where all take over one bit more than these; else None.
-
-    >>> print(wide_text({"head": WeightBits(100, 400, 50), "table": WeightBits(300, 2400, 24)}))
-    7.18 bits per weight with scales, because table (8.08 bits) has more than 4-bit codes
-    """
-    total = bits_of_all(weights.values())
-    narrowest = min((own.codes / own.elements for own in weights.values()), default=0.0)
-    wide = {path: own for path, own in weights.items() if own.codes > narrowest * own.elements}
-    if not wide or total.per_weight <= narrowest + _MORE:
-        return None
-    named = sorted(wide, key=lambda path: -wide[path].codes)
-    shown = listed([f"{module_name(path)} ({wide[path].per_weight:.2f} bits)" for path in named], _NAMED_WIDE)
-    verb = "has" if len(wide) == 1 else "have"
-    said = f"{shown} {verb} more than {narrowest:g}-bit codes"
-    return f"{total.per_weight:.2f} bits per weight with scales, because {said}"
-
-
 def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool) -> list[str]:
     """Lines on a prepared model whose weights take many more bits than one expects, where inputs are in float.
 
@@ -667,10 +631,28 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
             f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
             "all of a layer's weights takes less: Rule(name, weight='int8')"
         )
-    if by_name and (text := wide_text(dict(found.values()))) is not None:
-        notes.append(f"{text}; rules={{name: preset}} gives them another preset")
-    if (text := scales_text(dict(found.values()))) is not None:
-        notes.append(f"{text}. skip=[...] leaves such layers in float, rules={{name: 'int8_weight_only'}} is finer")
+    weights = dict(found.values())
+    total = bits_of_all(weights.values())
+    bits = f"{total.per_weight:.2f} bits per weight with scales"
+    narrowest = min((own.codes / own.elements for own in weights.values()), default=0.0)
+    wide = sorted(
+        (path for path, own in weights.items() if own.codes > narrowest * own.elements),
+        key=lambda path: -weights[path].codes,
+    )
+    if by_name and wide and total.per_weight > narrowest + _MORE:
+        shown = listed([f"{module_name(path)} ({weights[path].per_weight:.2f} bits)" for path in wide], _NAMED_WIDE)
+        notes.append(
+            f"{bits}, because {shown} {'has' if len(wide) == 1 else 'have'} more than {narrowest:g}-bit codes; "
+            "rules={name: preset} gives them another preset"
+        )
+    if total.scales > total.elements:  # more than one bit for each weight
+        large = [path for path, own in weights.items() if own.scales > own.elements]
+        large.sort(key=lambda path: weights[path].elements - weights[path].scales)
+        shown = listed([f"{module_name(path)} ({weights[path].per_weight:.2f} bits)" for path in large], _NAMED_WIDE)
+        notes.append(
+            f"{bits}, where the codes have {total.codes / total.elements:.2f}; the scales of {shown} take most of "
+            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} is finer"
+        )
     return notes
 
 

@@ -331,11 +331,6 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
     return f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def html_lines(lines: Iterable[str]) -> str:
-    """Each line as a paragraph, escaped."""
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
-
-
 def html_result(
     header: Sequence[str], rows: Iterable[Sequence[str]], lines: Iterable[str] = (), *, numbers: Sequence[int] = ()
 ) -> str:
@@ -344,9 +339,9 @@ def html_result(
     >>> html_result(["a"], [], ["b"]).endswith("</div><p>b</p>")
     True
     """
-    return f'<div style="max-height:32em;overflow:auto">{html_table(header, rows, numbers=numbers)}</div>' + html_lines(
-        lines
-    )
+    shown = html_table(header, rows, numbers=numbers)
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<div style="max-height:32em;overflow:auto">{shown}</div>{paragraphs}'
 
 
 @dataclass(frozen=True)

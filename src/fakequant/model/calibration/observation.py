@@ -46,22 +46,17 @@ def check_unseen(unseen: str) -> None:
         raise ConfigError(f"unseen cannot be {unseen!r}{nearest(str(unseen), UNSEEN)}")
 
 
-@dataclass
 class Unseen:
-    """The layers of a model that no batch called, or only with empty tensors."""
+    """The layers of a model that no batch called, or only with empty tensors.
 
-    model: nn.Module
-    inputs: dict[str, Quantizer]
-    """All quantizers that need data, by path, with their calibrators."""
-    idle: list[str]
-    """Layers that need no data, and that no batch called."""
-    called: set[str]
-    """Layers that a batch called, if only with empty tensors."""
-    batches: int
-    read: dict[str, str]
-    """Layers whose weight a module used in a batch without calling the layer, and the path of that module."""
-    make: Callable[[str], Calibrator]
-    """A fresh calibrator for the quantizer of a path."""
+    Args:
+        job: that ended.
+        idle: layers that need no data, and that no batch called.
+    """
+
+    def __init__(self, job: Observation, idle: list[str]) -> None:
+        self.job, self.idle = job, idle
+        self.model, self.inputs = job.model, job.inputs
 
     def settle(self, unseen: str) -> list[str]:
         """Decide what becomes of the layers; returns the paths of those that calibration leaves in float.
@@ -83,14 +78,14 @@ class Unseen:
                 self._merge(name, found)
                 served[name] = len(found)
         starved = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
-        if starved and not self.batches:
+        if starved and not self.job.batches:
             raise CalibrationError(
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
                 f"the first is {starved[0]}. Give batches; a generator that was read before has none left"
             )
         idle = [name for name in self.idle if not copies_called(self.model, name)]
         layers = list(dict.fromkeys([*map(layer_of, starved), *idle]))
-        read = {name: self.read[name] for name in layers if name in self.read}
+        read = {name: self.job.read[name] for name in layers if name in self.job.read}
         if unseen == "float" and layers:
             warn_user(f"{_count(layers)} left in float: {self._reasons(layers, read)}", CalibrationWarning)
             return layers
@@ -120,7 +115,7 @@ class Unseen:
     def say_read(self, left: list[str]) -> None:
         """Warn of layers that are called, and whose weight another module uses in float, too; not of those `left`."""
         read: dict[str, str] = {}
-        for name, path in self.read.items():
+        for name, path in self.job.read.items():
             layer, held = self.model.get_submodule(name), self.model.get_submodule(path)._parameters.values()
             own = {weight.parameter for weight in layer.products()} if isinstance(layer, QuantizedLayer) else set()
             # `prepare` speaks of a layer in float that shares the weight.
@@ -157,7 +152,7 @@ class Unseen:
 
     def _merge(self, name: str, donors: list[str]) -> Range:
         """The range of a quantizer by the calibrators of its siblings, which are merged into one of its own."""
-        merged = self.make(name)
+        merged = self.job.make(name)
         check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
             if calibrator is not None:
@@ -166,8 +161,8 @@ class Unseen:
         return merged.compute_range()
 
     def _reasons(self, layers: list[str], read: dict[str, str]) -> str:
-        empty = [name for name in layers if name not in read and name in self.called]
-        missed = [name for name in layers if name not in read and name not in self.called]
+        empty = [name for name in layers if name not in read and name in self.job.called]
+        missed = [name for name in layers if name not in read and name not in self.job.called]
         reasons = []
         for path in dict.fromkeys(read.values()):
             used = [module_name(name) for name in layers if read.get(name) == path]
@@ -391,8 +386,10 @@ class Observation:
     processes: Ranks = field(default_factory=lambda: Ranks(None))
     """Those that calibrate together."""
     called: set[str] = field(default_factory=set)
+    """Layers that a batch called, if only with empty tensors."""
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
+    """Layers whose weight a module used in a batch without calling the layer, and the path of that module."""
 
     def __post_init__(self) -> None:
         self.vanishing: Vanishing | None = None
@@ -541,4 +538,4 @@ class Observation:
         layers = dict.fromkeys(layer_of(name) for name in self.weights)
         starved = {layer_of(name) for name, quantizer in self.inputs.items() if not observed(quantizer)}
         idle = [name for name in layers if name not in self.called | starved] if self.batches else []
-        return Unseen(self.model, self.inputs, idle, self.called, self.batches, self.read, self.make)
+        return Unseen(self, idle)

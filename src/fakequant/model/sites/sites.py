@@ -349,7 +349,8 @@ def site_plan(model: nn.Module) -> SitePlan:
     """
     check_model(model, "site_plan", "site_plan(model)")
     owners = {path: sites for path, module in model.named_modules() if (sites := sites_of(module)) is not None}
-    uses = Counter(id(quantizer) for own in owners.values() for site in own.children() for quantizer in held_by(site))
+    sites = (site for own in owners.values() for site in own.children())  # one quantizer may serve several operands
+    uses = Counter(id(q) for site in sites for q in site._modules.values() if isinstance(q, Quantizer))
     first: dict[int, str] = {}
     planned: list[PlannedSite] = []
     for owner, own in owners.items():
@@ -370,11 +371,6 @@ def site_plan(model: nn.Module) -> SitePlan:
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
     trained = {owner: own.training_keys for owner, own in owners.items() if own.training_keys is not None}
     return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)
-
-
-def held_by(site: nn.Module) -> list[Quantizer]:
-    """The quantizers of a site, of which one may serve several operands."""
-    return [quantizer for quantizer in site._modules.values() if isinstance(quantizer, Quantizer)]
 
 
 _NAMED = 3
