@@ -1,6 +1,5 @@
 """What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from tests.support.vision import import_torchvision
 if find_spec("torchvision") is not None:
     import_torchvision()
 
-# Scripts of users, scripts to run by hand, and the tests in triton's interpreter, which tests start as programs.
+# Scripts of users, and scripts to run by hand.
 collect_ignore = ["scripts", "hostile"]
-if os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore.append("interpreted")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -1,17 +1,23 @@
 """What holds for every calibrator, now and later: the tests run over the registry."""
 
 import copy
+import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import fakequant as fq
 from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, choose_qparams, fake_quantize
-from fakequant.calibration import Calibrator, calibrators, make_calibrator, register_calibrator
+from fakequant.calibration import Calibrator, calibrators, check_mergeable, make_calibrator, register_calibrator
 from fakequant.errors import CalibrationError, ConfigError, DTypeError, FakeQuantError, ShapeError
+from fakequant.nn import Quantizer
 from fakequant.numerics.qparams import measure
 from tests.support.bits import assert_same_bits
-from tests.support.calibrators import OTHERS, assert_same_range, state_bits, watched
+from tests.support.calibrators import MERGEABLE, OTHERS, assert_same_range, state_bits, watched
 
 FORMATS = ["int8", "int8 per_tensor asymmetric", "uint8", "uint8 per_tensor symmetric", "int4", "int2", "int1"]
 FORMATS += ["int8_narrow", "int[-100,37]", "float8_e4m3fn", "float8_e5m2", "int8 per_tensor multiplier"]
@@ -243,16 +249,6 @@ def test_result_is_no_alias(method):
 
 
 @methods
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
-def test_copies(method, travel):
-    calibrator = watched(method, "uint4 per_channel(0)", torch.randn(2, 50))
-    twin = travel(calibrator)
-    assert state_bits(twin) == state_bits(calibrator)
-    twin.observe(torch.full((2, 1), 9.0))
-    assert calibrator.compute_range().hi.max() < 9
-
-
-@methods
 def test_state_travels(method):
     calibrator = watched(method, "int4 per_channel(0)", torch.randn(2, 500), torch.randn(2, 10) * 100)
     twin = make_calibrator(method, "int4 per_channel(0)")
@@ -302,3 +298,136 @@ def test_errors_are_of_the_package(method):
         make_calibrator(method, "int9x")
     with pytest.raises(FakeQuantError):
         make_calibrator(method, "int8 per_channel(5)").observe(torch.ones(2))
+
+
+mergeable_methods = pytest.mark.parametrize("method", MERGEABLE)
+
+
+@mergeable_methods
+def test_cuts_into_batches_change_nothing(method):
+    x = torch.randn(6, 3, 4, 4)
+    parts = watched(method, "int8 per_channel(1)", x[:1], x[1:5], x[5:])
+    whole = watched(method, "int8 per_channel(1)", x)
+    assert state_bits(parts) == state_bits(whole)
+
+
+HOSTILE = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 1e-3, -1.0, 1.0, 4095.0, 1e6, -3e38, 3.4028234e38])
+VALUES = st.one_of(HOSTILE, st.floats(width=32, allow_nan=False, allow_infinity=False))
+STREAMS = st.lists(st.lists(VALUES, max_size=5), max_size=5)
+
+
+@mergeable_methods
+@given(left=STREAMS, right=STREAMS, order=st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_merge_equals_both_streams_in_any_order(method, left, right, order):
+    known = inspect.signature(type(make_calibrator(method, "int4"))).parameters
+    options = {"num_bins": 64} if "num_bins" in known else {}
+    a, b, both = (make_calibrator(method, "int4", **options) for _ in range(3))
+    for calibrator, stream in ((a, left), (b, right)):
+        for batch in stream:
+            calibrator.observe(torch.tensor(batch, dtype=torch.float32))
+    before = state_bits(b)
+    together = left + right
+    order.shuffle(together)
+    for batch in together:
+        both.observe(torch.tensor(batch, dtype=torch.float32))
+    a.merge(b)
+    assert state_bits(a) == state_bits(both)
+    assert state_bits(b) == before
+    assert a.observed == both.observed == any(together)
+    if a.observed:
+        assert_same_range(a.compute_range(), both.compute_range())
+
+
+@mergeable_methods
+def test_merge_of_dtypes(method):
+    streams = [torch.tensor([1e-300, 0.25], dtype=torch.float64), torch.tensor([-1e-40, 1e-42]), torch.ones(2).half()]
+    one_way = watched(method, "int4", *streams)
+    other_way = watched(method, "int4", streams[2])
+    other_way.merge(watched(method, "int4", streams[1], streams[0]))
+    assert state_bits(one_way) == state_bits(other_way)
+    assert_same_range(one_way.compute_range(), other_way.compute_range())
+
+
+@mergeable_methods
+def test_merge_shares_no_memory(method):
+    a, b = make_calibrator(method, "int8"), watched(method, "int8", torch.ones(4))
+    a.merge(b)
+    before = state_bits(b)
+    a.observe(torch.tensor([100.0, -7.0]))
+    assert state_bits(b) == before
+    a.merge(a)
+    assert a.compute_range().hi <= 100
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_what_does_not_merge_says_so(method):
+    a, b = watched(method, "int8", torch.ones(4)), watched(method, "int8", torch.zeros(4))
+    before = state_bits(a)
+    with pytest.raises(ConfigError, match="does not merge; its result depends on the order of the batches"):
+        a.merge(b)
+    assert state_bits(a) == before
+    with pytest.raises(ConfigError, match=rf"ranks differ, and the method .*use one of {', '.join(MERGEABLE)}$"):
+        check_mergeable(a, "ranks differ")
+    for name in MERGEABLE:
+        check_mergeable(make_calibrator(name, "int8"), "ranks differ")
+
+
+@mergeable_methods
+def test_merge_refuses_another_kind(method):
+    a = watched(method, "int8", torch.ones(4))
+    other = next(name for name in calibrators() if name != method)
+    for b in (make_calibrator(other, "int8"), make_calibrator(method, "int4")):
+        with pytest.raises(ConfigError, match="one method and one specification"):
+            a.merge(b)
+    c = watched(method, "int8 per_channel(0)", torch.ones(4, 2))
+    with pytest.raises(ShapeError, match=r"the groups changed.*\[4, 1\].*\[3, 1\]"):
+        c.merge(watched(method, "int8 per_channel(0)", torch.ones(3, 2)))
+
+
+def test_a_refused_batch_leaves_the_calibrator_free(batches):
+    calibrator = make_calibrator("max", "int8")
+    with pytest.raises(fq.FakeQuantError, match="NaN"):
+        calibrator.observe(torch.tensor([float("nan")]))
+    calibrator.observe(batches[0])
+    assert calibrator.observed
+
+
+@pytest.fixture(scope="module")
+def batches():
+    torch.manual_seed(0)
+    # Rising, so that ranges and bins grow again and again.
+    return [torch.randn(64, 33) * 1.1**i for i in range(240)]
+
+
+def in_threads(observe, batches):
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(observe, batch) for batch in batches]:
+            done.result()
+
+
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(1)"])
+@mergeable_methods
+def test_threads_lose_nothing(method, spec, batches):
+    calibrator = make_calibrator(method, spec)
+    in_threads(calibrator.observe, batches)
+    assert state_bits(calibrator) == state_bits(watched(method, spec, *batches))
+
+
+def test_threads_of_a_quantizer_lose_nothing(batches):
+    quantizer = Quantizer("int8")
+    quantizer.calibrator = make_calibrator("percentile", "int8")
+    in_threads(quantizer.observe, batches)
+    assert state_bits(quantizer.calibrator) == state_bits(watched("percentile", "int8", *batches))
+
+
+@methods
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_go_on(copied, method, batches):
+    one = watched(method, "uint4 per_channel(0)", *batches[:3])
+    before, other = state_bits(one), copied(one)
+    for batch in batches[3:6]:
+        other.observe(batch)
+    assert state_bits(other) == state_bits(watched(method, "uint4 per_channel(0)", *batches[:6]))
+    # A shallow copy shares its tensors, as any object's does.
+    assert copied is copy.copy or state_bits(one) == before

@@ -111,7 +111,6 @@ def test_threads_lose_no_batch():
 
 
 def test_calibrate_finds_the_scales_of_the_average():
-    torch.manual_seed(0)
     model, batches = fq.prepare(nn.Sequential(nn.Linear(8, 4)), "INT8"), [torch.randn(16, 8) for _ in range(5)]
     theirs = MovingAverageMinMaxObserver(averaging_constant=0.1, dtype=torch.qint8)
     used = fq.calibrate(model, batches, "moving_average", averaging_constant=0.1, progress=False)

@@ -54,8 +54,6 @@ def test_members_of_nested_vmaps_come_first_and_transforms_go_on() -> None:
 
 
 class Mapped(nn.Module):
-    """Calls a layer, or a product of its own, within a transform."""
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.layer, self.w = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
@@ -78,7 +76,6 @@ class Mapped(nn.Module):
 
 @pytest.mark.parametrize("way", ["layer", "site", "gradient", "tangent", "jacobian", "ensemble"])
 def test_models_with_transforms_inside_are_calibrated(way: str) -> None:
-    torch.manual_seed(0)
     config = fq.presets.INT8.with_rule(fq.Rule("*", fq.presets.INT8, ops=("matmul",), optional=True))
     model: Any = fq.prepare(Mapped(way), config, X)
     fq.calibrate(model, [X, X + 1], method="max")
@@ -94,7 +91,6 @@ def test_models_with_transforms_inside_are_calibrated(way: str) -> None:
 
 
 def test_what_looks_at_layers_looks_at_all_members() -> None:
-    torch.manual_seed(0)
     mapped = fq.prepare(Mapped("layer"), "INT8", X)
     fq.calibrate(mapped, [X])
     plain = mapped.layer

@@ -59,11 +59,7 @@ Quantize = Callable[[Tensor], Tensor]
 
 
 def only_on_cuda(device: str) -> None:
-    """Raise where a check is of CUDA itself.
-
-    Raises:
-        NotHere: on another device.
-    """
+    """Raise where a check is of CUDA itself."""
     if torch.device(device).type != "cuda":
         raise NotHere(f"is of CUDA, and this is {device}")
 
@@ -341,8 +337,6 @@ def histograms(device: str) -> str:
             for name, one, other in zip(("lo", "hi"), found.range, right.range, strict=True):
                 assert_same_bits(one.cpu(), other, f"{label} {name}")
             finite = slice(groups // 2 + 1)
-            assert found.counts is not None
-            assert right.counts is not None
             assert_same_bits(found.counts.cpu()[finite], right.counts[finite], f"{label} counts")
     return f"{len(shapes)} shapes in {len(dtypes)} dtypes"
 

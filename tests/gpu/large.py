@@ -19,14 +19,7 @@ def large(
     """At least `elements` numbers: a million that follow from those of `cases.hostile`, again and again.
 
     Of the million a quarter are these, a quarter lie one or two representable values beside them, and half of them are
-    spread between 0.5 and 1.5 times as much.
-
-    Args:
-        case, arithmetic, dtype: see `cases.hostile`.
-        where: a granularity, with the smallest shape.
-        elements: how many; a tensor without axes has one.
-        axis: which grows.
-    """
+    spread between 0.5 and 1.5 times as much."""
     if not where.shape:
         return cases.hostile(case, where, arithmetic, dtype)
     shape = list(where.shape)

@@ -28,15 +28,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """The comparisons of one format and dtype, which one process makes.
-
-    Args:
-        list: a key of `LISTS`.
-        format: one of that list.
-        dtype: a key of `cases.DTYPES`.
-        device: what is beside the CPU.
-        elements: of the large tensors.
-    """
+    """The comparisons of one format and dtype, which one process makes."""
 
     list: str
     format: str
@@ -50,16 +42,7 @@ class Task:
 
 @dataclass
 class Found:
-    """What came of a task.
-
-    Attributes:
-        compared: results.
-        values: in all of them.
-        wrong: what differs, in words.
-        served: how many specifications each backend serves.
-        reasons: why a backend before the one that serves does not.
-        seconds: how long it took.
-    """
+    """What came of a task."""
 
     compared: int = 0
     values: int = 0
@@ -124,13 +107,7 @@ def on(device: str, params: fq.QParams) -> fq.QParams:
 
 
 def by_given(x: Tensor, params: fq.QParams, spec: fq.QuantSpec, dy: Tensor, sums_of: tuple[Tensor, ...]) -> Results:
-    """All that is computed with given parameters.
-
-    Args:
-        x, params, spec: see `library.fake_quantize`.
-        dy: the gradient of the result.
-        sums_of: the inputs for which the gradients of scale and zero point are found.
-    """
+    """All that is computed with given parameters."""
     results = {"y": library.fake_quantize(x, params, spec)}
     for gradient in fq.Gradient:
         leaf = x.detach().requires_grad_()

@@ -32,11 +32,7 @@ class Failure(Exception):
 
 
 def said(*command: object, **variables: str) -> str:
-    """What a program prints.
-
-    Raises:
-        Failure: it ends with an error.
-    """
+    """What a program prints."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | variables)
     if done.returncode:

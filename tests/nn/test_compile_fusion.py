@@ -65,7 +65,6 @@ def test_one_kernel_for_activation_and_quantization_forward_and_one_backward(tex
 
 
 def test_a_prepared_model_is_one_graph_with_the_eager_bits():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
     batches = [torch.randn(4, 3, 6, 6) for _ in range(2)]
     fq.calibrate(fq.prepare(model, "INT8"), batches, progress=False)
@@ -82,7 +81,6 @@ def test_a_prepared_model_is_one_graph_with_the_eager_bits():
 
 
 def test_no_compilation_when_scales_change():
-    torch.manual_seed(0)
     model = fq.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), "INT8")
     batches = [torch.randn(4, 8) for _ in range(2)]
     fq.calibrate(model, batches, progress=False)

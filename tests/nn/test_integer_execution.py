@@ -10,10 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
-from fakequant.nn import Execution
+from fakequant.nn import Execution, cached_weights
 from fakequant.ops import products
+from tests.support.backends import recorded_calls
 from tests.support.bits import assert_same_bits
+from tests.support.copies import pickled, saved
 from tests.support.integer_models import assert_integer, hostile, prepared
+from tests.support.processor import why_sums_saturate
 
 REASONS = {
     "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),
@@ -156,3 +159,95 @@ def test_scales_whose_product_is_subnormal_lose_what_the_page_says(exponent):
     lost = ((model(x) - wanted).abs().max() / wanted.abs().max()).item()
     assert lost <= 2.0**-150 / (x_scale * w_scale) + 2.0**-22
     assert lost > 2.0**-16 or exponent > -136
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(24, 9), (7, 24)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 5)),
+}
+
+
+def step(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("learn", ["", *fq.nn.learned_ranges()])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_training_step_is_that_of_the_simulated_layer(kind, learn):
+    make, shape = LAYERS[kind]
+    models, x = [model.requires_grad_() for model in prepared(make())], hostile(*shape).clamp(-100, 100)
+    for model in models:
+        for quantizer in (model[0]._input_quantizer, model[0]._weight_quantizer) if learn else ():
+            quantizer.freeze(model[0].weight) if not quantizer.calibrated else None
+            quantizer.learn(learn)
+    found, wanted = (step(model, x) for model in models)
+    assert_integer(models[0])
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_same_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("wants", ["x", "weight", "bias", "scale", None])
+def test_codes_are_multiplied_only_where_no_gradient_is_wanted(wants):
+    model, simulated = prepared(nn.Linear(24, 9))
+    x = hostile(7, 24).clamp(-100, 100)
+    with torch.no_grad():
+        by_codes, in_float = model(x), simulated(x)
+    assert not torch.equal(by_codes, in_float)  # otherwise the comparison below says nothing
+    for layer in (model[0], simulated[0]):
+        tensors = {"x": x, "weight": layer.weight, "bias": layer.bias, "scale": layer._input_quantizer.scale}
+        if wants:
+            tensors[wants].requires_grad_()
+    assert_same_bits(model(x).detach(), in_float if wants else by_codes)
+
+
+def test_a_model_calibrated_in_inference_mode_learns():
+    model = prepared(nn.Linear(16, 8))[0].requires_grad_()
+    x = torch.randn(4, 16)
+    with torch.inference_mode():
+        fq.calibrate(model, [x])
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def model():
+    if (reason := why_sums_saturate()) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(36, 5))
+    fq.prepare(net, Config("test", (Rule("*", input="uint8", weight="int8 per_channel(0)", execution="auto"),)))
+    fq.calibrate(net, [torch.rand(8, 2, 7, 7)], progress=False)
+    assert all(layer.why_simulated() is None for layer in (net[0], net[2], net[4]))
+    return net
+
+
+def test_weights_of_layers_are_encoded_and_packed_once(monkeypatch):
+    quantized = recorded_calls(monkeypatch)
+    net, packed = model(), []
+    pack = products.PackedWeight
+    monkeypatch.setattr(products, "PackedWeight", lambda *given: packed.append(1) or pack(*given))
+    x = torch.rand(3, 2, 7, 7)
+    with torch.no_grad():
+        wanted = net(x)
+        packed.clear()
+        with cached_weights(net):
+            quantized.clear()
+            for _ in range(3):
+                assert_same_bits(net(x), wanted)
+    weights = {tuple(net[i].weight.shape) for i in (0, 2, 4)}
+    assert sorted(shape for what, shape in quantized if what == "codes" and shape in weights) == sorted(weights)
+    assert not packed
+
+
+def test_copies_and_pickles_encode_their_own_weights():
+    net, x = model(), torch.rand(3, 2, 7, 7)
+    with cached_weights(net), torch.no_grad():
+        wanted = net(x)
+        for again in (copy.deepcopy(net), pickled(net), saved(net)):
+            assert_same_bits(again(x), wanted)
+            again[0].weight.mul_(0.5)
+            assert not torch.equal(again(x), wanted)
+        assert_same_bits(net(x), wanted)

@@ -53,7 +53,6 @@ def test_strides_of_axes_of_one_element_mean_nothing(dtype):
 @pytest.mark.parametrize("input", ["int8", "uint8"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 4), (1, 1), (3, 1)])
 def test_layers_with_one_input_or_output(inputs, outputs, input):
-    torch.manual_seed(0)
     model, _ = prepared(nn.Linear(inputs, outputs), input)
     for x in (hostile(12, inputs)[:7], hostile(inputs, 12).t()[:1], hostile(12, inputs)[:1]):
         assert_same_bits(model(x).detach(), expected(model[0], x).detach())
@@ -62,7 +61,6 @@ def test_layers_with_one_input_or_output(inputs, outputs, input):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("axes", CONVOLUTIONS)
 def test_convolutions_lay_their_result_as_torch_does(axes, layout):
-    torch.manual_seed(0)
     make, shape = CONVOLUTIONS[axes]
     float_layer = make()
     model, simulated = prepared(make())
@@ -88,7 +86,6 @@ WITH_AXES_OF_ONE = {
 
 @pytest.mark.parametrize("x", WITH_AXES_OF_ONE.values(), ids=WITH_AXES_OF_ONE)
 def test_strides_of_axes_of_one_element_decide_as_in_torch(x):
-    torch.manual_seed(0)
     make = lambda: nn.Conv2d(x.shape[-3], 5, 1, padding=1)  # noqa: E731
     float_layer = make()
     model, simulated = prepared(make())
@@ -108,7 +105,6 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_one_image_without_an_axis_for_images(name):
     """A learned step gets the gradient that it gets with that axis."""
-    torch.manual_seed(0)
     model, _ = prepared(PLACES[name]())
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
     fq.set_execution(model, "simulate")

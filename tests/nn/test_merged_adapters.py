@@ -150,7 +150,6 @@ def test_copies_and_pickles_train_merged_too():
 
 
 def test_a_model_with_adapters_is_prepared_by_a_training():
-    torch.manual_seed(0)
     training = fq.qat.Training("int4", [X], scales=fq.qat.Scales.LEARNED)
     model = training.prepare(peft.get_peft_model(linear(), lora()))
     assert not any("lora_" in name for name in fq.nn.quantizers(model))

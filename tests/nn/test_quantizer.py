@@ -160,8 +160,6 @@ def test_quantizers_by_path() -> None:
 
 
 class Reads(nn.Module):
-    """A product with a view of its weight, a layer, and a recurrent one."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

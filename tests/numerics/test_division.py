@@ -118,7 +118,6 @@ class Captured:
         return [node for node in found if node.args[1:] != (2,)]
 
     def quotients(self):
-        """The nodes that divide."""
         nodes = {torch.ops.fakequant.divide_as_node.default, torch.ops.fakequant.reciprocal_as_node.default}
         return [node for node in self.nodes if node.target in nodes]
 

@@ -26,7 +26,6 @@ def test_nothing_differs_from_the_libraries(comparison, monkeypatch):
 
 @pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda c: c.__name__)
 def test_the_comparisons_can_fail(comparison, monkeypatch):
-    """One representable value beside the right one, in one element of each call, is counted."""
     monkeypatch.setattr(exactness, "_CHUNK", 5_000)
     plain, masked = library.fake_quantize, library.fake_quantize_with_mask
     monkeypatch.setattr("fakequant.functional.apply_plan", lambda *call: nudged(apply_plan(*call)))

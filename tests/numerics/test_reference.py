@@ -143,7 +143,6 @@ def test_every_integer_code_is_its_own_nearest_value(bits, signed):
 
 
 def _range_of(case, arithmetic, params):
-    """The input range that a scale implies, by the oracle's bounds."""
     fmt, scale = case.oracle, params.scale.numpy()
     if isinstance(fmt, oracle.Integers):
         low, high = fmt.low, fmt.high
@@ -185,7 +184,6 @@ def test_a_given_range_decides_the_input_range_mask():
 
 
 def _values_of_the_ends(case, arithmetic, params):
-    """The values of the lowest and the highest code, by the oracle."""
     fmt, scale = case.oracle, params.scale.numpy()
     if isinstance(fmt, oracle.Integers):
         low, high = fmt.low, fmt.high

@@ -1,5 +1,7 @@
 """What every registered format and granularity must do; registering a new one is enough to have it tested here."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,9 +9,10 @@ import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity, granularities, parse_granularity
 from fakequant.ops.dispatch import backends
+from tests.support import matrix
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
-from tests.support.cases import SMALL_FORMATS, small_formats
+from tests.support.cases import DTYPES, FORMATS, SMALL_FORMATS, small_formats
 
 DATA = [name for name, fmt in fq.formats().items() if fmt.has_zero]
 # Text forms, by the name that they begin with; every registered granularity needs one.
@@ -61,7 +64,6 @@ def test_backends_and_codes_agree_with_the_reference(name: str, text: str) -> No
                     continue
                 y, mask = backend.fake_quantize(x, params, spec, mask=True)
                 assert_same_bits(y, wanted, f"{backend.name} {spec}")
-                assert mask is not None
                 assert_same_bits(backend.grad_input(torch.ones_like(x), mask, spec, x.stride()), dx, f"mask of {spec}")
         codes, params = fq.quantize(x, spec)
         decoded = fq.dequantize(codes, params, spec)
@@ -75,3 +77,11 @@ def test_text_comes_back(name: str) -> None:
         for text in texts:
             spec = fq.QuantSpec(name, parse_granularity(text))
             assert fq.QuantSpec.parse(spec.to_text()) == spec
+
+
+def test_every_format_runs_and_every_family_of_formats_meets_every_dtype():
+    families = {name: (type(case.oracle), case.symmetric) for name, case in FORMATS.items()}
+    assert {name for name, _ in matrix.QUICK} == set(FORMATS)
+    assert {(families[name], dtype) for name, dtype in matrix.QUICK} == set(product(families.values(), DTYPES))
+    assert {name for name, _ in matrix.DYNAMIC_QUICK} == set(matrix.DYNAMIC_FORMATS)
+    assert {dtype for _, dtype in matrix.DYNAMIC_QUICK} == set(DTYPES)

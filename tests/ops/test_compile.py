@@ -127,8 +127,6 @@ def test_exported_stochastic_rounding_draws_a_seed_per_call():
 
 
 class Affine(torch.nn.Module):
-    """Two calls: one with given parameters, one that takes its range from the input."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.tensor([0.1, 0.2]))

@@ -1,4 +1,7 @@
-"""Ranges found and used in one pass: the bits of measuring, choosing parameters and quantizing one after the other."""
+"""Ranges found and used in one pass: the bits of measuring, choosing parameters and quantizing one after the other.
+
+In triton's interpreter, which test_triton.py starts, by the kernels for GPUs.
+"""
 
 import logging
 
@@ -10,114 +13,148 @@ from fakequant.numerics import qparams, reference
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.ops import library
-from fakequant.ops.dispatch import REFERENCE, backends
+from fakequant.ops.dispatch import REFERENCE
 from fakequant.ops.kernel_params import cannot_choose
 from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
-from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, on_lattices, specs
+from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, composed, hostile, on_lattices, specs
+from tests.support.kernel_comparisons import (
+    BACKENDS,
+    GRADIENTS,
+    INTERPRETED,
+    each_backend,
+    fitted,
+    not_interpreted,
+    skip_unavailable,
+)
 from tests.support.matrix import each_dynamic_format, full, in_turn, sweep
 from tests.support.plan_cases import needs_kernels
 from tests.support.threads import run_in_threads
 
-CPU = next(Calls(backend) for backend in backends() if backend.name == "cpu")
-GRADIENTS = list(fq.Gradient)
-MASKED = [gradient for gradient in GRADIENTS if gradient is not fq.Gradient.IDENTITY]
-BEYOND_2_64 = FloatFormat("e7m3", 7, 3, Specials.NONE)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+MAGNITUDES = [2.0**-149, 1.0, 2.0**-127, 2.0**-126, 3.0, 2.0**126, 3e38]
+SIZES = [1, 2, 7, 15, 17, 31, 33, 100]  # of the axis that blocks of 32 divide
+OF_ALL = [*BACKENDS, *([] if INTERPRETED else [b for b in ON_CPU if b.name == "reference"])]
 
 
-def assert_dynamic_is_the_definition(x, spec, label=""):
-    """Values and masks of every gradient; whether the fused kernel served."""
-    params = composed(x, spec)
+def compare(backend, x, spec, label="", *, served=True, turn=None):
+    """Values and masks of every gradient, or of one in turn; and whether the fused kernel serves."""
+    skip_unavailable(backend)
+    params, backend = composed(x, spec), fitted(backend, x, turn or 0)
     right = reference.fake_quantize(x, params, spec)
     dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
-    for way in cases.each_way():
-        assert_same_bits(CPU.fake_quantize_dynamic(x, spec, mask=False)[0], right, f"{label} {spec} {way}")
-    for gradient in MASKED:
+    for way in cases.each_way() if turn is None else ():
+        assert_same_bits(backend.fake_quantize_dynamic(x, spec, mask=False)[0], right, f"{label} {spec} {way}")
+    for gradient in GRADIENTS if turn is None else [GRADIENTS[turn % len(GRADIENTS)]]:
         by_gradient = spec.replace(gradient=gradient)
         passing = reference.grad_input(dy, reference.passes(x, params, by_gradient))
         for way in cases.each_way():
-            y, mask = CPU.fake_quantize_dynamic(x, by_gradient, mask=True)
+            y, mask = backend.fake_quantize_dynamic(x, by_gradient, mask=True)
             assert_same_bits(y, right, f"{label} {by_gradient} {way} y")
-            dx = CPU.grad_input(dy, mask, by_gradient, x.stride())
+            dx = backend.grad_input(dy, mask, by_gradient, x.stride())
             assert_same_bits(dx, passing, f"{label} {by_gradient} {way} dx")
-    return cannot_choose(spec, x.dtype, spec.granularity.group_shape(x.shape)) is None
+    if not INTERPRETED and served is not None:
+        assert (cannot_choose(spec, x.dtype, spec.granularity.group_shape(x.shape)) is None) is served
 
 
-SIZES = [1, 2, 7, 15, 17, 31, 33, 100]  # of the axis that blocks of 32 divide
+def some(found, turn):
+    """All; interpreted, one of these in turn."""
+    found = list(found)
+    return [found[7 * turn % len(found)]] if INTERPRETED else found
 
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@needs_kernels
+@each_backend
 @each_dynamic_format
-def test_equals_the_definition(name, dtype):
-    for seed, (label, where) in enumerate(RUNS.items()):
+def test_equals_the_definition(backend, name, dtype):
+    first = FORMATS.index(name) + list(DTYPES.values()).index(dtype) if INTERPRETED else 0
+    for turn, (label, where) in enumerate(RUNS.items(), first):
         if not where.shape or (where.shape[0] > 1000 and name not in ("int8", "uint8", "float4_e2m1fn")):
             continue
-        x = hostile(where, dtype, seed)
-        for spec in specs(name, where.granularity):
-            assert assert_dynamic_is_the_definition(x, spec, label)
+        if INTERPRETED and (turn % 16 or where.shape[0] > 1000):
+            continue
+        for spec in some(specs(name, where.granularity), turn // 4):
+            x = hostile(where, dtype, turn)
+            x = LAYOUTS[list(LAYOUTS)[turn % len(LAYOUTS)]](x) if INTERPRETED else x
+            compare(backend, x, spec, label, turn=turn if INTERPRETED else None)
 
 
-@needs_kernels
+@each_backend
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_the_definition_in_layouts_in_turn(backend, name, dtype):
+    turn = FORMATS.index(name) + list(DTYPES.values()).index(dtype)
+    for label, where in RUNS.items():
+        if where.shape and where.shape[0] <= 1000:
+            for spec in specs(name, where.granularity):
+                turn += 1
+                x = LAYOUTS[list(LAYOUTS)[turn % len(LAYOUTS)]](hostile(where, dtype, turn))
+                compare(backend, x, spec, label, turn=turn)
+
+
+@not_interpreted
+@each_backend
 @each_dynamic_format
-def test_exact_scales_and_offsets_equal_the_definition(name, dtype):
+def test_exact_scales_and_offsets_equal_the_definition(backend, name, dtype):
     for seed, label in enumerate(("tensor", "channel_1", "block_32", "block_16", "tiles", "many_tokens")):
         x = hostile(RUNS[label], dtype, seed)
         for spec in on_lattices(name, RUNS[label].granularity):
-            assert assert_dynamic_is_the_definition(x, spec, label)
+            compare(backend, x, spec, label)
 
 
-@needs_kernels
+@not_interpreted
+@each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
+def test_layouts(backend, layout):
     for label in ("tensor", "channel_1", "token", "block_32", "tiles", "channels_alternating"):
         where = RUNS[label]
         for dtype in (torch.float32, torch.bfloat16):
             x = LAYOUTS[layout](hostile(where, dtype))
             for spec in specs("int4", where.granularity):
-                assert_dynamic_is_the_definition(x, spec, label)
+                compare(backend, x, spec, label, served=None)
 
 
-@needs_kernels
+@each_backend
 @sweep("size, dtype", full(SIZES, DTYPES), in_turn(SIZES, list(DTYPES)), dtype=DTYPES)
-def test_a_last_block_that_is_not_full(size, dtype):
-    where = cases.GranularityCase(fq.PerBlock({-1: 32}, pad=True), (5, size), (1, size))
+def test_a_last_block_that_is_not_full(backend, size, dtype):
+    where = cases.GranularityCase(fq.PerBlock({-1: 32}, pad=True), (5, size), (1, 1))
     for name in ("int4", "float4_e2m1fn", "uint4"):
-        for spec in specs(name, where.granularity):
-            x = hostile(cases.GranularityCase(where.granularity, (5, size), (1, 1)), dtype, size)
-            assert assert_dynamic_is_the_definition(x, spec)
+        for spec in some(specs(name, where.granularity), size):
+            compare(backend, hostile(where, dtype, size), spec)
 
 
-@needs_kernels
+@each_backend
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 32)], ids=str)
-def test_smallest_shapes(shape):
+def test_smallest_shapes(backend, shape):
+    skip_unavailable(backend)
     for granularity in (fq.PerTensor(), fq.PerToken(), fq.PerBlock({-1: 32}, pad=True)):
         if not shape and not isinstance(granularity, fq.PerTensor):
             continue
-        for spec in specs("int8", granularity):
+        for spec in some(specs("int8", granularity), 1):
             for value in (0.0, 1.5, float("inf"), float("nan")) if 0 not in shape else ():
-                assert assert_dynamic_is_the_definition(torch.full(shape, value), spec, shape)
-            y, mask = CPU.fake_quantize_dynamic(torch.ones(shape), spec, mask=True)
+                compare(backend, torch.full(shape, value), spec, shape)
+            y, mask = backend.fake_quantize_dynamic(torch.ones(shape), spec, mask=True)
             assert (y.shape, mask.numel() > 0) == (shape, 0 not in shape)
+        assert_measures(backend, torch.ones(shape), granularity)
 
 
-@needs_kernels
-@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-127, 2.0**-126, 1.0, 3.0, 2.0**126, 3e38], ids="{:g}".format)
-def test_one_ulp_around_every_code_boundary_of_amax(amax):
+@each_backend
+@pytest.mark.parametrize("amax", MAGNITUDES, ids="{:g}".format)
+def test_one_ulp_around_every_code_boundary_of_amax(backend, amax):
     """amax one number below, at and above each multiple of the format's bound and each power of two near it."""
     starts = torch.tensor([amax * f for f in (1, 1.5, 1.75, 1.875, 0.75, 6, 7, 448, 2688)], dtype=torch.float32)
-    tops = torch.cat([cases.neighbour(starts, torch.full((), step)) for step in range(-3, 4)])
+    steps = (-1, 0, 1) if INTERPRETED else range(-3, 4)
+    tops = torch.cat([cases.neighbour(starts, torch.full((), step)) for step in steps])
     x = torch.where(tops.isfinite(), tops, 1.0)[:, None] * torch.linspace(-1, 1, 32)
-    for name in ("int4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "uint8", "int8"):
-        for spec in specs(name, fq.PerBlock({-1: 32})):
-            assert assert_dynamic_is_the_definition(x, spec)
+    for turn, name in enumerate(("int4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")):
+        for spec in some(specs(name, fq.PerBlock({-1: 32})), turn):
+            compare(backend, x, spec, turn=turn if INTERPRETED else None)
 
 
-@needs_kernels
+@not_interpreted
+@each_backend
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(
     ("granularity", "shape"),
@@ -131,88 +168,118 @@ def test_one_ulp_around_every_code_boundary_of_amax(amax):
     ],
     ids=["tensor", "long tokens", "blocks", "columns", "channels", "tiles"],
 )
-def test_threads_give_equal_bits(granularity, shape, dtype):
+def test_threads_give_equal_bits(backend, granularity, shape, dtype):
     """Runs that several threads share: on one thread, then on two from several Python threads at once."""
-    where = cases.GranularityCase(granularity, shape, granularity.block_shape(shape))
-    x = hostile(where, dtype)
+    x = hostile(cases.GranularityCase(granularity, shape, granularity.block_shape(shape)), dtype)
     chosen = [
         fq.QuantSpec("uint8", granularity),
         fq.QuantSpec("float4_e2m1fn", granularity, scale=SCALES["e4m3 under float32"]),
     ]
     for spec in chosen:
-        assert assert_dynamic_is_the_definition(x, spec)
-    right = [CPU.fake_quantize_dynamic(x, spec, mask=True) for spec in chosen]
+        compare(backend, x, spec)
+    right = [backend.fake_quantize_dynamic(x, spec, mask=True) for spec in chosen]
 
     def work():
         torch.set_num_threads(2)
-        for spec, (y, mask) in zip(chosen, right, strict=True):
-            again, bits = CPU.fake_quantize_dynamic(x, spec, mask=True)
-            assert_same_bits(again, y)
-            assert_same_bits(bits, mask)
+        for spec, expected in zip(chosen, right, strict=True):
+            for one, other in zip(backend.fake_quantize_dynamic(x, spec, mask=True), expected, strict=True):
+                assert_same_bits(one, other)
 
     run_in_threads(work)
 
 
-@pytest.mark.parametrize("backend", ON_CPU, ids=lambda b: b.name)
+@each_backend
+@pytest.mark.parametrize("name", ["int8", "uint8", "float8_e5m2", "float4_e2m1fn", "nf4"])
+def test_stochastic_rounding(backend, name):
+    """Short runs are quantized in pieces, each of which must know where in the tensor it begins."""
+    skip_unavailable(backend)
+    runs = [
+        ((700, 37), fq.PerToken()),
+        ((9, 4096), fq.PerBlock({-1: 32})),
+        ((5, 700), fq.PerBlock({-1: 32}, pad=True)),
+        ((3, 30_000), fq.PerTensor()),
+        ((4, 6, 700), fq.PerChannel(1)),
+    ]
+    if INTERPRETED:
+        runs = [((5, 40), granularity) for granularity in (fq.PerToken(), fq.PerBlock({-1: 8}), fq.PerChannel(-1))]
+    for shape, granularity in runs:
+        blocks = shape if getattr(granularity, "pad", False) else granularity.block_shape(shape)
+        where = cases.GranularityCase(granularity, shape, blocks)
+        for dtype in (torch.float32, torch.bfloat16):
+            for turn, spec in enumerate(some(specs(name, granularity), 1)):
+                x = LAYOUTS[list(LAYOUTS)[turn % len(LAYOUTS)]](hostile(where, dtype, turn))
+                spec, seed = spec.replace(rounding=fq.Rounding.STOCHASTIC), torch.tensor(2**40 + turn)
+                params = composed(x, spec)._replace(seed=seed)
+                y, mask = fitted(backend, x, turn).fake_quantize_dynamic(x, spec, mask=True, seed=seed)
+                assert_same_bits(y, reference.fake_quantize(x, params, spec), f"{shape} {spec} {dtype}")
+                dx = backend.grad_input(torch.ones_like(x), mask, spec, x.stride())
+                right = reference.grad_input(torch.ones_like(x), reference.passes(x, params, spec))
+                assert_same_bits(dx, right, f"{shape} {spec} {dtype}")
+
+
+def assert_measures(backend, x, granularity, label=""):
+    for got, wanted in zip(backend.measure(x, granularity), qparams.measure(x, granularity), strict=True):
+        # + 0.0: the sign of a bound of zero is not defined.
+        assert_same_bits(got + 0.0, wanted + 0.0, label)
+
+
+@pytest.mark.parametrize("backend", OF_ALL, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_measure_equals_the_definition(backend, dtype):
-    if reason := backend.unavailable():
-        pytest.skip(reason)
-    for label, where in RUNS.items():
-        if not where.shape:
-            continue
-        for name, layout in LAYOUTS.items():
-            x = layout(hostile(where, dtype))
-            found, right = backend.measure(x, where.granularity), qparams.measure(x, where.granularity)
-            for got, wanted in zip(found, right, strict=True):
-                # + 0.0: the sign of a bound of zero is not defined.
-                assert_same_bits(got + 0.0, wanted + 0.0, f"{label} {name}")
+    skip_unavailable(backend)
+    for turn, (label, where) in enumerate(RUNS.items()):
+        if where.shape and not (INTERPRETED and max(where.shape) > 1000):
+            for name in some(LAYOUTS, turn):
+                x = LAYOUTS[name](hostile(where, dtype))
+                assert_measures(fitted(backend, x, turn), x, where.granularity, f"{label} {name}")
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    ("granularity", "shape"),
-    [(WHOLE, (70_001,)), (fq.PerToken(), (2, 70_001)), (fq.PerChannel(-1), (2001, 50)), (fq.PerToken(), (70, 37))],
-    ids=["tensor", "long tokens", "columns", "tokens"],
-)
-def test_every_element_is_measured(granularity, shape):
-    """The largest and the lowest value at the ends of the parts that threads measure."""
+PLACES = [(WHOLE, (70_001,)), (fq.PerToken(), (2, 70_001)), (fq.PerChannel(-1), (2001, 50)), (fq.PerToken(), (70, 37))]
+if INTERPRETED:
+    PLACES = [(WHOLE, (700,)), (fq.PerToken(), (2, 701)), (fq.PerChannel(-1), (61, 20)), (fq.PerChannel(1), (9, 5, 3))]
+
+
+@each_backend
+@pytest.mark.parametrize(("granularity", "shape"), PLACES, ids=["tensor", "long tokens", "columns", "short runs"])
+def test_every_element_is_measured(backend, granularity, shape):
+    """The largest and the lowest value at the ends of the parts that threads and programs measure."""
+    skip_unavailable(backend)
     size = torch.Size(shape).numel()
-    ends = [0, 1, 15, 31, 32_767, 32_768, 65_535, 65_536, 70_000, 70_001, size - 2, size - 1]
+    ends = [0, 63, 64, 512, size - 1]
+    if not INTERPRETED:
+        ends += [1, 15, 31, 32_767, 32_768, 65_535, 65_536, 70_000, 70_001, size - 2]
     for end in {end for end in ends if end < size}:
-        for value in (5.0, -7.0):
-            x = torch.full((size,), 0.1)
-            x[end] = value
-            x = x.view(shape)
-            for got, wanted in zip(CPU.measure(x, granularity), qparams.measure(x, granularity), strict=True):
-                assert_same_bits(got + 0.0, wanted + 0.0, end)
+        x = torch.full((size,), 0.1)
+        x[end], x[max(end - 1, 0)] = 5.0, -7.0
+        assert_measures(fitted(backend, x, 1), x.view(shape), granularity, end)
 
 
-@needs_kernels
-def test_what_the_kernels_do_not_serve_is_composed(caplog):
+NESTED, LARGE = ScaleSpec("uint8", granularity=fq.PerBlock({-1: 2})), FloatFormat("e7m3", 7, 3, Specials.NONE)
+COMPOSED = [({"scale": NESTED}, "its scales share scales per_block(-1:2)")]
+if INTERPRETED:
+    COMPOSED += [({"gradient": fq.Gradient.CLIP}, "its gradient ends at the values of codes")]
+else:
+    COMPOSED += [({"scale": ScaleSpec(LARGE, granularity=WHOLE)}, "the kernels round scales up to 2**64")]
+
+
+@each_backend
+@pytest.mark.parametrize(("options", "reason"), COMPOSED)
+def test_what_the_kernels_do_not_serve_is_composed(backend, options, reason, caplog):
     caplog.set_level(logging.DEBUG, "fakequant.backend")
-    nested = ScaleSpec("uint8", granularity=fq.PerBlock({-1: 2}))
-    large = ScaleSpec(BEYOND_2_64, granularity=WHOLE)
     where = RUNS["block_32"]
-    for scale, reason in (
-        (nested, "its scales share scales per_block(-1:2)"),
-        (large, "the kernels round scales up to 2**64"),
-    ):
-        caplog.clear()
-        spec = fq.QuantSpec("int8", where.granularity, scale=scale)
-        assert not assert_dynamic_is_the_definition(hostile(where, torch.float32), spec)
-        assert reason in caplog.text
+    spec = fq.QuantSpec("int8", where.granularity, **options)
+    compare(backend, hostile(where, torch.float32), spec, served=False)
+    assert reason in caplog.text
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda g: g.value)
-@pytest.mark.parametrize("backend", ON_CPU, ids=lambda b: b.name)
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+@pytest.mark.parametrize("backend", OF_ALL, ids=lambda b: b.name)
 def test_operator_and_gradient(monkeypatch, backend, gradient):
-    if reason := backend.unavailable():
-        pytest.skip(reason)
+    skip_unavailable(backend)
     monkeypatch.setattr("fakequant.ops.dispatch._backends", (backend, REFERENCE))
     where = RUNS["block_32"]
     x = hostile(where, torch.float32).requires_grad_()
-    for spec in specs("int4", where.granularity):
+    for spec in some(specs("int4", where.granularity), 1):
         by_gradient = spec.replace(gradient=gradient)
         y = library.fake_quantize_dynamic(x, by_gradient)
         (dx,) = torch.autograd.grad(y.sum(), x)
@@ -267,3 +334,14 @@ def test_kernels_refuse_tiles_that_do_not_fill_the_tensor():
     x, lo = torch.ones(8), torch.empty(2)
     with pytest.raises(RuntimeError, match=r"the tiles \[2, 5, 1, 1\] do not fill a tensor of 8 elements"):
         torch.ops.fakequant_cpu.measure(x, lo, lo.clone(), 2, 5, 1, 1)
+
+
+@each_backend
+def test_the_comparison_can_fail(backend):
+    class Off(Calls):
+        def fake_quantize_dynamic(self, x, spec, **options):
+            return super().fake_quantize_dynamic(x.nextafter(torch.zeros(())), spec, **options)
+
+    skip_unavailable(backend)
+    with pytest.raises(AssertionError, match="elements differ"):
+        compare(Off(backend.backend), hostile(RUNS["block_16"], torch.float32), fq.QuantSpec("int8", fq.PerToken()))

@@ -13,8 +13,6 @@ from tests.support.bits import assert_same_bits
 
 
 class Refusing(CpuBackend):
-    """A backend that is there and serves nothing."""
-
     name = "refusing"
 
     def unsupported(self, x, spec, *, codes):
@@ -140,7 +138,6 @@ class OwnBackend(Backend):
 
 @pytest.fixture
 def own(monkeypatch):
-    """A registered backend, which goes again."""
     monkeypatch.setattr(dispatch, "_backends", dispatch._backends)
     monkeypatch.setattr(compilers, "approximate_devices", compilers.approximate_devices)
     backend = OwnBackend()

@@ -1,12 +1,16 @@
+"""Zeros without memory, which autograd passes on for gradients that are zero everywhere, as of `torch.sgn`."""
+
 import numpy
 import pytest
 import torch
+from torch import nn
 
 import fakequant as fq
 from fakequant.errors import DTypeError, QParamsError, ShapeError, SpecError
 from fakequant.numerics import reference
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, GRANULARITIES
+from tests.support.integer_models import prepared
 
 X = torch.tensor([[0.1, -0.52, 1.27], [5.0, 2.4, -0.26]])
 CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
@@ -16,7 +20,6 @@ NAN = float("nan")
 
 
 def with_arithmetics(*names):
-    """Formats with each of their arithmetics."""
     integers = {name for name in names if fq.parse_format(name).has_zero_point}
     return [(name, one) for name in names for one in fq.Arithmetic if name in integers or not one.has_two_scales]
 
@@ -40,7 +43,6 @@ def test_numbers_and_tensors_of_any_dtype_mean_the_same():
 
 
 def test_of_two_errors_the_first_is_said():
-    """Whether numbers become tensors early or late."""
     for function in (fq.fake_quantize, fq.fake_quantize_):
         for error, x, spec, given in (
             (DTypeError, [1.0], "int8", {"scale": 1e-60}),
@@ -155,6 +157,7 @@ BAD_CALLS = {
         DTypeError,
         r"x must be a dense torch.Tensor, got a nested tensor; convert it first, as by torch.nested.to_padded",
     ),
+    "sparse input": (lambda: fq.fake_quantize(X.to_sparse(), "int8"), DTypeError, r"convert it .* by x\.to_dense\(\)"),
     "float8 input": (lambda: fq.fake_quantize(X.to(torch.float8_e5m2), "int8"), DTypeError, r"float8_e5m2: expected"),
     "zero scale": (fake(scale=0.0), QParamsError, r"scale must be a positive, finite number in every group, got 0.0"),
     "negative scale": (fake(scale=-0.5), QParamsError, r"scale must be a positive, finite number.*got -0.5"),
@@ -252,17 +255,6 @@ def test_bad_calls_say_what_came_what_was_expected_and_what_to_do(name):
     assert isinstance(raised.value, fq.FakeQuantError)
 
 
-def test_a_scale_that_float32_rounds_to_0_is_named_as_given():
-    with pytest.raises(QParamsError, match=r"scale=1e-46 is 0 in torch\.float32"):
-        fq.fake_quantize(torch.ones(3), "int8", scale=1e-46)
-    assert fq.fake_quantize(torch.ones(3, dtype=torch.float64), "int8", scale=1e-46).max() == 127 * 1e-46
-
-
-def test_a_sparse_tensor_is_told_how_to_become_dense():
-    with pytest.raises(DTypeError, match=r"sparse_coo; convert it first, as by x\.to_dense\(\)"):
-        fq.fake_quantize(torch.ones(3).to_sparse(), "int8")
-
-
 def test_parameters_elsewhere_than_on_the_cpu_are_not_read_and_others_are_checked_wherever_x_is():
     x = torch.ones(4, device="meta")
     for wrong in ({"scale": -1.0}, {"scale": torch.tensor(float("nan"))}, {"amax": -1.0}):
@@ -298,3 +290,69 @@ def test_numbers_of_numpy_are_numbers(make):
         fq.fake_quantize(x, "int8", scale=make(0.0))
     with pytest.raises(QParamsError, match="scale must be an int, a float or a tensor of real numbers, got array"):
         fq.fake_quantize(x, "int8", scale=numpy.ones(5))
+
+
+def zeros(*shape):
+    x = torch.ones(shape, requires_grad=True)
+    torch.sgn(x).sum().backward()
+    assert x.grad._is_zerotensor()
+    return x.grad
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(0) clip", "int8 per_tensor stochastic", "float4_e2m1fn"])
+def test_as_a_gradient(spec, learned):
+    spec = fq.QuantSpec.parse(spec)
+    x = torch.randn(256, 256, requires_grad=True)
+    scale = torch.full(spec.granularity.scale_shapes(x.shape)[0], 0.01).requires_grad_(learned)
+    torch.sgn(fq.fake_quantize(x, spec, scale=scale)).sum().backward()
+    assert_same_bits(x.grad.clone(), torch.zeros(256, 256))
+    if learned:
+        assert not scale.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "scale"),
+    [
+        ("int8", None),
+        ("int8", 0.5),
+        ("float8_e4m3fn", None),
+        ("float8_e4m3fn", 0.5),
+        ("int8 per_token", None),
+        ("int8 per_block(-1:32) stochastic", None),
+    ],
+)
+def test_as_an_input(spec, scale):
+    assert_same_bits(fq.fake_quantize(zeros(256, 256), spec, scale=scale), torch.zeros(256, 256))
+    codes, _ = fq.quantize(zeros(256, 256), spec, scale=scale)
+    assert not codes.float().any()
+
+
+@pytest.mark.parametrize("execution", ["simulate", "auto"])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(64, 64), lambda: nn.Conv2d(64, 64, 1)])
+def test_as_the_gradient_of_a_layer(layer, execution):
+    model, _ = prepared(layer())
+    fq.set_execution(model.requires_grad_(), execution)
+    shape = (64, 64) if isinstance(model[0], nn.Linear) else (2, 64, 16, 16)
+    x = torch.randn(shape, requires_grad=True)
+    torch.sgn(model(x)).sum().backward()
+    for gradient in (x.grad, model[0].weight.grad, model[0].bias.grad):
+        assert_same_bits(gradient.clone(), torch.zeros(gradient.shape))
+    given = zeros(*shape)
+    with torch.no_grad():
+        assert_same_bits(model(given), model(torch.zeros(shape)))
+
+
+def test_as_parameters():
+    x, scale = torch.ones(4096, 8), torch.full((4096,), 0.02)
+    zero_point, spec = torch._efficientzerotensor((4096,)), fq.QuantSpec.parse("uint8 per_channel(0) asymmetric")
+    assert_same_bits(fq.fake_quantize(x, spec, scale=scale, zero_point=zero_point), torch.ones(4096, 8))
+    codes, params = fq.quantize(x, spec, scale=scale, zero_point=zero_point)
+    assert (codes == 50).all()
+    given = fq.QParams(params.scale, torch._efficientzerotensor((4096, 1)))
+    assert_same_bits(fq.dequantize(codes, given, spec), torch.ones(4096, 8))
+    fq.fake_quantize_(x, spec, scale=scale, zero_point=zero_point)
+    assert_same_bits(x, torch.ones(4096, 8))
+    for call in (fq.fake_quantize, fq.fake_quantize_, fq.quantize):
+        with pytest.raises(QParamsError, match="scale must be a positive, finite number in every group, got 0"):
+            call(x, "int8", scale=torch._efficientzerotensor(()))

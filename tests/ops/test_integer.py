@@ -43,7 +43,6 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("input", INPUTS)
 @pytest.mark.parametrize("shape", [(17, 33), (2, 3, 33), (33,)], ids=str)
 def test_linear_is_the_definition(input, weight, shape):
-    torch.manual_seed(0)
     model, _ = prepared(nn.Linear(33, 21), input, weight)
     assert_integer(model)
     x = hostile(*shape)
@@ -56,7 +55,6 @@ def test_linear_is_the_definition(input, weight, shape):
 @pytest.mark.parametrize("input", INPUTS)
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_convolution_is_the_definition(kind, input, weight):
-    torch.manual_seed(0)
     make, shape, options = CONVOLUTIONS[kind]
     model, _ = prepared(make(8, **{"out_channels": 16, "kernel_size": 3, **options}), input, weight)
     assert_integer(model)

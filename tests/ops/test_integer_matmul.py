@@ -38,8 +38,6 @@ SHAPES = {
 
 
 class Attention(nn.Sequential):
-    """A model of one product, which is called with both factors."""
-
     def forward(self, x, other):
         return self[0](x, other)
 

@@ -92,7 +92,6 @@ def test_several_threads_give_equal_bits(name: str) -> None:
         y = fq.fake_quantize(leaf, spec)
         y.backward(torch.ones_like(y))
         assert_same_bits(y.detach(), right)
-        assert leaf.grad is not None
         assert_same_bits(leaf.grad, passing)
 
     run_in_threads(work)

@@ -10,7 +10,6 @@ from tests.support.cases import GRANULARITIES, LAYOUTS
 
 
 def groups_of(where):
-    """The number of the group of every element, and those numbers per group."""
     groups = torch.arange(1, max(1, torch.Size(where.groups).numel()) + 1).view(where.groups).float()
     spread = groups
     for axis, size in enumerate(where.blocks):

@@ -21,7 +21,6 @@ INT8_IN_CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
 
 
 def eager(x, params, spec, dy):
-    """y and dx by the reference alone."""
     y = reference.fake_quantize(x, params, spec)
     return y, reference.grad_input(dy, reference.passes(x, params, spec))
 
@@ -95,7 +94,6 @@ def test_the_mask_is_of_the_same_draw_as_the_values_and_the_gradient():
 
 
 def saved_bytes(make):
-    """Bytes that autograd keeps for the backward of what `make` returns, and the shapes of the tensors."""
     kept = []
 
     def pack(saved):
@@ -365,11 +363,6 @@ def test_autocast_changes_nothing():
         outside = fq.fake_quantize(x, "int8")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert_same_bits(fq.fake_quantize(x, "int8"), outside)
-
-
-def test_under_no_grad_the_scale_keeps_its_values_in_16_bits():
-    x = torch.randn(64).half()
-    assert fq.choose_qparams(x, "int8").scale.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,6 @@ def test_every_bfloat16():
 
 
 def test_one_pass_and_one_bit():
-    """What it is for: one call of the kernels, and nothing of the size of x is saved."""
     if reason := load_kernels():
         pytest.skip(reason)
     params, spec = QParams(torch.ones(1)), fq.QuantSpec("int8")
@@ -101,7 +100,6 @@ def test_relu_later_does_what_must_be_done_now():
 
 
 def test_what_one_pass_cannot_do():
-    """Learned scales, drawn codes, function transforms and second derivatives."""
     x, spec = torch.randn(6, requires_grad=True), fq.QuantSpec("int4")
     scale = torch.tensor([0.25], requires_grad=True)
     for got, wanted in zip(

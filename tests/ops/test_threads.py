@@ -73,7 +73,6 @@ def prepared(text, dtype, gradients, elements, dynamic):
 
 
 def other_threads(call):
-    """How many other threads a call keeps busy."""
     before = times()
     call()
     return sum(spent != before.get(name) for name, spent in times().items())

@@ -1,7 +1,7 @@
 """The kernels for GPUs, in triton's interpreter: bit for bit the reference. And what is true of them without a GPU.
 
 The interpreter is chosen when triton is imported, for the whole process, in which torch.compile needs the other triton.
-So the tests in `interpreted/` run in processes of their own, whatever runs beside them.
+So it runs the tests of kernels in processes of their own, whatever runs beside them.
 """
 
 import os
@@ -25,16 +25,16 @@ from fakequant.ops.triton.call import KernelCall, Reduction, ScaleChoice, Sweep,
 from fakequant.report import environment
 
 TESTS = Path(__file__).parents[1]
-INTERPRETED = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
+FILES = ("test_cpu_kernels.py", "test_cpu_dynamic.py", "test_histogram_kernel.py")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it is for Linux")
 
 
-def run_interpreted(*options, env=None):
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **(env or {})}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *options]
-    return subprocess.run(
-        command, cwd=TESTS / "interpreted", env=variables, capture_output=True, text=True, check=False
-    )
+def run_interpreted(*options, files=FILES, interpret="1"):
+    """The cases of the backend for GPUs: without the interpreter there are none."""
+    variables = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "triton", *options]
+    command += [str(TESTS / "ops" / name) for name in files]
+    return subprocess.run(command, cwd=TESTS.parent, env=variables, capture_output=True, text=True, check=False)
 
 
 @needs_triton
@@ -47,19 +47,15 @@ def test_equals_the_reference(chosen):
 
 @needs_triton
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", FILES)
 def test_equals_the_reference_in_every_combination(name):
-    found = run_interpreted("-m", "exhaustive", name)
-    # 5: the file has no exhaustive tests.
-    assert found.returncode in (0, 5), found.stdout[-5000:] + found.stderr[-2000:]
+    found = run_interpreted("-m", "exhaustive", files=[name])
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
 
 
 @needs_triton
-def test_a_failure_in_the_interpreter_is_a_failure():
-    """Without the interpreter, its tests refuse to run."""
-    found = run_interpreted("test_forward.py", env={"TRITON_INTERPRET": "0"})
-    assert found.returncode != 0
-    assert "start with TRITON_INTERPRET=1" in found.stdout + found.stderr
+def test_without_the_interpreter_there_are_no_cases():
+    assert run_interpreted(interpret="0").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 # For each exclusion, a call that it is for.

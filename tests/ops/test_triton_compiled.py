@@ -51,8 +51,6 @@ class Started:
 
 
 class Compiled(Started):
-    """Compiles the kernel, too."""
-
     def __init__(self, kernel, found):
         super().__init__(kernel, [])
         self.found = found
@@ -79,7 +77,6 @@ def replace_kernels(monkeypatch, stand_in, found):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The assemblies of all kernels that the backend starts."""
     return replace_kernels(monkeypatch, Compiled, [])
 
 
@@ -241,7 +238,6 @@ SHAPES = {
 
 
 def start_all(backend, x, granularity):
-    """Every call of the backend."""
     spec = fq.QuantSpec("uint8", granularity)
     params = params_of(spec, x.shape, device=x.device)
     _, bits = backend.fake_quantize(x, params, spec, mask=True)

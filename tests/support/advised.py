@@ -14,7 +14,6 @@ from fakequant.ptq.trial import NextStep
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """The output of a model for a batch."""
     return model(batch)
 
 
@@ -24,12 +23,10 @@ def rows(seed: int) -> Tensor:
 
 
 def perceptron() -> nn.Module:
-    """Three linear layers."""
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
 def deep(blocks: int) -> nn.Module:
-    """As many layers of 16 features, one after the other."""
     layers = [nn.Linear(16, 16) for _ in range(blocks)]
     for layer in layers:
         nn.init.kaiming_normal_(layer.weight)
@@ -42,7 +39,6 @@ def given(batches: Iterable[Any]) -> KeptBatches:
 
 
 def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> NextStep:
-    """What is advised for batches."""
     advice = next_step(model, given(batches), AdviceContext(worst=worst))
     assert advice is not None
     return advice

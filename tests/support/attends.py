@@ -11,12 +11,7 @@ WIDTH = 16
 
 
 class Attends(nn.Module):
-    """An attention between two layers.
-
-    Args:
-        given: which of the tensors it makes are query, key and value, as letters.
-        others: of the attention.
-    """
+    """An attention between two layers."""
 
     def __init__(self, given: str = "aaa", *, call: dict[str, Any] | None = None, **others: Any) -> None:
         super().__init__()

@@ -38,7 +38,6 @@ class Calls:
     def fake_quantize(
         self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, variant: str = VALUES
     ) -> tuple[Tensor, Tensor | None]:
-        """The values and, if asked for, the packed mask."""
         plan = self._plan(x, spec, params, variant=variant)
         given = x, params.scale, params.zero_point, plan.descriptor
         y, bits = plan.values_and_mask(*given) if mask else (plan.values(*given), None)
@@ -48,13 +47,11 @@ class Calls:
     def fake_quantize_relu(
         self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The same of torch.relu(x)."""
         return self.fake_quantize(x, params, spec, mask=mask, variant=RELU)
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same by the range of x."""
         plan = self._plan(x, spec)._replace(descriptor=Extras(None, seed))
         given = x, None, None, plan.descriptor
         y, bits = plan.values_and_mask(*given) if mask else (plan.values(*given), None)
@@ -74,25 +71,21 @@ class Calls:
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of scale and zero point."""
         plan = self._plan(x, spec, params)
         given = laid(dy, plan.stride), laid(x, plan.stride), None, params.scale, params.zero_point, plan.descriptor
         _, by_scale, by_zero_point = plan.gradients(*given, *wants)
         return by_scale, by_zero_point
 
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        """The codes."""
         plan = self._plan(x, spec, params, variant=CODES)
         return plan.codes(x, params.scale, params.zero_point, plan.descriptor)[0]
 
     def encode(self, x: Tensor, params: QParams, spec: QuantSpec) -> Encoded:
-        """The codes, and whether x has NaN."""
         plan = self._plan(x, spec, params, variant=CODES)
         codes, has_nan = plan.codes(x, params.scale, params.zero_point, plan.descriptor)
         return Encoded(codes, bool(has_nan))
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        """The values of codes."""
         plan = self._plan(codes, spec, params, variant=CODES, dtype=dtype)
         return plan.decode(codes, params.scale, params.zero_point, plan.descriptor)
 

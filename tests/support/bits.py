@@ -21,11 +21,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, label: object = "") -> None:
-    """Fail unless dtype, shape and all bits are equal. NaN equals NaN; -0.0 differs from +0.0.
-
-    Args:
-        label: what was compared, for the message.
-    """
+    """Fail unless dtype, shape and all bits are equal. NaN equals NaN; -0.0 differs from +0.0."""
     __tracebackhide__ = True
     start = f"{label}: " if label != "" else ""
     assert actual.dtype == expected.dtype, f"{start}dtype {actual.dtype}, expected {expected.dtype}"

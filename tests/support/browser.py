@@ -32,20 +32,11 @@ def browse(address: str, *options: str) -> str:
 
 
 def in_scheme(scheme: str) -> str:
-    """The option for a reader who wants "dark" or "light" pages."""
     return f"--blink-settings=preferredColorScheme={_SCHEMES[scheme]}"
 
 
 def picture(page: Path, path: Path, width: int, height: int, scheme: str = "light", scripts: bool = True) -> Path:
-    """Write a picture of the top of a page as PNG.
-
-    Args:
-        page: the HTML file.
-        path: of the picture.
-        width, height: of the window, in pixels.
-        scheme: "light" or "dark".
-        scripts: whether the page's scripts run.
-    """
+    """Write a picture of the top of a page as PNG."""
     sandbox = "" if scripts else 'sandbox="allow-same-origin"'
     with tempfile.TemporaryDirectory() as folder:
         around = Path(folder) / "around.html"
@@ -58,7 +49,6 @@ def picture(page: Path, path: Path, width: int, height: int, scheme: str = "ligh
 
 
 def printed(page: Path, path: Path) -> Path:
-    """Print a page to a PDF file."""
     browse(page.resolve().as_uri(), SETTLED, f"--print-to-pdf={path.resolve()}", "--no-pdf-header-footer")
     return path
 

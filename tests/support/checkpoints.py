@@ -27,7 +27,6 @@ def state_of(model: nn.Module) -> State:
 
 
 def assert_as_before(model: nn.Module, before: State) -> None:
-    """Check a model against its `state_of`."""
     modules, tensors = state_of(model)
     assert modules == before[0]
     assert [name for name, *_ in tensors] == [name for name, *_ in before[1]]
@@ -37,7 +36,6 @@ def assert_as_before(model: nn.Module, before: State) -> None:
 
 
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest of a checkpoint."""
     path = folder / "fakequant.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -45,7 +43,6 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change the tensors of a checkpoint, with a manifest that fits them."""
     manifest = json.loads((folder / "fakequant.json").read_text())
     tensors = load_file(folder / manifest["tensors"]["file"])
     change(tensors)

@@ -24,12 +24,7 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "fake_quant.npz"
 
 @dataclass(frozen=True)
 class AtenCase:
-    """One way to call torch's functions.
-
-    Attributes:
-        channels: the axis per channel; None per tensor.
-        zero_point: its dtype; None for plain numbers per tensor. Floats per channel have fractions.
-    """
+    """One way to call torch's functions."""
 
     dtype: torch.dtype
     low: int

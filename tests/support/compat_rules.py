@@ -241,19 +241,16 @@ def search_pairs(
     counts, edges = histogram_of(calibrator)
     for method, search in (("entropy", entropy_by_loops), ("mse", mse_by_loops)):
         found = calibrator.compute_amax(method, stride=stride, start_bin=start_bin)
-        assert found is not None
         yield method, found.item(), search(counts, edges, num_bits, unsigned, stride, start_bin)
 
 
 def histogram_of(calibrator: HistogramCalibrator) -> tuple[Array, Array]:
-    """Counts and edges."""
     kept = calibrator._calib_hist, calibrator._calib_bin_edges
     counts, edges = (torch.as_tensor(each).numpy() for each in kept)
     return counts, edges
 
 
 def collected(tensors: list[Tensor], num_bits: int = 8, unsigned: bool = False, **options: Any) -> HistogramCalibrator:
-    """A calibrator that has seen some tensors."""
     calibrator = HistogramCalibrator(num_bits, None, unsigned, **options)
     for x in tensors:
         calibrator.collect(x)

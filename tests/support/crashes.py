@@ -16,11 +16,7 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_after(operations: int) -> Iterator[None]:
-    """A context in which the process dies at an operation on files: it and every later one raise instead.
-
-    Args:
-        operations: how many are done before.
-    """
+    """A context in which the process dies at an operation on files: it and every later one raise instead."""
     done = 0
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:
@@ -38,11 +34,7 @@ def killed_after(operations: int) -> Iterator[None]:
 
 
 def every_death(prepare: Callable[[], None], act: Callable[[], object], check: Callable[[], None]) -> int:
-    """Let `act` die before each of its operations on files, each time from the state that `prepare` makes.
-
-    Returns:
-        In how many ways it died; `check` was called after each.
-    """
+    """Let `act` die before each of its operations on files, each time from the state that `prepare` makes."""
     for operations in range(1_000):
         prepare()
         try:

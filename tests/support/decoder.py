@@ -34,8 +34,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings, learned positions, two blocks and a head."""
-
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, *, bias: bool = True) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(19, WIDTH), nn.Parameter(torch.randn(8, WIDTH))

@@ -26,13 +26,7 @@ OPENVINO_PRODUCTS = frozenset(
 
 @dataclass
 class Computed:
-    """How an engine computes a file.
-
-    Attributes:
-        integer: the number of operators on integers, by type.
-        floats: the number of operators on floats that could be integer ones, by type.
-        reasons: for every product on floats its name and why.
-    """
+    """How an engine computes a file."""
 
     integer: Counter[str] = field(default_factory=Counter)
     floats: Counter[str] = field(default_factory=Counter)

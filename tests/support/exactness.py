@@ -70,7 +70,6 @@ def by_int64() -> Iterator[None]:
 
 @contextmanager
 def by_the_reference() -> Iterator[None]:
-    """A context in which the definition itself computes, whatever the backends are."""
     with mock.patch.object(dispatch, "_backends", (dispatch.REFERENCE,)):
         yield
 
@@ -97,7 +96,6 @@ def chunks(
 
 
 def backward(y: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of x."""
     return torch.autograd.grad(y, x, dy)[0]
 
 

@@ -22,7 +22,6 @@ INPUT, WEIGHT = "0._input_quantizer", "0._weight_quantizer"
 
 
 def two_layers(config: Config = presets.INT8_AFFINE, seed: int = 0) -> nn.Module:
-    """A calibrated model of two linear layers."""
     torch.manual_seed(seed)
     model = prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), config)
     calibrate(model, [torch.randn(16, 8)])
@@ -31,7 +30,6 @@ def two_layers(config: Config = presets.INT8_AFFINE, seed: int = 0) -> nn.Module
 
 @cache
 def exported() -> bytes:
-    """The file of `two_layers()`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
         export_onnx(two_layers(), batch(1), path)
@@ -43,12 +41,10 @@ def batch(seed: int = 2) -> Tensor:
 
 
 def constant(model: Any, name: str) -> Any:
-    """A constant of a file by its name."""
     return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Changes the record of quantizers in a file."""
     model = onnx.load(path)
     values = json.loads(model.metadata_props[0].value)
     change(values)

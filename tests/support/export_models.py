@@ -23,8 +23,6 @@ from tests.support.bits import assert_same_bits
 
 
 class Quantizers(nn.Module):
-    """One quantizer per input."""
-
     def __init__(self, quantizers: Sequence[Quantizer]) -> None:
         super().__init__()
         self.quantizers = nn.ModuleList(quantizers)
@@ -34,8 +32,6 @@ class Quantizers(nn.Module):
 
 
 class Weights(nn.Module):
-    """One quantizer per constant."""
-
     def __init__(self, quantizers: Sequence[Quantizer], weights: Sequence[Tensor]) -> None:
         super().__init__()
         self.quantizers = nn.ModuleList(quantizers)

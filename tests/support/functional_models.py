@@ -14,6 +14,24 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.nn.sites.sites import SITES
 
+
+class Calls(nn.Module):
+    """Calls a function of itself, which has modules and parameters by their names, and of its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
 OPS = ("add", "sdpa", "cat", "softmax", "matmul", "mul", "linear")
 
 
@@ -112,23 +130,19 @@ def config(*ops: str, name: str = "INT8") -> fq.Config:
 
 
 def only(*ops: str) -> fq.Config:
-    """A configuration that quantizes these functions alone."""
     return fq.Config("functions", (fq.Rule("*", input="int8", weight="int8 per_channel(0)", ops=ops),))
 
 
 def example(seed: int = 1, tokens: int = 5, batch: int = 3) -> Tensor:
-    """An input [n, tokens, 8]."""
     return torch.randn(batch, tokens, 8, generator=torch.Generator().manual_seed(seed))
 
 
 def float_network(reentrant: bool | None = None) -> Network:
-    """The float model, always with the same parameters."""
     torch.manual_seed(0)
     return Network(reentrant).eval()
 
 
 def quantized(model: nn.Module, *inputs: Any, rules: fq.Config | None = None, **options: Any) -> Any:
-    """A prepared and calibrated copy of a model."""
     made = fq.prepare(copy.deepcopy(model), rules or config(), example=inputs, **options)
     fq.calibrate(made, [inputs])
     return made
@@ -145,7 +159,6 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
 
 
 def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
-    """Every tensor equals the other in every bit."""
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)

@@ -25,13 +25,7 @@ FILES = (ONNX, GRAPH, REPORT, RESULTS)
 
 @dataclass(frozen=True)
 class Writer:
-    """Writers of files that all hold one number, and their readers: one number is one whole generation.
-
-    Attributes:
-        write: in place of what is there.
-        read: the numbers that are there.
-        once: a write that removes nothing before; None where `write` is one.
-    """
+    """Writers of files that all hold one number, and their readers: one number is one whole generation."""
 
     write: Callable[[Path, float], object]
     read: Callable[[Path], Values]
@@ -39,7 +33,6 @@ class Writer:
 
 
 def model_of(value: float, config: str = "int8_weight_only") -> nn.Module:
-    """A prepared model whose parameters all have one value."""
     model = fq.prepare(nn.Sequential(nn.Linear(2, 2)), config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,12 +41,10 @@ def model_of(value: float, config: str = "int8_weight_only") -> nn.Module:
 
 
 def value_of(folder: Path) -> float:
-    """The value of the parameters of a checkpoint."""
     return fq.load(nn.Sequential(nn.Linear(2, 2)), folder)[0].bias[0].item()
 
 
 def make_run(out: Path, value: float, without: str = "") -> None:
-    """Publishes a run whose files all hold one value."""
     with results_folder(out), staged(out) as folder:
         fq.save(model_of(value), folder / "checkpoint")
         for name in FILES:
@@ -76,7 +67,6 @@ def values_in(out: Path, files: tuple[str, ...] = FILES) -> Values:
 
 
 def export(folder: Path, value: float) -> None:
-    """Exports a model whose bias has one value."""
     fq.export_onnx(model_of(value), torch.ones(1, 2), folder / ONNX)
 
 
@@ -107,7 +97,6 @@ def evaluate(net):
 
 
 def quantize(folder: Path, value: float) -> None:
-    """Runs the whole job for a model whose bias has one value, into a folder next to the recipe."""
     recipe = folder / "recipe.py"
     recipe.write_text(_RECIPE.replace("VALUE", str(value)))
     run(Job(recipe, "int8", "max", folder / "out"), Console(quiet=True))
@@ -126,7 +115,6 @@ def quantized_values(folder: Path) -> Values:
 
 
 def linear(value: float) -> nn.Module:
-    """Two layers whose parameters all have one value."""
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with torch.no_grad():
         for parameter in net.parameters():
@@ -135,7 +123,6 @@ def linear(value: float) -> nn.Module:
 
 
 def deliver(folder: Path, value: float) -> None:
-    """Delivers a model whose parameters have one value, in several shards."""
     quiet(
         lambda: fq.deliver(
             fq.prepare(linear(value), "int4_group32"), folder / "out", "compressed-tensors", max_shard_size=700
@@ -155,7 +142,6 @@ def delivered(folder: Path) -> Values:
 
 
 def stream_once(folder: Path, value: float) -> None:
-    """Improves a folder block by block."""
     made = linear(value)
     how: dict[str, Any] = {"load": lambda path: made.get_submodule(path).state_dict(), "progress": False}
     empty, x = linear(value).to("meta"), torch.ones(2, 32)
@@ -175,12 +161,10 @@ _ADVISED: dict[str, Any] = {"presets": ["INT4_WEIGHT_ONLY", "INT8_WEIGHT_ONLY"],
 
 
 def advise_once(folder: Path, value: float) -> None:
-    """Searches in a folder of its own."""
     quiet(lambda: fq.advise(noise(), [torch.ones(2, 32)] * 3, work=folder / "work", **_ADVISED))
 
 
 def advise(folder: Path, value: float) -> None:
-    """Searches anew in a folder of its own."""
     shutil.rmtree(folder / "work", ignore_errors=True)
     advise_once(folder, value)
 
@@ -204,7 +188,6 @@ def advised(folder: Path) -> Values:
 
 
 def quiet(act: Callable[[], Any]) -> Any:
-    """What a function gives, without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return act()

@@ -26,11 +26,7 @@ GROUPS = {"tensor": fq.PerTensor(), "rows": fq.PerToken(), "blocks": fq.PerBlock
 
 
 def by_oracle(x: Tensor, case: FormatCase, groups: str, counted: tuple[int, int] | None = None) -> Tensor:
-    """A tensor [..., n, summed] quantized in float32 along its last axis, in numpy.
-
-    Args:
-        counted: the axes that come first where the words of stochastic rounding are counted; None: to nearest.
-    """
+    """A tensor [..., n, summed] quantized in float32 along its last axis, in numpy."""
     values = np.ascontiguousarray(x.detach().numpy())
     words = None
     if counted is not None:
@@ -81,8 +77,6 @@ class ExactSums(TorchFunctionMode):
     """Products and sums of float32 in float64, rounded once: their bits depend on no order in memory."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function within this mode."""
-
         @wraps(function)
         def within(*args: Any) -> Any:
             with ExactSums():
@@ -151,11 +145,7 @@ class Reference:
         return f"{self.case.format} {self.groups}{more}"
 
     def operands(self, other: Tensor, dy: Tensor, counted: tuple[int, int]) -> list[Tensor]:
-        """Both as the sum over their last axis sees them, in the order in which seeds are drawn.
-
-        Args:
-            counted: the axes of dy that are rows and outputs; of the other the sum's comes first.
-        """
+        """Both as the sum over their last axis sees them, in the order in which seeds are drawn."""
         if self.hadamard:
             other, dy = turned(other, self.hadamard), turned(dy, self.hadamard)
         both = (other, (-1, -2)), (dy, counted)
@@ -163,13 +153,11 @@ class Reference:
 
     @property
     def gradient(self) -> fq.GradientConfig:
-        """The configuration that these are the reference of."""
         rounding = fq.Rounding.STOCHASTIC if self.stochastic else fq.Rounding.NEAREST_EVEN
         spec = self.case.spec(GROUPS[self.groups], fq.Arithmetic.DIVIDE, rounding=rounding)
         return fq.GradientConfig(spec, input=spec, weight=spec, hadamard=self.hadamard)
 
     def rule(self, pattern: str = "*", **others: Any) -> fq.Rule:
-        """The rule of the products."""
         forward = {"input": "int8 per_tensor dynamic", "weight": "int8 per_tensor"}
         return fq.Rule(pattern, **forward, gradient=self.gradient, **others)
 

@@ -7,7 +7,6 @@ from tests.support.bits import assert_same_bits
 
 
 def step(function, model, x):
-    """Output and gradients of all parameters."""
     model.zero_grad()
     y = function(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
@@ -24,7 +23,6 @@ F32 = IRType.Float32
 
 
 def variants():
-    """Graphs that differ in one thing each."""
     weight = torch.linspace(-1, 1, 6).reshape(2, 3)
 
     def build(*, constant=weight, trainable=False, shape=(4, 3), type=F32, op="FakeQuantization", **attributes):

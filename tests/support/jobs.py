@@ -17,7 +17,6 @@ def blocks(job: str) -> tuple[list[str], list[str]]:
 
 
 def lines(job: str) -> tuple[int, int]:
-    """The numbers of our lines and of the other library's."""
     ours, theirs = blocks(job)
     if job.startswith("Export"):  # the quantization is the first job
         ours = [line for line in ours if "calibrate" not in line]

@@ -9,5 +9,4 @@ from fakequant.data.batches import Batches, Forward, KeptBatches
 
 
 def kept(batches: Iterable[Any], forward: Forward | None = None) -> KeptBatches:
-    """Batches of a test."""
     return Batches(batches, "the test", forward=forward).kept()

@@ -38,7 +38,6 @@ OWN = {
 
 
 def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """14 linear layers between an embedding and a head."""
     import_torchvision()  # transformers imports it
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +49,6 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Modul
 
 
 def mixtral(**values: Any) -> nn.Module:
-    """Four experts, whose weights a file names one by one."""
     import_torchvision()
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -76,7 +74,6 @@ def llava() -> Any:
 
 
 def logits(model: nn.Module) -> Tensor:
-    """The logits of the batch."""
     with torch.no_grad():
         found: Tensor = model(**BATCHES[0]).logits
     return found
@@ -98,6 +95,5 @@ def language_model(kind: str, **values: Any) -> Any:
 
 
 def prepared(kind: str, weight: str, **values: Any) -> Any:
-    """A language model whose weights of all layers are quantized by one specification."""
     rules = [fq.Rule("*", weight=fq.TensorConfig(weight))]
     return fq.prepare(language_model(kind, **values), fq.Config("own rules", rules), skip=[])

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 
 class Loop(nn.Module):
-    """Calls one layer again and again, whose inputs become larger."""
-
     def __init__(self, times: int = 6, *, in_place: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)

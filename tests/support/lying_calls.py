@@ -73,7 +73,6 @@ Call = tuple[str, Callable[[], Any]]
 
 
 def lying_calls() -> Iterator[Call]:
-    """Every call, with what it lies about."""
     yield from _of_elements()
     yield from _of_gradients()
     yield from _of_ranges()

@@ -31,11 +31,7 @@ def full(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def sweep(names: str, every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]], **given: dict[str, Any]):
-    """Parametrizes a test over all rows; the rows that are not quick are exhaustive.
-
-    Args:
-        given: for a name, the value that the test gets for each value of a row; the row keeps the readable one.
-    """
+    """Parametrizes a test over all rows; the rows that are not quick are exhaustive."""
     columns = [name.strip() for name in names.split(",")]
     unknown = [row for row in quick if row not in every]
     assert not unknown, f"quick rows that are not in the full matrix: {unknown}"

@@ -46,13 +46,11 @@ def hook_forward(layer: nn.Module) -> None:
 
 
 def two_layers(*widths: int) -> nn.Sequential:
-    """Two linear layers with a ReLU between them, of three widths and the same values each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(*widths[:2]), nn.ReLU(), nn.Linear(*widths[1:])).eval()
 
 
 def zeroed(model: nn.Sequential) -> nn.Sequential:
-    """A model whose parameters are zero."""
     for parameter in model.parameters():
         parameter.data.zero_()
     return model

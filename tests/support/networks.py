@@ -18,8 +18,6 @@ _WORDS = 32
 
 
 class Cnn(nn.Module):
-    """Two convolutions with batch normalisation on images [n, 1, 4 k, 4 k]."""
-
     def __init__(self, side: int) -> None:
         super().__init__()
         self.first, self.first_norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
@@ -48,8 +46,6 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Two residual blocks with activations in place, on images [n, 1, h, w]."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
@@ -61,8 +57,6 @@ class ResNet(nn.Module):
 
 
 class LstmClassifier(nn.Module):
-    """An LSTM of which every step is quantized, on words [n, length]."""
-
     def __init__(self, spec: fq.QuantSpec) -> None:
         super().__init__()
         self.words, self.lstm = nn.Embedding(_WORDS, 16), nn.LSTM(16, 16, batch_first=True)
@@ -93,24 +87,15 @@ NETWORKS: dict[str, Callable[[fq.QuantSpec, int], tuple[nn.Module, Tensor]]] = {
 
 
 def quantized(network: str, preset: str, count: int = 4) -> tuple[nn.Module, Tensor]:
-    """A network in eval mode, quantized and calibrated, with statistics as training leaves them, and an input.
-
-    Args:
-        network: one of `NETWORKS`.
-        preset: one of `PRESETS`.
-        count: how many examples the input has.
-    """
+    """A network in eval mode, quantized and calibrated, with statistics as training leaves them, and an input."""
     torch.manual_seed(0)
     config = getattr(fq.presets, preset)
     input = config.rules[0].input
-    assert input is not None
     model, x = NETWORKS[network](input.spec, count)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             for tensor in (norm.running_mean, norm.weight.data, norm.bias.data):
-                assert tensor is not None
                 tensor.normal_()
-            assert norm.running_var is not None
             norm.running_var.uniform_(0.5, 2.0)
     own = {name: module for name, module in model.named_children() if isinstance(module, Quantizer)}
     for name in own:

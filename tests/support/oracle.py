@@ -25,19 +25,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A binary float by its layout.
-
-    Args:
-        finite_codes: how many codes with sign 0 are finite numbers.
-        bias: of the exponent; None for that of IEEE 754.
-        one_zero: whether the code of -0 is NaN.
-    """
+    """A binary float by its layout."""
 
     exponent_bits: int
     mantissa_bits: int
-    finite_codes: int
+    finite_codes: int  # with sign 0
     bias: int | None = None
-    one_zero: bool = False
+    one_zero: bool = False  # and NaN as the code of -0
 
     @property
     def bits(self) -> int:
@@ -302,12 +296,7 @@ class Result:
 def fake_quantize(
     x: Array, scale: Array, zero_point: Array | None, fmt: OracleFormat, arithmetic: str, words: Array | None = None
 ) -> Result:
-    """x, scale and zero_point element by element, in float32 or float64.
-
-    Args:
-        arithmetic: "divide", "reciprocal" or "multiplier".
-        words: those by which rounding is stochastic; without them it is to nearest.
-    """
+    """x, scale and zero_point element by element, in float32 or float64."""
     dtype = x.dtype
     assert scale.dtype == dtype
     assert dtype in (np.float32, np.float64)

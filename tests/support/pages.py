@@ -32,7 +32,6 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page, in order."""
     found = _BLOCK.finditer(page)
     return [Block(one["code"], one["output"] or "", page.count("\n", 0, one.start("code")) + 1) for one in found]
 
@@ -64,7 +63,6 @@ def started() -> dict[str, Any]:
 
 
 def written(page: Path) -> str:
-    """A page with what its blocks print now."""
     names = started()
     text = page.read_text()
     outputs = iter([printed(one.code, names, page, one.line) for one in blocks(text)])

@@ -19,7 +19,6 @@ X = torch.linspace(-3, 3, 3 * COLUMNS).reshape(3, COLUMNS)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A quantized layer, and one that stays in float."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Linear(ROWS, 8)).to(dtype)
 
@@ -35,7 +34,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str
 
 
 def read(folder: Path, model: nn.Module | None = None) -> Any:
-    """What is read into a model, by default in float32."""
     return fq.read(folder, net() if model is None else model)
 
 

@@ -26,7 +26,6 @@ def verified(path: str, rows: list[Row], **more: Any) -> VerifyReport:
 
 
 def full() -> ReportData:
-    """Figures for every section, with texts that need escapes."""
     return ReportData(
         "A <b>bold</b> model & more",
         summary=("Measured on <i>these</i> data.",),

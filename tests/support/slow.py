@@ -14,7 +14,6 @@ LIST = Path(__file__).parents[1] / "slow.txt"
 
 
 def slow_functions() -> dict[str, int]:
-    """The number of cases that always run, by the name of the function."""
     lines = (line.split(maxsplit=1) for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
     return {name: int(count) for count, name in lines}
 

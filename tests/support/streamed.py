@@ -30,8 +30,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An embedding, blocks and a tied or own head."""
-
     def __init__(self, count: int = 3, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, WIDTH)
@@ -49,7 +47,6 @@ class Decoder(nn.Module):
 
 
 def decoder(**options: Any) -> Decoder:
-    """The model in memory."""
     torch.manual_seed(0)
     model = Decoder(**options).eval()
     with torch.no_grad():
@@ -58,8 +55,6 @@ def decoder(**options: Any) -> Decoder:
 
 
 def without_weights(model: Decoder) -> tuple[nn.Module, Callable[[str], Mapping[str, Tensor]]]:
-    """The same model on the meta device, and what loads it."""
-
     def load(path: str) -> Mapping[str, Tensor]:
         return model.get_submodule(path).state_dict()
 
@@ -73,7 +68,6 @@ def batches(count: int = 5) -> list[Tensor]:
 
 
 def whole(model: nn.Module, preset: Any, steps: Any, mask: Any = None) -> nn.Module:
-    """The model in memory, prepared, calibrated and improved."""
     fq.prepare(model, preset)
     if any(not q.dynamic for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT):
         fq.calibrate(model, batches(), mask=mask)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 
 def run_in_threads(work: Callable[[], object], number: int = 4) -> None:
-    """Run a function in several threads at once; raise the first of their errors."""
     errors: list[BaseException] = []
 
     def run() -> None:

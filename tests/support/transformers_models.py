@@ -66,7 +66,6 @@ def tokens() -> dict[str, Any]:
 
 
 def uncached() -> dict[str, Any]:
-    """`tokens` for a decoder without a cache."""
     return {**tokens(), "use_cache": False}
 
 

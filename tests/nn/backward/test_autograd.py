@@ -26,7 +26,6 @@ def prepared(layer: nn.Module, gradient: str | None) -> Any:
 
 
 def kept(model: nn.Module, x: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The float tensors that autograd keeps between the passes."""
     found: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -70,8 +69,6 @@ def test_a_backward_pass_within_autocast_gives_the_same_bits() -> None:
 
 
 class Counted(nn.Module):
-    """A parametrization that counts how often it computes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.nn.backward import rotated
 from tests.support.bits import assert_same_bits
 from tests.support.gradient_oracles import GROUPS, PLAIN, REFERENCES, Held, Reference, assert_same_gradients, exact_sums
 
@@ -60,8 +61,6 @@ def test_vectors() -> None:
 
 
 class Own(nn.Module):
-    """A linear function of its own parameters, and an attention by functions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(24, 8)), nn.Parameter(torch.randn(24))
@@ -201,3 +200,92 @@ def test_a_checkpoint_and_a_copy_keep_the_gradients_of_functions(tmp_path: Any) 
     model = fq.prepare(copy.deepcopy(plain), config, x)
     for other in (copy.deepcopy(model), fq.load(copy.deepcopy(plain), fq.save(model, tmp_path / "model"))):
         assert {site.gradient for site in other._sites.by_key().values()} == {INT8.gradient}
+
+
+ATTN_QAT = {
+    "NVFP4": "float4_e2m1fn per_block(-1:16) identity scale=float8_e4m3fn@per_tensor",
+    "NVFP4, probabilities by query first": "float4_e2m1fn per_block(-1:16) identity scale=float8_e4m3fn@per_token",
+    "MXFP4": "float4_e2m1fn per_block(-1:32) identity scale=float8_e8m0fnu:floor",
+    "INT8": "int8 per_token identity",
+}
+
+
+class Chain(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul((torch.matmul(q, k.mT) * 0.25).softmax(-1), v)
+
+
+def expected(spec: fq.QuantSpec, dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k, v, by the formulas of the papers, through quantizers straight."""
+
+    def quantized(x: Tensor) -> Tensor:
+        return fq.fake_quantize(x.contiguous(), spec)
+
+    with torch.no_grad():
+        q, k = map(quantized, inputs[:2])
+        v = quantized(inputs[2].mT).mT
+        p = (q @ k.mT * 0.25).softmax(-1)
+        low = quantized(p)
+        dp = dy @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * 0.25
+        return low @ v, ds @ k, ds.mT @ q, low.mT @ dy
+
+
+@pytest.mark.parametrize("text", ATTN_QAT.values(), ids=ATTN_QAT)
+def test_gradients_of_the_value_alone_see_quantized_probabilities(text: str) -> None:
+    inputs = tuple(torch.randn(2, 3, 64, 64, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    rule: Any = fq.Rule("*", ops=("matmul",), input=f"{text} dynamic")
+    model = fq.prepare(Chain(), fq.Config(rule), inputs)
+    y, dy = model(*inputs), torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    right, *gradients = expected(fq.QuantSpec.parse(text), dy, *inputs)
+    torch.testing.assert_close(y, right, rtol=0, atol=1e-12)
+    found = torch.autograd.grad(y, inputs, dy)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    in_float = (inputs[0] @ inputs[1].mT * 0.25).softmax(-1)
+    assert (found[2] - in_float.mT @ dy).abs().max() > 1e-3
+    assert_same_bits(model(*inputs), y)
+
+
+TURNED = [(37, 6), (32, 16), (5, 40, 3), (40, 5, 2, 3), (0, 6)]
+
+
+def test_a_hadamard_matrix_changes_no_sum() -> None:
+    dy, x = torch.randint(-8, 9, (37, 4)).float(), torch.randint(-8, 9, (37, 6)).float()
+    assert_same_bits(rotated(dy, 16).T @ rotated(x, 16), dy.T @ x)
+    assert_same_bits(rotated(dy, 4).T @ rotated(x, 4), dy.T @ x)
+    first = torch.zeros(16, 1)
+    first[3] = 16.0
+    assert rotated(first, 16).abs().unique().tolist() == [4.0]
+    signs = torch.stack([rotated(torch.eye(16)[:, [row]], 16)[0, 0] for row in range(16)]).sign()
+    assert 4 <= int((signs < 0).sum()) <= 12
+
+
+def whole(*shape: int) -> Tensor:
+    """Numbers whose sums are exact in any order."""
+    return torch.randint(-8, 9, shape).float()
+
+
+@pytest.mark.parametrize("shape", TURNED, ids=str)
+@pytest.mark.parametrize("block", [4, 16])
+def test_both_axes_are_rotated_alike(shape: tuple[int, ...], block: int) -> None:
+    x = whole(*shape)
+    assert_same_bits(rotated(x.transpose(0, 1).contiguous(), block, 1), rotated(x, block).transpose(0, 1))
+
+
+@pytest.mark.parametrize("shape", TURNED[:-1], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_node_of_a_compiled_graph_is_what_it_declares(shape: tuple[int, ...], axis: int) -> None:
+    for x in (whole(*shape), whole(*shape[::-1]).permute(*range(len(shape) - 1, -1, -1)), whole(*shape).half()):
+        node = torch.ops.fakequant.rotate
+        torch.library.opcheck(node.default, (x, 4, axis), test_utils=("test_schema", "test_faketensor"))
+        assert_same_bits(node(x, 4, axis), rotated(x, 4, axis))
+
+
+def test_a_compiled_rotation_serves_batches_of_any_size() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(rotated, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (8, 37, 50):
+        for axis in (0, 1):
+            x = whole(rows, 12)
+            assert_same_bits(compiled(x, 16, axis), rotated(x, 16, axis))

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fakequant as fq
-from fakequant.nn.recurrent_loop import GateProduct
+from fakequant.nn.recurrent_loop import GateProduct, written_as_loops
 from tests.support.bits import assert_same_bits
 
 IN, HIDDEN, N, STEPS = 24, 16, 8, 5
 
 
 class Reader(nn.Module):
-    """A recurrent layer or cell, and what reads its last output."""
-
     def __init__(self, cls: Any, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -56,7 +54,6 @@ CASES = {
 
 
 def watched(model: Any, x: Tensor) -> dict[str, list[Tensor]]:
-    """The rows of every product in a run."""
     seen: dict[str, list[Tensor]] = {}
     hooks = [
         own.register_forward_pre_hook(
@@ -156,3 +153,39 @@ def test_a_sequence_in_parts_has_the_bits_of_one_call(cls: Any, config: str) -> 
     assert_same_bits(torch.cat(parts).detach(), whole.detach())
     for one, other in zip(*map(torch.utils._pytree.tree_leaves, (state, last)), strict=True):
         assert_same_bits(one.detach(), other.detach())
+
+
+FEW, LESS, ROWS, FOUR = 5, 6, 3, 4
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def state(layer: Any, *shape: int) -> Any:
+    h = data(len(layer.all_weights), *shape, LESS)
+    return (h, 2 * h) if layer.mode == "LSTM" else h
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("config", ["int8", "int8_per_token", "int8_weight_only"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}, {"nonlinearity": "relu"}],
+    ids=str,
+)
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_loop_computes_what_the_layer_does(cls: Any, options: Any, config: str, is_given: bool) -> None:
+    if cls is not nn.RNN:
+        options = {key: value for key, value in options.items() if key != "nonlinearity"}
+    torch.manual_seed(0)
+    layer = fq.prepare(cls(FEW, LESS, **options).eval(), config)
+    x = data(ROWS, FOUR, FEW) if options.get("batch_first") else data(FOUR, ROWS, FEW)
+    fq.calibrate(layer, [x])
+    for example, sizes in ((x, (ROWS,)), (x[0], ())):
+        hx = state(layer, *sizes) if is_given else None
+        expected = layer(example, hx)
+        with written_as_loops(), torch.no_grad():
+            actual = layer(example, hx)
+        for one, other in zip(*map(torch.utils._pytree.tree_leaves, (actual, expected)), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=2e-6)

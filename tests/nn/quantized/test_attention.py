@@ -178,8 +178,6 @@ X = data(N, QUERIES, EMBED)
 
 
 class SelfAttention(nn.Module):
-    """Self-attention that returns one tensor."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.attention = attention(batch_first=True, **options)

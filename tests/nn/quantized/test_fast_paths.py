@@ -1,8 +1,6 @@
 """Encoders of torch: what they compute is quantized with and without gradients, in training and in eval mode."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
-from tests.support.copies import each_copier
 
 BATCH = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(7))
 PADDED = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
@@ -54,29 +51,6 @@ def test_a_layer_is_quantized_without_gradients(activation: str) -> None:
 @pytest.mark.parametrize("masks", [{}, {"src_key_padding_mask": PADDED}], ids=["whole", "padded"])
 def test_an_encoder_is_quantized_without_gradients(masks: dict[str, Tensor]) -> None:
     assert_quantized_everywhere(quantized(encoder()), encoder(), **masks)
-
-
-@each_copier
-def test_copies_are_quantized_without_gradients(copier: Callable[[nn.Module], nn.Module]) -> None:
-    assert_quantized_everywhere(copier(quantized(encoder())), encoder(), src_key_padding_mask=PADDED)
-
-
-def test_a_loaded_encoder_is_quantized_without_gradients(tmp_path: Path) -> None:
-    fq.save(quantized(encoder()), tmp_path)
-    assert_quantized_everywhere(fq.load(encoder(), tmp_path), encoder(), src_key_padding_mask=PADDED)
-
-
-def test_static_inputs_are_calibrated() -> None:
-    """Calibration runs in eval mode without gradients, and has to reach the layers."""
-    layer = quantized(encoder_layer(), "INT8")
-    assert all(quantizer.calibrated for quantizer in fq.nn.quantizers(layer).values())
-
-
-def test_an_exported_encoder_computes_the_same() -> None:
-    model = quantized(encoder())
-    with torch.no_grad():
-        program = torch.export.export(model, (BATCH,))
-        assert_same_bits(program.module()(BATCH), model(BATCH))
 
 
 def test_layers_in_float_keep_their_fast_path() -> None:

@@ -214,7 +214,6 @@ def test_blocks_lie_along_the_axis_that_is_summed() -> None:
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_a_standardized_weight_is_computed_and_cannot_be_folded(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(standard(name)[0])
     x = data(2, 4, 6, 7)
     keys = set(model.state_dict())
@@ -276,8 +275,6 @@ def test_video_networks_are_quantized() -> None:
 
 
 def test_a_name_may_be_registered_before_its_module_is_there() -> None:
-    """The registration says what becomes of a class that does not exist yet."""
-
     @quantizes(f"{__name__}.Later")
     class QuantLater(fq.nn.QuantizedLayer):
         def forward(self, x: Tensor) -> Tensor:

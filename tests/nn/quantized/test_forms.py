@@ -23,8 +23,6 @@ from tests.support.models import hook_forward
 
 
 class Square(nn.Linear):
-    """A subclass that changes how a layer is made and printed, and adds to it."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size, size)
         self.size = size
@@ -51,7 +49,6 @@ def net() -> nn.Sequential:
 
 
 def by_torch() -> nn.Sequential:
-    """The same with the layers of torch themselves."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     model.load_state_dict(net().state_dict())
     return model
@@ -117,7 +114,6 @@ def test_it_is_saved_loaded_compiled_exported(tmp_path: Path) -> None:
 
 
 def test_convolutions_keep_their_shape_of_input() -> None:
-    torch.manual_seed(0)
     layer, x = Pointwise(3), torch.randn(2, 3, 4, 4)
     same = nn.Conv2d(3, 3, 1, bias=False)
     same.load_state_dict(layer.state_dict())
@@ -218,7 +214,6 @@ def test_every_layer_of_the_table_can_be_inherited(base: type[nn.Module]) -> Non
     layer = mine.__new__(mine)
     nn.Module.__init__(layer)
     form = quantized_class(layer)
-    assert form is not None
     assert form.__mro__[1:3] == (mine, layers()[base])
 
 

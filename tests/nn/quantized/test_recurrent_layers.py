@@ -1,8 +1,6 @@
 """Quantized recurrent layers and cells: torch's bits without quantizers, and a loop written out here with them."""
 
 import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fakequant as fq
-from fakequant.errors import CoverageWarning, ExportError
+from fakequant.errors import CoverageWarning
 from fakequant.nn.quantized.recurrent import GateQuantizers, unroll
 from tests.support.bits import assert_same_bits
 
@@ -181,130 +179,12 @@ def test_packed_sequences_are_quantized() -> None:
     torch.testing.assert_close(h[:, 0], last)
 
 
-class Tags(nn.Module):
-    def __init__(self, cls: Any = nn.LSTM) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn, self.head = cls(IN, HIDDEN, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
-
-
-X = data(2, 3, IN)  # compilers unroll the steps
-
-
-# A GRU too in the exhaustive run: each exporter takes seconds.
-@pytest.fixture(scope="module", params=[nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.exhaustive)])
-def tags(request: pytest.FixtureRequest) -> Tags:
-    torch.set_num_threads(1)
-    model = Tags(request.param).eval()
-    fq.prepare(model, "int8")
-    fq.calibrate(model, [X], "max")
-    return model
-
-
-def test_copies(tags: Tags) -> None:
-    assert_same_bits(copy.deepcopy(tags)(X), tags(X))
-    assert_same_bits(pickle.loads(pickle.dumps(tags))(X), tags(X))
-
-
-def test_checkpoints(tags: Tags, tmp_path: Path) -> None:
-    fresh = Tags(type(tags.rnn).float_class).eval()
-    fresh.load_state_dict(fq.float_state_dict(tags))
-    assert_same_bits(fq.load(fresh, fq.save(tags, tmp_path))(X), tags(X))
-
-
-def test_summary_and_analysis(tags: Tags) -> None:
-    assert "8 x int8 per_tensor" in str(fq.summary(tags))
-    assert not fq.unquantized(tags, X, products_only=True)
-    assert set(fq.layer_sqnr(tags, [X])) == set(fq.nn.quantizers(tags))
-    assert [found.layer for found in fq.sensitivity(tags, [X])]
-
-
-def test_weights_are_baked(tags: Tags) -> None:
-    model = copy.deepcopy(tags)
-    assert_same_bits(fq.bake_weights(model)(X), tags(X))
-
-
-@pytest.mark.parametrize("scales", [fq.qat.Scales.FIXED, fq.qat.Scales.LEARNED])
-def test_training(tags: Tags, scales: Any) -> None:
-    model = copy.deepcopy(tags)
-    target = torch.zeros(2, 3, 3)
-    schedule = fq.qat.Schedule(original_lr=10.0, original_epochs=30)
-    losses = fq.qat.finetune(model, [(X, target)], nn.functional.mse_loss, schedule, fq.qat.Options(scales=scales))
-    assert losses[-1] < losses[0]
-    assert not [name for name, p in model.named_parameters() if p.grad is None]
-
-
-def test_exported_programs(tags: Tags) -> None:
-    with torch.no_grad():
-        # Dynamo takes no subclass of torch's recurrent layers without this.
-        for strict in (True, False):
-            with torch._dynamo.config.patch(allow_rnn=True):
-                program = torch.export.export(tags, (X,), strict=strict)
-            assert_same_bits(program.module()(X), tags(X))
-
-
-def test_compiled(tags: Tags) -> None:
-    torch.compiler.reset()
-    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
-        assert_same_bits(torch.compile(tags, fullgraph=True, backend="aot_eager")(X), tags(X))
-
-
 def test_one_layer_is_compiled_and_exported() -> None:
     torch.compiler.reset()
     model, x = quantized(made(nn.GRU)), data(2, N, IN)
     with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
         assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
         assert_same(torch.export.export(model, (x,), strict=False).module()(x), model(x))
-
-
-def test_graphs(tags: Tags) -> None:
-    with torch.no_grad():
-        assert_same_bits(fq.ir.capture(tags, X).run(X), tags(X))
-
-
-def test_onnx(tags: Tags, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    record = fq.export_onnx(tags, X, tmp_path / "model.onnx")
-    assert not record.left_out
-    assert fq.verify_onnx(tmp_path / "model.onnx", tags)
-
-
-def test_the_file_takes_sequences_of_all_lengths(tags: Tags, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    onnx = pytest.importorskip("onnx")
-    path = tmp_path / "model.onnx"
-    fq.export_onnx(tags, X, path, dynamic_shapes=({0: "batch", 1: "steps"},))
-    assert sum(node.op_type == "Scan" for node in onnx.load(path).graph.node) == 4
-    assert len(onnx.load(path).graph.node) < 60
-    found = fq.verify_onnx(path, tags, [data(5, 11, IN), X])
-    assert found.exact
-    assert not found.uncovered
-
-
-@pytest.mark.parametrize("config", ["int8_per_token", "int8_weight_only"])
-def test_a_file_with_ranges_of_tokens_takes_sequences_of_all_lengths(config: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    model = fq.prepare(Tags(nn.RNN).eval(), config)
-    fq.export_onnx(model, X, tmp_path / "model.onnx", dynamic_shapes=({0: "batch", 1: "steps"},))
-    found = fq.verify_onnx(tmp_path / "model.onnx", model, [data(5, 11, IN), X])
-    assert found.exact
-    assert not found.uncovered
-
-
-def test_ranges_that_a_loop_cannot_hold_are_named_before_the_work(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    config = fq.Config(
-        "dynamic", (fq.Rule("*", input=fq.TensorConfig("int8 per_tensor", dynamic=True), weight="int8 per_channel(0)"),)
-    )
-    model = fq.prepare(Tags(nn.GRU).eval(), config)
-    reason = "because the range of its hidden state is computed of whole steps"
-    with pytest.raises(ExportError, match=f"{reason}, and the number of steps is dynamic"):
-        fq.export_onnx(model, X, tmp_path / "steps.onnx", dynamic_shapes=({1: "steps"},))
-    with pytest.warns(CoverageWarning, match=f"{reason}: the file has the nodes of 3 steps"):
-        fq.export_onnx(model, X, tmp_path / "model.onnx")
 
 
 def test_layers_with_projections_stay_in_float() -> None:

@@ -27,8 +27,6 @@ ALL = presets.presets()
 
 
 class Functional(nn.Module):
-    """A convolution by a function."""
-
     def __init__(self, transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
@@ -114,7 +112,6 @@ def test_groups_of_convolutions_hold_whole_kernels(layer: nn.Module, bits: float
         assert said[0].startswith("weights stay in float where their scales would take more room than floats: 0;")
         return
     (found,) = map(weight_bits, quantized_weights(model).values())
-    assert found is not None
     assert found.per_weight == pytest.approx(bits, abs=1e-12)
     assert [text.split(" bits")[0] for text in said] == ([f"{bits:.2f}"] if bits > 5 else [])
     save(model, tmp_path, packed=True)
@@ -129,15 +126,11 @@ def test_blocks_of_weight_and_input_lie_along_channels_alike() -> None:
 
 
 class Padded(nn.Conv2d):
-    """Its forward is its own."""
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(F.pad(input, (1, 1, 1, 1)))
 
 
 class PaddedTransposed(nn.ConvTranspose1d):
-    """Its forward is its own."""
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         return super().forward(F.pad(input, (1, 1)), output_size)
 

@@ -46,8 +46,6 @@ class Head(nn.Module):
 
 
 class Residual(nn.Module):
-    """The last layer of a branch, in place of its gain."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.branch, self.zero = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16)
@@ -137,7 +135,6 @@ def by_trainer(model: nn.Module, rate: float, steps: int) -> None:
 
 
 def following(kind: str, preset: str) -> nn.Module:
-    """Weights without scales, which follow them: what the policies are compared with."""
     model = calibrated(kind, preset)
     for quantizer in quantizers(model).values():
         if quantizer.kind is Kind.WEIGHT:

@@ -16,8 +16,6 @@ TEXT = r"^weights changed by more than 10 % .* fakequant\.summary\(model\) names
 
 
 class Projects(nn.Module):
-    """A weight in a `forward` of its own."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, 32).view(4, 8))
@@ -38,7 +36,6 @@ def calibrated(make=layer, preset="int8"):
 
 
 def trained(model):
-    """A loop of the user, with scales that stay."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.train()
     for _ in range(3):

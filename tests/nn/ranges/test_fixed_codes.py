@@ -1,10 +1,11 @@
-"""Fixed codes of weights: quantizers give their values, whatever quantizing the weight would give."""
+"""Models with fixed codes that quantizing the values of the weight again does not give."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,26 +14,90 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ConfigError, QParamsError, ShapeError, StaleScaleWarning
-from fakequant.model.weights import quantized_weights
+from fakequant.errors import CalibrationError, CheckpointError, ConfigError, QParamsError, ShapeError, StaleScaleWarning
+from fakequant.model.weights import mark_ranges_current, quantized_weights
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.numerics.formats.floats import as_integers
+from fakequant.numerics import formats
+from fakequant.numerics.formats.floats import TableFormat, as_integers
 from fakequant.numerics.qparams import QParams, Range
 from tests.support.bits import assert_same_bits
-from tests.support.fixed_codes import (  # noqa: F401
-    FLOAT8,
-    KEY,
-    KINDS,
-    NEAR,
-    assert_fixed,
-    drawn,
-    fixed,
-    inputs,
-    model_of,
-    near_values,
-    values,
-)
+from tests.support.copies import pickled, saved
 from tests.support.threads import run_in_threads
+
+INT16 = "int16 per_channel(0)"
+"""In float16, hundreds of its codes have one value."""
+NF4 = "nf4 per_block(-1:3)"
+FLOAT8 = "float8_e4m3fn per_channel(0)"
+"""By a scale of 2**-148, many codes of these have one value of float32."""
+NEAR = "near per_channel(0) reciprocal"
+"""Values an ulp apart, which a product with 1 / 1.5 mixes up: quantizing gives other values, too."""
+ZEROS = "int4 per_block(-1:3) scale=float16:signed"
+"""With a scale of 0, as K-quants have, so that all codes have one value."""
+KINDS = [INT16, NF4, FLOAT8, NEAR, ZEROS]
+KEY = "0._weight_quantizer"
+
+
+@pytest.fixture(scope="module")
+def near_values() -> Iterator[None]:
+    fq.register_format(TableFormat("near", (-1.0, 0.0, *(1.0 + n * 2.0**-23 for n in range(8)))))
+    yield
+    del formats._registry["near"]
+
+
+def fresh(spec: str = NEAR) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 4)).to(torch.float16 if spec == INT16 else torch.float32)
+
+
+def model_of(spec: str = NEAR) -> nn.Sequential:
+    model = fq.prepare(fresh().float(), fq.Config(fq.Rule(weight=spec))).eval()
+    model.to(torch.float16 if spec == INT16 else torch.float32)
+    fq.calibrate(model)
+    return model
+
+
+def inputs(model: nn.Module, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (2, 6)), dtype=next(model.parameters()).dtype)
+
+
+def drawn(weight: Tensor, spec: fq.QuantSpec) -> tuple[Tensor, QParams]:
+    """Codes that quantizing their values does not give, except for formats of 4 and 8 bits of integers."""
+    torch.manual_seed(0)
+    groups = spec.granularity.group_shape(weight.shape)
+    if spec.format.has_zero_point:
+        lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
+        codes = torch.randint(lowest, highest + 1, weight.shape).to(spec.format.storage)
+        scale = torch.full(groups, 1e-4 if spec.scale.format is None else 2.0**-10)
+        scale[0, 0] *= spec.scale.format is None
+        return codes, QParams(scale)
+    if str(spec.format) == "near":
+        return torch.randint(10, weight.shape, dtype=torch.uint8), QParams(torch.full(groups, 1.5))
+    codes, _ = fq.quantize(torch.randn(weight.shape), spec, scale=torch.ones(groups))
+    return codes, QParams(torch.full(groups, 2.0**-148))
+
+
+def fixed(model: nn.Module) -> tuple[Tensor, Quantizer, nn.Parameter]:
+    product = next(iter(quantized_weights(model).values()))
+    codes, params = drawn(product.parameter, product.quantizer.spec)
+    product.fix_codes(codes, params)
+    return codes, product.quantizer, product.parameter
+
+
+def values(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or (torch.float16 if codes.dtype is torch.int16 else torch.float32)
+    return fq.dequantize(codes, quantizer.qparams(codes), quantizer.spec, dtype=dtype)
+
+
+def assert_fixed(model: nn.Module, codes: Tensor) -> None:
+    """Assert that all ways to read the codes give these."""
+    product = next(iter(quantized_weights(model).values()))
+    quantizer, weight = product.quantizer, product.parameter
+    assert quantizer.holds(weight)
+    found = quantizer.codes(weight)
+    assert_same_bits(found[0], codes)
+    assert_same_bits(next(iter(fq.snapshot(model).weights.values())).codes, codes)
+    assert_same_bits(quantizer(weight).detach(), values(codes, quantizer, weight.dtype))
+
 
 pytestmark = pytest.mark.usefixtures("near_values")
 
@@ -334,3 +399,276 @@ def test_a_pickle_of_an_earlier_version_has_no_codes() -> None:
     old.__setstate__(state)
     weight = torch.ones(2, 3)
     assert_same_bits(old(weight), quantizer(weight))
+
+
+def like(model: nn.Sequential) -> nn.Sequential:
+    return model_of(str(model[0].weight_quantizer.spec))
+
+
+def by_state_dict(model: nn.Sequential) -> nn.Module:
+    again = like(model)
+    again.load_state_dict(model.state_dict())
+    return again
+
+
+def assigned(model: nn.Sequential) -> nn.Module:
+    again = like(model)
+    again.load_state_dict(model.state_dict(), assign=True)
+    return again
+
+
+def on_meta_and_back(model: nn.Sequential) -> nn.Module:
+    state = model.state_dict()
+    again = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    again.load_state_dict(state)
+    return again
+
+
+def applied(model: nn.Sequential) -> nn.Module:
+    return fq.apply(fresh(str(model[0].weight_quantizer.spec)), fq.snapshot(model))
+
+
+def moved(model: nn.Sequential) -> nn.Module:
+    return model.to("cpu").train().eval().requires_grad_(False).requires_grad_()
+
+
+def learned_and_back(model: nn.Sequential) -> nn.Module:
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    fq.qat.set_scales(model, fq.qat.Scales.FIXED)
+    return model
+
+
+def calibrated(model: nn.Sequential) -> nn.Module:
+    fq.calibrate(model)
+    return model
+
+
+def noted(model: nn.Sequential) -> nn.Module:
+    mark_ranges_current(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        copy.deepcopy,
+        by_state_dict,
+        assigned,
+        pickled,
+        saved,
+        on_meta_and_back,
+        applied,
+        moved,
+        learned_and_back,
+        calibrated,
+        noted,
+    ],
+    ids=lambda way: getattr(way, "__name__", str(way)),
+)
+@pytest.mark.parametrize("spec", [INT16, NEAR])
+def test_codes_survive(way: Callable[[nn.Sequential], nn.Module], spec: str) -> None:
+    model = model_of(spec)
+    codes, *_ = fixed(model)
+    assert_fixed(way(model), codes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("spec", [*KINDS, "int4 per_block(-1:2)"])
+def test_codes_survive_files(spec: str, packed: bool, tmp_path: Path) -> None:
+    model = model_of(spec)
+    codes, *_ = fixed(model)
+    fq.save(model, tmp_path, packed=packed)
+    again = fq.load(fresh(spec), tmp_path)
+    assert_fixed(again, codes)
+    fq.save(again, tmp_path, packed=not packed)
+    assert_fixed(fq.load(fresh(spec), tmp_path), codes)
+
+
+def test_a_file_with_other_codes_than_its_weight_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    fixed(model)
+    state = fq.snapshot(model)
+    for key, value, text in [
+        (f"{KEY}.fixed_codes", torch.zeros(4, 6, dtype=torch.uint8), "holds have other values"),
+        (f"{KEY}.fixed_codes", torch.zeros(4, 6), "are torch.float32, but codes of near are stored as torch.uint8"),
+        (
+            f"{KEY}.fixed_codes",
+            torch.zeros(6, 4, dtype=torch.uint8),
+            r"shape \[6, 4\], but the weight of shape \[4, 6\]",
+        ),
+    ]:
+        changed = fq.QuantizedState(**{**state.fields(), "tensors": {**state.tensors, key: value}})
+        float_model = fresh()
+        with pytest.raises(CheckpointError, match=text):
+            fq.apply(float_model, changed)
+        assert type(float_model[0]) is nn.Linear
+
+
+class OwnWeight(nn.Module):
+    """A parameter that the forward multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w)
+
+
+def test_functional_weights(tmp_path: Path) -> None:
+    x = torch.randn(2, 6)
+    config = fq.Config(fq.Rule(weight=NEAR, ops=("linear",)))
+    model = fq.prepare(OwnWeight(), config, example=x).eval()
+    fq.calibrate(model, [x])
+    codes, quantizer, _ = fixed(model)
+    assert_same_bits(model(x), F.linear(x, values(codes, quantizer)))
+    again = fq.load(OwnWeight(), fq.save(model, tmp_path, packed=True))
+    assert_same_bits(again(x), model(x))
+    assert_same_bits(next(iter(fq.snapshot(again).weights.values())).codes, codes)
+
+
+def test_codes_without_their_weight_set_that_of_the_next_call() -> None:
+    for read in (lambda model: model(inputs(model)), fq.snapshot, copy.deepcopy, by_state_dict, learned_and_back):
+        model = model_of()
+        quantizer: Quantizer = model[0].weight_quantizer
+        codes, params = drawn(model[0].weight, quantizer.spec)
+        quantizer.set_qparams(params)
+        quantizer.fix_codes(codes)
+        again = read(model)
+        model = again if isinstance(again, nn.Module) else model
+        assert_same_bits(model[0].weight_quantizer(model[0].weight).detach(), values(codes, quantizer))
+        assert_same_bits(model[0].weight.detach(), values(codes, quantizer))
+        assert_fixed(model, codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("spec", [INT16, NEAR])
+def test_conversions_keep_codes(spec: str, dtype: torch.dtype) -> None:
+    model = model_of(spec)
+    codes, *_ = fixed(model)
+    model.to(dtype)
+    assert_fixed(model, codes)
+    if spec == NEAR or dtype is not torch.bfloat16:  # INT16 is rounded to float16 before, and remembers one dtype
+        assert_fixed(model.float(), codes)
+
+
+def test_float8_codes_stay_bytes_in_another_dtype() -> None:
+    model = model_of("float8_e4m3fn per_channel(0)")
+    codes, params = fq.quantize(torch.randn(4, 6), "float8_e4m3fn per_channel(0)")
+    quantized_weights(model)[KEY].fix_codes(codes, params)
+    model.bfloat16()
+    assert model[0].weight_quantizer.fixed_codes.dtype is torch.uint8
+    assert_fixed(model, codes)
+
+
+def test_a_state_dict_without_codes_loads_and_one_with_a_wrong_dtype_is_refused() -> None:
+    model = model_of()
+    codes, *_ = fixed(model)
+    old = {key: value for key, value in model.state_dict().items() if not key.endswith("fixed_codes")}
+    fresh = model_of()
+    fresh.load_state_dict(old)
+    assert fresh[0].weight_quantizer.fixed_codes is None
+    model.load_state_dict(old)  # whose weight has the values of the codes
+    assert_fixed(model, codes)
+    wrong = {**old, f"{KEY}.fixed_codes": codes.float()}
+    with pytest.raises(
+        RuntimeError, match=r"fixed_codes is torch.float32, but the codes of near are stored as torch.uint8"
+    ):
+        model_of().load_state_dict(wrong)
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = model[0].weight
+        return model
+
+    model = fq.prepare(tied(), fq.Config(fq.Rule(weight=NEAR))).eval()
+    one, other = quantized_weights(model).values()
+    codes, params = drawn(one.parameter, one.quantizer.spec)
+    one.fix_codes(codes, params)
+    other.quantizer.set_qparams(params)
+    assert "in different ways" in next(iter(fq.snapshot(model).in_float.values()))
+    with pytest.raises(ConfigError, match="with different scales"):
+        fq.bake_weights(copy.deepcopy(model))
+    other.fix_codes(codes)
+    assert not fq.snapshot(model).in_float
+    again = fq.load(tied(), fq.save(model, tmp_path, packed=True))
+    x = inputs(model)
+    assert_same_bits(again(x), model(x))
+    assert all(own.has_fixed_codes for own in quantized_weights(again).values())
+
+
+def test_baked_weights_are_the_values() -> None:
+    model = model_of()
+    codes, quantizer, _ = fixed(model)
+    x = inputs(model)
+    before = model(x)
+    fq.bake_weights(model)
+    assert_same_bits(model[0].weight.detach(), values(codes, quantizer))
+    assert_same_bits(model(x), before)
+
+
+@pytest.mark.parametrize("spec", [INT16, NEAR])
+def test_exported_codes(spec: str, tmp_path: Path) -> None:
+    model = model_of(spec)
+    fixed(model)
+    product = quantized_weights(model)[KEY]
+    codes = fq.snapshot(model).weights["0.weight"].codes.clone()
+    x = inputs(model)
+    report = fq.export_onnx(model, x, tmp_path / "model.onnx")
+    assert report.left_out == []
+    assert fq.verify_onnx(tmp_path / "model.onnx", model, [x]).exact
+    import onnx
+    from onnx import numpy_helper
+
+    held = [numpy_helper.to_array(own) for own in onnx.load(tmp_path / "model.onnx").graph.initializer]
+    wanted = codes.view(torch.uint8).numpy().tobytes()
+    assert any(own.tobytes() == wanted for own in held)
+    assert_fixed(model, codes)
+    assert product.has_fixed_codes
+
+
+def test_stochastic_rounding_keeps_fixed_codes(tmp_path: Path) -> None:
+    model = model_of("int8 per_tensor stochastic")
+    fq.calibrate(model)
+    product = quantized_weights(model)[KEY]
+    assert "stochastically" in next(iter(fq.snapshot(model).in_float.values()))
+    codes = torch.randint(-128, 127, (4, 6), dtype=torch.int8)
+    product.fix_codes(codes)
+    assert_fixed(model, codes)
+    assert_fixed(fq.load(nn.Sequential(nn.Linear(6, 4)), fq.save(model, tmp_path, packed=True)), codes)
+
+
+@pytest.mark.parametrize("weight", [INT16, "int8 per_channel(0) stochastic"])
+def test_a_raised_scale_changes_the_codes_of_its_channel_alone(weight: str) -> None:
+    dtype = torch.float16 if weight == INT16 else torch.float32
+    float_model = nn.Sequential(nn.Linear(6, 4)).to(torch.float32)
+    model = fq.prepare(float_model, fq.Config(fq.Rule(weight=weight, input="int8"))).to(dtype).eval()
+    data = [torch.randn(8, 6, dtype=dtype)]
+    fq.calibrate(model, data)
+    product = quantized_weights(model)[KEY]
+    codes, params = drawn(product.tensor, product.quantizer.spec)
+    params.scale[0] = 1e-9
+    product.fix_codes(codes, params)
+    model[0].bias.data.fill_(100.0)
+    fq.calibrate(model, data)
+    assert float(product.quantizer.scale[0]) > 1e-9
+    assert product.has_fixed_codes
+    found = product.quantizer.codes(product.tensor)[0]
+    assert_same_bits(found[1:], codes[1:])
+    assert not torch.equal(found[0], codes[0])
+
+
+def test_improve_fixes_codes_which_calibrate_leaves() -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)), "int4_weight_only").eval()
+    fq.calibrate(model)
+    fq.ptq.improve(model, [torch.randn(64, 32) for _ in range(3)])
+    product = quantized_weights(model)[KEY]
+    assert product.has_fixed_codes
+    scale = product.quantizer.scale.clone()
+    fq.calibrate(model)
+    assert_same_bits(product.quantizer.scale, scale)
+    assert product.has_fixed_codes

@@ -40,7 +40,6 @@ def test_values_are_those_of_the_formula(global_scale: float) -> None:
     y = fixed(global_scale)(X)
     assert torch.equal(y + 0.0, expected(X, global_scale))
     codes = fixed(global_scale).codes(X)
-    assert codes is not None
     assert torch.equal(fq.dequantize(codes[0], codes[1], fq.QuantSpec.parse(SPEC)), y)
 
 

@@ -47,8 +47,6 @@ PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 
 class Net(nn.Module):
-    """A layer that is shared out by columns, and one by rows; `middle` stands between them."""
-
     def __init__(self, width: int = 96, features: int = 64, middle: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -61,8 +59,6 @@ class Net(nn.Module):
 
 
 class Doubled(nn.Module):
-    """x + x, by a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.add = fq.nn.Add()

@@ -183,7 +183,6 @@ def test_a_wrapper_that_delegates_attributes_owns_sites(cls, depth, tmp_path):
 
 @pytest.mark.parametrize("cls", [Delegates, AsksInsideFirst, AnswersEverything])
 def test_torch_finds_the_sites_of_a_wrapper_and_not_those_inside(cls, tmp_path):
-    torch.manual_seed(0)
     outer = cls()
     outer.inner = cls()
     x = torch.linspace(-1, 1, 8).view(2, 4)

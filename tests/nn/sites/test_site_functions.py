@@ -76,8 +76,6 @@ UNKNOWN_TO_ONNX = {"conv_tbc"}
 
 
 class Calls(nn.Module):
-    """One function of an input and a parameter."""
-
     def __init__(self, function: Function, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.function = function
@@ -175,8 +173,6 @@ def test_products_that_are_no_sites_are_reported(function: Function) -> None:
 
 
 class MadeUp(nn.Module):
-    """Calls three operators from outside of torch, of which one line each tells the rest."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -1,27 +1,29 @@
 """Calls belong to their quantizers by their order: another order than planned is an error, never another scale."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, CoverageWarning, SiteError
 from fakequant.model.config import TensorConfig
 from fakequant.model.sites.sites import SiteQuantizer, _made, site_plan
-from tests.support.functional_models import assert_same_bits, only, quantized
+from tests.support.functional_models import Calls, assert_same_bits, only, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 
 
 class Loop(nn.Module):
-    """Adds `times` times."""
-
     times = 2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +49,6 @@ def test_loops_of_another_length_are_refused_with_both_sequences(times: int, cal
 
 
 class Branch(nn.Module):
-    """Adds first or last, as told."""
-
     first = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,11 +71,9 @@ def test_functions_without_quantizers_may_come_as_they_like() -> None:
 
 
 def test_other_operands_are_refused() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | float) -> Tensor:
-            return torch.cat([x + y])
-
-    model = quantized(Sum(), torch.ones(4), torch.ones(4), rules=only("add", "cat"))
+    model = quantized(
+        Calls(lambda model, x, y: torch.cat([x + y])), torch.ones(4), torch.ones(4), rules=only("add", "cat")
+    )
     with pytest.raises(SiteError, match="add has other operands than planned: float tensors are input, planned were"):
         model(torch.ones(4), 1.0)
     with pytest.raises(SiteError, match="other operands"):
@@ -83,39 +81,22 @@ def test_other_operands_are_refused() -> None:
 
 
 def test_visits_with_different_sequences_are_left_in_float() -> None:
-    class Other(nn.Module):
-        def forward(self, x: Tensor, more: bool) -> Tensor:
-            return x + x + x if more else x + x
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = Other()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.other(x, True), False)
-
-    model = Twice()
+    other = Calls(lambda model, x, more: x + x + x if more else x + x)
+    model = Calls(lambda model, x: model.other(model.other(x, True), False), other=other)
     with pytest.warns(CoverageWarning, match=r"other is called 2 times .* add, add; add\. They are left in float"):
         fq.prepare(model, only("add"), example=torch.ones(2))
-    assert type(model.other) is Other
+    assert type(model.other) is Calls
 
 
 def test_branches_of_training_mode_in_called_modules() -> None:
-    class Auxiliary(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + x.sin()
+    def trains(model: Any, x: Tensor) -> Tensor:
+        y = x + x.cos()
+        return y * model.extra(y) if model.training else y
 
-    class Trains(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.ModuleList([Auxiliary()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x + x.cos()
-            return y * self.extra[0](y) if self.training else y
-
-    model = quantized(Trains(), torch.randn(4), rules=fq.Config("", (fq.Rule("", input="int8", ops=("add",)),)))
+    auxiliary = Calls(lambda model, x: x + x.sin())
+    model = quantized(
+        Calls(trains, extra=auxiliary), torch.randn(4), rules=fq.Config("", (fq.Rule("", input="int8", ops=("add",)),))
+    )
     model.train()(torch.randn(4))
 
 
@@ -126,8 +107,6 @@ def test_symbolic_traces_are_refused() -> None:
 
 
 class Masks(nn.Module):
-    """Adds integers before it adds floats, while an export or a trace runs, or where it is told to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.always, self.layer = False, nn.Linear(4, 4)
@@ -157,8 +136,6 @@ def test_calls_without_floats_are_not_counted() -> None:
 
 
 class Trains(nn.Module):
-    """Additions of which one is in both modes, one in eval mode and one in training mode."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(4, 4)
@@ -248,7 +225,6 @@ def test_models_that_need_labels_in_training_mode() -> None:
     class Loss(nn.Module):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
             if self.training:
-                assert labels is not None
                 return (x + x.sin() + labels).sum()
             return x + x.sin()
 
@@ -280,8 +256,6 @@ def test_a_checkpoint_whose_sites_vanished_is_refused_in_its_first_call(
 
 
 class Parent(nn.Module):
-    """Adds what its child makes."""
-
     def __init__(self, child: nn.Module) -> None:
         super().__init__()
         self.child = child
@@ -322,8 +296,6 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
 class Early(nn.Module):
-    """Returns before its last calls where it finds nothing."""
-
     def __init__(self, finds: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.finds = finds
@@ -394,3 +366,141 @@ def test_quantizers_with_given_ranges_are_on_the_device_of_their_owner() -> None
     planned = SiteQuantizer(TensorConfig(fq.QuantSpec("uint8"), False), fixed=(1 / 255, 0))
     made = _made(planned, "probabilities", {}, torch.device("meta"))
     assert [one.device.type for one in made.buffers()] == ["meta", "meta"]
+
+
+class Resizing(nn.Module):
+    """Resizes its table of positions in a trace, where it has the right size; may write to its input before."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            x.mul_(2)
+        table = self.table
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            first, others = table[:, :1], table[:, 1:]
+            others = F.interpolate(others.transpose(1, 2), size=4, mode="nearest").transpose(1, 2)
+            table = torch.cat([first, others], dim=1)
+        return torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + table
+
+
+def prepared_resizing(writes: bool = False) -> tuple[nn.Module, Tensor]:
+    x = torch.randn(2, 4, 8)
+    rules = [fq.Rule("*", input="int8", ops=("cat", "add"))]
+    model = fq.prepare(Resizing(writes).eval(), fq.Config("all", rules), queries=x.clone())
+    fq.calibrate(model, [x.clone()], progress=False)
+    return model, x
+
+
+def test_calls_with_parameters_alone_that_a_trace_alone_makes_are_not_counted() -> None:
+    model, x = prepared_resizing()
+    with torch.no_grad():
+        expected = model(x)
+        assert_same_bits([torch.jit.trace(model, (x,))(x)], [expected])
+        program = torch.export.export(model, (x,), strict=False)
+        assert_same_bits([program.module()(x)], [expected])
+    program.graph.eliminate_dead_code()  # of the first try
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("fakequant.fake_quantize.default") == 4, targets
+
+
+def test_a_forward_that_wrote_before_such_calls_is_refused() -> None:
+    model, x = prepared_resizing(writes=True)
+    with torch.no_grad(), pytest.raises(SiteError, match=r"planned: cat, add\n  called:  cat, cat \(so far\)"):
+        torch.export.export(model, (x,), strict=False)
+
+
+@torch.compile(backend="eager")
+def compiled_part(x: Tensor) -> Tensor:
+    return 1 - x
+
+
+class Reflected(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        part = 1 - x if torch.compiler.is_compiling() else compiled_part(x)
+        return part + x - 2 / x.exp()
+
+
+@pytest.mark.parametrize("ops", [("add",), ("add", "sub", "div")])
+def test_numbers_on_the_left_are_compiled(ops: tuple[str, ...]) -> None:
+    torch.compiler.reset()
+    x = torch.randn(2, 4)
+    compiled_part(x)
+    model = fq.prepare(Reflected(), fq.Config("some", (fq.Rule("*", input="int8", ops=ops),)), queries=x)
+    fq.calibrate(model, [x], progress=False)
+    assert_same_bits([torch.compile(model, backend="eager", fullgraph=True)(x)], [model(x)])
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + x
+        torch._dynamo.graph_break()
+        return y * x
+
+
+def test_a_graph_break_within_an_owner_is_refused_or_changes_nothing() -> None:
+    torch.compiler.reset()
+    x = torch.randn(2, 4)
+    model = fq.prepare(Breaking(), fq.Config("some", (fq.Rule("*", input="int8", ops=("add", "mul")),)), queries=x)
+    fq.calibrate(model, [x], progress=False)
+    # Refused; not so after control flow of torch in the process, which marks code that is not compiled from then on.
+    with suppress(SiteError):
+        assert_same_bits([torch.compile(model, backend="eager")(x)], [model(x)])
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class OtherPath(nn.Module):
+    def __init__(self, more: Callable[[Tensor], Tensor], before: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.more, self.before = nn.Linear(8, 8), nn.Linear(8, 8), more, before
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        q = self.q(x) + places
+        q = self.more(q) if is_traced and self.before else q
+        scores = q @ self.k(x).mT
+        scores = self.more(scores) if is_traced and not self.before else scores
+        return scores.softmax(-1) @ x
+
+
+def queries() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 4, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
+
+
+MORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda scores: scores + torch.zeros(4, 4),
+    "sums": lambda scores: scores + torch.zeros(1) + torch.zeros(4, 4),
+    "product": lambda scores: scores @ torch.eye(4),
+}
+
+
+@pytest.mark.parametrize("more", [MORE["mask"], MORE["sums"]], ids=["mask", "sums"])
+def test_functions_that_a_trace_alone_calls_stay_in_float(more: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = OtherPath(more, False).eval(), queries()
+    fq.prepare(model, "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    expected = model(*x)
+    if more is MORE["mask"]:
+        assert torch.equal(torch.export.export(model, x, strict=False).module()(*x), expected)
+    path = fq.export_onnx(model, x, tmp_path / "m.onnx").path
+    assert fq.verify_onnx(path, model, [x]).passed
+
+
+@pytest.mark.parametrize(("more", "before"), [(MORE["product"], False), (MORE["mask"], True)], ids=["product", "sum"])
+def test_calls_that_could_be_the_planned_ones_are_an_error_that_names_the_trace(
+    more: Callable[[Tensor], Tensor], before: bool
+) -> None:
+    x = queries() if not before else (torch.randn(2, 4, 4), torch.randn(2, 4, 4))
+    model = OtherPath(more, before).eval()
+    if before:
+        model.q, model.k = nn.Linear(4, 4), nn.Linear(4, 4)
+    fq.prepare(model, "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    with pytest.raises(SiteError, match=r"called: .* \(while it is traced, where forward may take another path"):
+        torch.export.export(model, x, strict=False)

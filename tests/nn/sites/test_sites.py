@@ -18,6 +18,7 @@ from fakequant.model.training import qat
 from fakequant.nn.sites.sites import sites_of
 from tests.support.copies import pickled, saved
 from tests.support.functional_models import (
+    Calls,
     Network,
     assert_same_bits,
     example,
@@ -138,21 +139,15 @@ def test_two_threads_at_once(network: Network) -> None:
     inputs = [example(seed, tokens=3 + seed % 3) for seed in range(8)]
     with torch.no_grad():
         expected = [network(x) for x in inputs]
-    results: dict[int, Tensor] = {}
+    first = iter((0, 1))
 
-    def work(first: int) -> None:
-        for _ in range(20):
-            for place in range(first, len(inputs), 2):
-                with torch.no_grad():
-                    results[place] = network(inputs[place])
-                assert torch.equal(results[place], expected[place])
+    def work() -> None:
+        start = next(first)
+        for place in [*range(start, len(inputs), 2)] * 20:
+            with torch.no_grad():
+                assert torch.equal(network(inputs[place]), expected[place])
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_same_bits([results[place] for place in range(len(inputs))], expected)
+    run_in_threads(work, 2)
 
 
 def test_two_threads_in_one_call_share_no_counters() -> None:
@@ -173,36 +168,22 @@ def test_two_threads_in_one_call_share_no_counters() -> None:
 
 
 def test_scalars_integers_and_masks_are_no_operands() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-            x = 2 + x + 1
-            ids = ids + ids
-            x = x * torch.tensor(2.0)
-            y = F.scaled_dot_product_attention(query=x, key=x, value=x, attn_mask=mask)
-            return y + ids.unsqueeze(-1)
+    def odd(_: nn.Module, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        x = (2 + x + 1) * torch.tensor(2.0)
+        y = F.scaled_dot_product_attention(query=x, key=x, value=x, attn_mask=mask)
+        return y + (ids + ids).unsqueeze(-1)
 
     inputs = (torch.randn(2, 3, 4), torch.arange(3), torch.zeros(3, 3))
-    model = quantized(Odd(), *inputs, rules=only("add", "sdpa"))
+    model = quantized(Calls(odd), *inputs, rules=only("add", "sdpa"))
     assert str(site_plan(model)) == (
         "_sites.scaled_dot_product_attention_0: query int8 per_tensor, key int8 per_tensor, value int8 per_tensor"
     )
 
 
 def test_a_module_used_twice_and_broadcasting() -> None:
-    class Shift(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = Shift()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.shift(x, self.shift(x * 2, x[:1]))
-
-    x = torch.randn(3, 4)
-    model = quantized(Twice(), x, rules=only("add"))
+    x, shift = torch.randn(3, 4), Calls(lambda model, x, y: x + y)
+    twice = Calls(lambda model, x: model.shift(x, model.shift(x * 2, x[:1])), shift=shift)
+    model = quantized(twice, x, rules=only("add"))
     site = model.shift._sites.add_0
     inner = site.input(x * 2) + site.other(x[:1])
     assert torch.equal(model(x), site.input(x) + site.other(inner))
@@ -232,15 +213,14 @@ def test_checkpointed_functions_with_sites_are_refused(reentrant: bool) -> None:
 
 
 def test_saved_tensor_hooks_and_no_grad_in_a_forward_are_no_checkpoint() -> None:
-    class Saves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                x = x + x.sin()
-            with torch.no_grad():
-                y = x + x.cos()
-            return x * y
+    def saves(_: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = x + x.sin()
+        with torch.no_grad():
+            y = x + x.cos()
+        return x * y
 
-    model = quantized(Saves(), torch.randn(4), rules=only("add")).train()
+    model = quantized(Calls(saves), torch.randn(4), rules=only("add")).train()
     assert model(torch.randn(4, requires_grad=True)).requires_grad
 
 
@@ -277,24 +257,18 @@ def test_methods_of_a_child_count_as_their_callers() -> None:
     x = torch.randn(3, 4)
     model = quantized(Caller(), x, rules=only("add"))
     own, helpers = sites_of(model), sites_of(model.helper)
-    assert own is not None
-    assert helpers is not None
     first = own.add_0.input(x) + own.add_0.other(x.sin())
     second = helpers.add_0.input(x) + helpers.add_0.other(x.cos())
     assert torch.equal(model(x), own.add_1.input(first) + own.add_1.other(second))
 
 
 def test_parametrized_modules_called_by_owners() -> None:
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.linear(x)
-
-    x = torch.randn(3, 4)
-    model = quantized(Calls(), x, rules=fq.presets.INT8.with_rule(*only("add", "linear").rules))
+    x, linear = torch.randn(3, 4), nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    model = quantized(
+        Calls(lambda model, x: x + model.linear(x), linear=linear),
+        x,
+        rules=fq.presets.INT8.with_rule(*only("add", "linear").rules),
+    )
     expected = model(x)
     assert torch.equal(copy.deepcopy(model)(x), expected)
     nn.utils.parametrize.remove_parametrizations(model.linear, "weight")
@@ -330,15 +304,66 @@ def test_classes_that_are_allowed_in_graphs_are_traced() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.softmax(self.query(x), -1) @ x.mT @ x
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.last = Attention(), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.attention(self.last(x))
-
-    x = torch.randn(4, 8)
-    model = fq.prepare(Net().eval(), "int8", x, target="onnxruntime")
+    parts = {"attention": Attention(), "last": nn.Linear(8, 8)}
+    net, x = Calls(lambda model, x: x + model.attention(model.last(x)), **parts), torch.randn(4, 8)
+    model = fq.prepare(net.eval(), "int8", x, target="onnxruntime")
     fq.calibrate(model, [x])
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+
+
+def test_in_place_functions_change_the_tensor_for_all_who_hold_it() -> None:
+    def in_place(_: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = x * 1
+        alias = a
+        a.add_(y)
+        return alias, F.relu(a, inplace=True), a
+
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    model = quantized(Calls(in_place), x, y, rules=only("add", "relu"))
+    alias, b, a = model(x, y)
+    site = sites_of(model)
+    quantized_sum = site.add_0.input(x) + site.add_0.other(y)
+    assert torch.equal(a, torch.relu(site.relu_0.input(quantized_sum)))
+    assert alias is a
+    assert b is a
+
+
+def test_in_place_results_with_quantizers_keep_what_their_backward_needs() -> None:
+    """The quantized result takes the place of the operand, and not of the one that the backward of relu reads."""
+    rules = (fq.Rule("*", output="int8", ops=("relu",)),)
+    x, found = torch.randn(2, 4), []
+    for inplace in (True, False):
+        relu = Calls(lambda model, x, inplace=inplace: F.relu(x * 1, inplace=inplace) * 1)
+        model = fq.prepare(relu, fq.Config("results", rules), example=x)
+        fq.calibrate(model, [x], progress=False)
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, given.grad])
+    assert_same_bits(found[0], found[1])
+
+
+@pytest.mark.parametrize("result", [None, "int8"])
+@pytest.mark.parametrize("name", ["addmm_", "baddbmm_", "addbmm_"])
+def test_products_that_are_added_in_place_overwrite_what_they_are_added_to(name: str, result: str | None) -> None:
+    def adds(_: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        held = (x[0] if name == "addbmm_" else x) * 1
+        return getattr(held, name)(x, y, alpha=0.5), held
+
+    shape = (3, 3) if name == "addmm_" else (2, 3, 3)
+    x, y = torch.randn(shape), torch.randn(shape)
+    rules = (fq.Rule("*", input="int8", output=result, ops=(name[:-1],)),)
+    model: Any = fq.prepare(Calls(adds), fq.Config("added", rules), example=(x, y))
+    fq.calibrate(model, [(x, y)], inputs=slice(2), progress=False)
+    given = x.clone()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            y_in_place, held = model(given, y)
+            site = model._sites.by_key()[f"{name}0"]
+            added = getattr(torch, name[:-1])(x[0] if name == "addbmm_" else x, site.input(x), site.other(y), alpha=0.5)
+            assert_same_bits(y_in_place, added if result is None else site.output(added))
+        assert held is y_in_place
+        assert torch.equal(given, x)
