@@ -673,8 +673,8 @@ class _ByInductor:
             ) from error
 
 
+# The end of the names of graphs of gradients. torch's trace detaches what they keep of the forward.
 _SUFFIX = " backward"
-"""The end of the names of graphs of gradients. torch's trace detaches what they keep of the forward."""
 
 
 def backward(graph: Graph) -> Graph:

@@ -213,9 +213,7 @@ class Ref:
         return f"%{self.position}"
 
 
-_MAX_DEPTH = 32
-"""The deepest nesting of lists."""
-
+_MAX_DEPTH = 32  # of lists in lists
 _MAX_DIGITS = 1000
 
 
@@ -268,8 +266,6 @@ def items_to_text(attributes: dict[str, Any]) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-
-
 _OP_TYPE = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 

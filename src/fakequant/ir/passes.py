@@ -245,20 +245,20 @@ class RemoveDuplicateFakeQuantize:
         ops = []
         for op in graph.ops:
             before = producers.get(op.input_ids[0]) if op.input_ids else None
-            if before is not None and _same_quantizer(before, op) and _is_idempotent(graph, op):
+            if before is not None and before.op_type == op.op_type == "FakeQuantize":
+                # Without a scale both take it from what they see, which is not the same tensor; with a seed both draw.
+                static = len(op.input_ids) in (2, 3) and in_order(before) and in_order(op)
+                same = items_to_text(before.attributes) == items_to_text(op.attributes)
+                repeats = static and same and before.input_ids[1:] == op.input_ids[1:] and _is_idempotent(graph, op)
+            else:
+                repeats = False
+            if repeats and before is not None:
                 names[op.output_id] = names.get(before.output_id, before.output_id)
             else:
                 ops.append(op.copied(input_ids=[names.get(id, id) for id in op.input_ids]))
         found = graph.replaced(ops)
         found.outputs = [names.get(id, id) for id in graph.outputs]
         return found
-
-
-def _same_quantizer(a: IROp, b: IROp) -> bool:
-    # Without a scale both take it from what they see, which is not the same tensor; with a seed both draw.
-    static = len(b.input_ids) in (2, 3) and in_order(a) and in_order(b)
-    same = items_to_text(a.attributes) == items_to_text(b.attributes) and a.input_ids[1:] == b.input_ids[1:]
-    return a.op_type == b.op_type == "FakeQuantize" and static and same
 
 
 def _is_idempotent(graph: Graph, op: IROp) -> bool:
