@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def calibrated(make=layer, preset="int8"):
     model = fq.prepare(nn.Sequential(make()), preset, X, target="onnxruntime" if make is Projects else None)
     fq.calibrate(model.eval(), [X], progress=False)
     return model
+
+
+@contextmanager
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleScaleWarning)
+        yield
 
 
 def trained(model):
@@ -90,20 +98,17 @@ def test_a_call_in_eval_mode_says_it_once_after_a_change(name, make):
     if make is Projects and name == "pruned":
         pytest.skip("the parameter of a function has another name once it is pruned")
     model = calibrated(make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with silent():
         model(X)
         model(X)
     CHANGES[name](model)
     with pytest.warns(StaleScaleWarning, match=TEXT) as said:
         model(X)
     assert len(said) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with silent():
         model(X)
     fq.calibrate(model, [X], progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with silent():
         model(X)
 
 
@@ -121,8 +126,7 @@ def test_every_kind_of_call_says_it(call, execution):
 
 def test_training_and_small_changes_are_silent():
     model = calibrated()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with silent():
         model[0].weight.data.mul_(1.05)
         model(X)
         scaled(model)
@@ -144,8 +148,7 @@ def test_a_file_remembers_that_scales_do_not_fit(make, packed, tmp_path):
     with pytest.warns(StaleScaleWarning, match="^the weight of 1 layer changed"):
         fq.summary(again)
     fq.calibrate(again, [X], progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with silent():
         fq.load(nn.Sequential(make()), fq.save(again, tmp_path, packed=packed))(X)
 
 
