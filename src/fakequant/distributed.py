@@ -130,7 +130,13 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
             raise ConfigError("a group was given, but torch.distributed is not initialised; call init_process_group")
         return None
     if group is None:
-        group = getattr(model, "process_group", None) if is_data_parallel(model) else _group_of_mesh(model)
+        sharded = next((cast("Any", p) for p in model.parameters() if is_sharded(p)), None)
+        if is_data_parallel(model):
+            group = getattr(model, "process_group", None)
+        elif sharded is not None and sharded.device_mesh.ndim == 1:
+            group = sharded.device_mesh.get_group()
+        elif sharded is not None and sharded.device_mesh.size() == dist.get_world_size():
+            group = dist.group.WORLD
     if group is None:
         if dist.get_world_size() > 1:
             warnings.warn(
@@ -164,15 +170,6 @@ def process_number() -> int:
 def is_data_parallel(model: nn.Module) -> bool:
     """Whether a model is wrapped in DistributedDataParallel."""
     return isinstance(model, nn.parallel.DistributedDataParallel)
-
-
-def _group_of_mesh(model: nn.Module) -> Any:
-    sharded = next((cast("Any", p) for p in model.parameters() if is_sharded(p)), None)
-    if sharded is None:
-        return None
-    if sharded.device_mesh.ndim == 1:
-        return sharded.device_mesh.get_group()
-    return dist.group.WORLD if sharded.device_mesh.size() == dist.get_world_size() else None
 
 
 def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fakequant.errors import CallError, DTypeError, QParamsError
 from fakequant.numerics.qparams import (
     MAGNITUDE,
     Number,
+    QParams,
+    Range,
     as_tensor,
     as_tensors,
+    check_tensor,
     check_values,
     checked_params,
+    compute_dtype,
     fit,
     on_device_of,
     resolve_seed,
 )
+from fakequant.numerics.qparams import choose_qparams as _qparams_of_range
+from fakequant.numerics.spec import QuantSpec, Rounding, as_spec
+from fakequant.ops import library
+from fakequant.ops.dispatch import find_plan
 from fakequant.ops.graph_operators import apply_plan
-
-from .errors import CallError, DTypeError, QParamsError
-from .numerics.qparams import QParams, Range, check_tensor, compute_dtype
-from .numerics.qparams import choose_qparams as _qparams_of_range
-from .numerics.spec import QuantSpec, Rounding, as_spec
-from .ops import library
-from .ops.dispatch import find_plan
 
 
 def fake_quantize(
@@ -185,11 +187,6 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     return library.choose(x, spec)
 
 
-def _qparams_like(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
-    """The parameters for a range of tensors like x."""
-    return _qparams_of_range(range, spec, largest=torch.finfo(x.dtype).max)
-
-
 def _resolve(
     x: Tensor,
     spec: QuantSpec,
@@ -215,7 +212,7 @@ def _resolve(
         limit = fit("amax", as_tensor("amax", amax, x, dtype), x, spec)
         check_values("amax", limit, MAGNITUDE, traced=traced)
         limit = on_device_of(x, limit)
-        params = _qparams_like(x, Range(-limit, limit), spec)
+        params = _qparams_of_range(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     else:
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:

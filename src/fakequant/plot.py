@@ -21,7 +21,6 @@ from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
-from fakequant.report.data import Distribution
 from fakequant.report.measure import distribution_of
 from fakequant.restore import restore_after, state_of
 
@@ -85,7 +84,18 @@ def histogram(
     shown = None if seen is None else distribution_of(quantizer, seen, {}, held[quantizer].spec, bins=bins)
     if shown is None:
         raise ConfigError(f"no batch reaches {quantizer}, or all its values are equal; give batches that reach it")
-    return _draw_histogram(held[quantizer], shown, axes)
+    own, ends = held[quantizer], _ends(held[quantizer])
+    axes = _axes(axes, 3.2)
+    axes.stairs(shown.counts, shown.edges, fill=True, alpha=0.5)
+    axes.set_yscale("symlog")
+    axes.set_xlabel("value")
+    axes.set_ylabel("count")
+    axes.set_title(f"{quantizer}: {own.spec}{' dynamic' if own.dynamic else ''}", parse_math=False)
+    for end in ends:
+        axes.axvline(end, color=_RANGE, linestyle="--", label=f"range ends at {end:.4g}")
+    if ends:
+        axes.legend()
+    return axes
 
 
 def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> Axes:
@@ -112,7 +122,11 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
         raise ConfigError(f"no weight has the quantizer {quantizer!r}{nearest(quantizer, list(weights))}")
     with torch.no_grad():
         values = gathered(fresh_weight(weight, quantizer))
-        bands = [_extremes(weight, values)] + [_extremes(weight, end) for end in _end_values(weight.quantizer, values)]
+        params, spec = weight.quantizer.qparams(values), weight.quantizer.spec
+        bands = [_extremes(weight, values)]
+        for code in (spec.format.quant_min, spec.format.quant_max):
+            codes = spec.format.to_storage(torch.full_like(values, code, dtype=torch.float32))
+            bands.append(_extremes(weight, dequantize(codes, params, spec)))
     (low, high), (bottom, _), (_, top) = bands
     axes = _axes(axes, 3.2)
     edges = [place - 0.5 for place in range(len(low) + 1)]
@@ -124,7 +138,7 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
     axes.set_ylim(top=axes.get_ylim()[1] + 0.2 * (axes.get_ylim()[1] - axes.get_ylim()[0]))  # room for the legend
     axes.set_xlabel("output channel")
     axes.set_ylabel("value")
-    axes.set_title(f"{quantizer}: {weight.quantizer.spec}", parse_math=False)
+    axes.set_title(f"{quantizer}: {spec}", parse_math=False)
     axes.legend(loc="upper right", ncols=2)
     return axes
 
@@ -204,20 +218,6 @@ def _axes(axes: Axes | None, height: float) -> Axes:
     return pyplot.subplots(figsize=(7.0, height), layout="constrained")[1]
 
 
-def _draw_histogram(quantizer: Quantizer, shown: Distribution, axes: Axes | None) -> Axes:
-    axes = _axes(axes, 3.2)
-    axes.stairs(shown.counts, shown.edges, fill=True, alpha=0.5)
-    axes.set_yscale("symlog")
-    axes.set_xlabel("value")
-    axes.set_ylabel("count")
-    axes.set_title(f"{shown.name}: {quantizer.spec}{' dynamic' if quantizer.dynamic else ''}", parse_math=False)
-    for end in _ends(quantizer):
-        axes.axvline(end, color=_RANGE, linestyle="--", label=f"range ends at {end:.4g}")
-    if _ends(quantizer):
-        axes.legend()
-    return axes
-
-
 def _ends(quantizer: Quantizer) -> list[float]:
     """The widest range of a quantizer over its groups; none if it is dynamic or not calibrated."""
     if quantizer.dynamic or quantizer.scale is None:
@@ -237,13 +237,6 @@ def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]
         rows = values.movedim(weight.channels, 0)
     rows = rows.double().flatten(1)
     return rows.amin(1).tolist(), rows.amax(1).tolist()
-
-
-def _end_values(quantizer: Quantizer, weight: Tensor) -> list[Tensor]:
-    """For each element of a weight the lowest and the highest value that its quantizer gives."""
-    params, format = quantizer.qparams(weight), quantizer.spec.format
-    ends = (torch.full_like(weight, end, dtype=torch.float32) for end in (format.quant_min, format.quant_max))
-    return [dequantize(format.to_storage(end), params, quantizer.spec) for end in ends]
 
 
 def _draw_bars(names: list[str], bars: Mapping[str, list[float]], axes: Axes | None) -> Axes:

@@ -141,7 +141,7 @@ def test_verbose_shows_the_traceback_of_a_failing_batch(recipe: Path, command: l
     recipe.write_text(RECIPE.replace("32, 64, gen", "32, 63, gen"))
     name, *options = command
     result = CliRunner().invoke(app, [name, str(recipe), *options])
-    number = 2 if name == "advise" else 1  # the first that judges
+    number = 1 if name == "search" else 2  # the first that judges
     assert f"batch {number} of calibration_batches(), tensors of shape [32, 63], failed in layer 0" in result.stderr
     result = CliRunner().invoke(app, [name, str(recipe), *options, "-v"])
     assert isinstance(result.exception, RuntimeError)

@@ -143,7 +143,6 @@ def _code(
     """How to make what was found: by `fakequant quantize` where this makes the same model, else in Python."""
     import copy
 
-    from fakequant.calibration import DEFAULT_METHOD
     from fakequant.cli.job import Job
     from fakequant.model.prepare import prepare
     from fakequant.nn.quantizer import quantizers
@@ -151,17 +150,13 @@ def _code(
     way = advice.best.measured
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a copy that is not kept
-        job = Job(recipe, way.preset, way.method, Path("quantized"), target=advice.target or None)
+        how: dict[str, Any] = {"improve": way.steps or None, "target": advice.target or None, "task": task}
+        job = Job(recipe, way.preset.lower(), way.method, Path("quantized"), text=text, trust=trust, **how)
         example = job.example(job.config(), model, loaded)
         placed = None if example is None else job.target
         by_command = [*quantizers(prepare(copy.deepcopy(model), way.preset, example, target=placed))]
     if by_command == advice.quantizers and not advice.folds:
-        method = [] if way.method == DEFAULT_METHOD else ["--method", way.method]
-        improve = ["--improve", way.steps] if way.steps else []
-        words = ["--preset", way.preset.lower(), *method, *improve, *(["--target", placed] if placed else [])]
-        return (
-            f"To make it, with all batches:\nfakequant quantize {_shown(recipe, text, trust, task)} {shlex.join(words)}"
-        )
+        return f"To make it, with all batches:\n{replace(job, target=placed).command()}"
     lacks = "folds no batch normalisations" if advice.folds else "puts quantizers elsewhere"
     given = ", ".join([repr(str(recipe)), *([] if text is None else [f"Path({str(text)!r})"])])
     return "\n".join(
@@ -174,13 +169,6 @@ def _code(
             advice.call,
         ]
     ).replace("\n\n", "\n")
-
-
-def _shown(recipe: str, text: Path | None, trust: bool, task: str) -> str:
-    """A recipe and where it is written, as words of a command."""
-    given = [recipe, *([] if text is None else ["--text", str(text)]), *(["--trust-remote-code"] if trust else [])]
-    given += [] if task == "auto" else ["--task", task]
-    return f"{shlex.join(given)} --out quantized"
 
 
 def compare(  # noqa: PLR0913  the command's options
@@ -243,6 +231,7 @@ def search(  # noqa: PLR0913  the command's options
     verbose: Verbose = False,
 ) -> None:
     """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
+    from fakequant.cli.job import Job
     from fakequant.ptq import search as search_mix
     from fakequant.text import table
 
@@ -260,13 +249,14 @@ def search(  # noqa: PLR0913  the command's options
     measured = ""
     if metric is not None and mix.metric is not None:
         measured = f"{loaded.task.label} gives {metric.shown(mix.metric):.6g}; "
-    rules = ["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]
+    rules = tuple(map("=".join, mix.choices.items()))
+    how: dict[str, Any] = {"floats": ("*",), "rules": rules, "text": text, "trust": trust, "task": task}
+    command = Job(recipe, "int8", DEFAULT_METHOD, Path("quantized"), **how).command()
     figures = (
         f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
         f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}"
     )
-    command = f"fakequant quantize {_shown(recipe, text, trust, task)} {shlex.join(rules)}"
     Console(soft_wrap=True).print(Text(f"{table(mix.choices.items(), [figures])}\n{command}"))
 
 

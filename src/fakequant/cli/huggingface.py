@@ -241,10 +241,15 @@ def _task(
     content = hashlib.sha256(f"{name}\0{lines}".encode("utf-8", "replace")).hexdigest()
     if name == "perplexity":
         longest = getattr(config, "max_position_embeddings", None) or _WINDOW
-        windows = _windows(tokenizer, lines, where, min(_WINDOW, longest))
-        if file is None:
-            windows = windows[:64]
-        on = f"{len(windows)} windows of {windows.shape[1]} tokens of {where}"
+        length = min(_WINDOW, longest)
+        tokens = torch.tensor(tokenizer("\n".join(lines), verbose=False)["input_ids"], dtype=torch.long)
+        if len(tokens) < length:
+            raise RecipeError(
+                f"{where} has {len(tokens)} tokens, and perplexity is measured on windows of {length}; give a longer "
+                "text: --task perplexity=FILE"
+            )
+        windows = tokens[: len(tokens) // length * length].view(-1, length)[: 64 if file is None else None]
+        on = f"{len(windows)} windows of {length} tokens of {where}"
         return FolderTask("perplexity", on, lambda net: -_perplexity(net, windows), True, content)
     longest = min(_LONGEST, getattr(config, "max_position_embeddings", None) or _LONGEST, tokenizer.model_max_length)
     if name == "accuracy":
@@ -300,17 +305,6 @@ def _lines(file: Path, is_text: bool) -> tuple[list[str], str]:
     return (
         (rest, f"{file.name}, behind those for calibration") if rest else (used, f"{file.name}, which calibrated, too")
     )
-
-
-def _windows(tokenizer: Any, lines: list[str], where: str, length: int) -> Tensor:
-    """The tokens of a text (windows, length); what is left behind the last whole window is not read."""
-    tokens = torch.tensor(tokenizer("\n".join(lines), verbose=False)["input_ids"], dtype=torch.long)
-    if len(tokens) < length:
-        raise RecipeError(
-            f"{where} has {len(tokens)} tokens, and perplexity is measured on windows of {length}; give a longer text: "
-            "--task perplexity=FILE"
-        )
-    return tokens[: len(tokens) // length * length].view(-1, length)
 
 
 def _perplexity(net: nn.Module, windows: Tensor) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT, GRAPH
 from fakequant.delivery import deliver, delivery_formats, verify_delivery
@@ -44,7 +42,15 @@ def inspect(path: Path) -> Inspection:
     folder = next((f for f in (path, path / CHECKPOINT) if (f / MANIFEST).is_file()), path)
     if not folder.exists():
         raise CheckpointError(f"there is no file or folder {path}; give a checkpoint's folder or an ONNX file")
-    return _inspect_checkpoint(folder)
+    manifest = read_manifest(folder)
+    rows = [
+        (f"{name}.{attribute}" if name else attribute, layer.type, str(quantizer.tensor), quantizer.mode.value)
+        for name, layer in manifest.layers.items()
+        for attribute, quantizer in layer.quantizers.items()
+    ]
+    tensors = manifest.tensors
+    title = f"{folder}: {len(rows)} quantizers, {tensors.bytes:,} bytes in {tensors.file}"
+    return Inspection(title, ("quantizer", "layer", "specification", "mode"), rows)
 
 
 def graph_text(folder: Path) -> str:
@@ -67,21 +73,6 @@ def graph_text(folder: Path) -> str:
     if not text.endswith("\n"):
         raise CheckpointError(f"{path} is truncated: its last line has no end; run `fakequant quantize` again")
     return text.rstrip("\n")
-
-
-def _inspect_checkpoint(folder: Path) -> Inspection:
-    manifest = read_manifest(folder)
-    rows = [
-        (f"{name}.{attribute}" if name else attribute, layer.type, str(quantizer.tensor), quantizer.mode.value)
-        for name, layer in manifest.layers.items()
-        for attribute, quantizer in layer.quantizers.items()
-    ]
-    tensors = manifest.tensors
-    return Inspection(
-        f"{folder}: {len(rows)} quantizers, {tensors.bytes:,} bytes in {tensors.file}",
-        ("quantizer", "layer", "specification", "mode"),
-        rows,
-    )
 
 
 def _inspect_onnx(path: Path) -> Inspection:
@@ -143,7 +134,7 @@ def verify_file(
     if recipe is None:
         return verify_onnx(path)
     loaded = load_recipe(recipe, text, trust)
-    model = _loaded(loaded, checkpoint or path.parent / CHECKPOINT)
+    model = load(loaded.model(), checkpoint or path.parent / CHECKPOINT).eval()
     if is_delivered:
         return verify_delivery(path, model, loaded.calibration_batches())
     return verify_onnx(path, model, loaded.calibration_batches())
@@ -151,8 +142,4 @@ def verify_file(
 
 def deliver_model(recipe: Recipe, checkpoint: Path, out: Path, format: str) -> Path:
     """Deliver the model of a recipe with the codes of a checkpoint."""
-    return deliver(_loaded(recipe, checkpoint), out, format)
-
-
-def _loaded(recipe: Recipe, checkpoint: Path) -> nn.Module:
-    return load(recipe.model(), checkpoint).eval()
+    return deliver(load(recipe.model(), checkpoint).eval(), out, format)

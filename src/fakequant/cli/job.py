@@ -131,31 +131,17 @@ def write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of `fakequant quantize`.
+    """The arguments of `fakequant quantize`, see its help.
 
     Args:
         recipe: what `load_recipe` takes.
-        preset: name of a preset, in upper or lower case.
-        method: calibrator of the activations.
         out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
-        train: whether to fine-tune with the recipe's `train(model)`, if it is defined.
-        compare: whether to calibrate with every other method too, for the report.
-        static: whether the exported model takes only batches of the size of the first.
-        style: the dialect of the exported file, see `export_onnx`.
-        execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
-            The checkpoint keeps it; it does not change the exported file.
-        unseen: how to treat layers that no batch reaches, see `calibrate`.
-        improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
-        verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
-        text: lines of text for calibration, for a folder of Hugging Face.
-        overwrite: whether to replace the results of another recipe, and to start anew.
+        execution: as for `set_execution`; the checkpoint keeps it, and it does not change the exported file.
+        unseen, style, improve: as for `calibrate`, `export_onnx` and `fakequant.ptq.improve`.
         floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
         rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
-        trust: whether Python files of a folder of Hugging Face may run.
-        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.task_of`.
-        target: the engine that will run the model; where it says so by a table, it places the quantizers of inputs with
-            fixed ranges, see `fakequant.prepare`.
-        packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
+        task: see `fakequant.cli.huggingface.task_of`.
+        target: where it says so by a table, it places the quantizers of inputs with fixed ranges.
     """
 
     recipe: str | Path
@@ -291,11 +277,6 @@ class Unfinished:
         self.improvement: list[LayerResult] = []
 
     @property
-    def has_page(self) -> bool:
-        """Whether the page of an unfinished job is there."""
-        return (self.folder / REPORT).is_file()
-
-    @property
     def has_state(self) -> bool:
         """Whether an earlier call left something to go on from."""
         return (self.folder / _STATE).is_file()
@@ -339,10 +320,6 @@ class Unfinished:
 
     def _write(self, state: dict[str, Any]) -> None:
         write_whole(writable_file(self.folder / _STATE), json.dumps(state).encode())
-
-    def page(self, data: ReportData) -> None:
-        """Write the page of what was done so far."""
-        write_report(self.folder / REPORT, data)
 
     def remove(self) -> None:
         """Remove what this command wrote: the results are in their place, or the job starts anew."""
@@ -427,7 +404,7 @@ class _Progress:
 
     def page(self, config: Config, state: str) -> None:
         """Write the page of what was done so far."""
-        self.kept.page(replace(self.data(config), unfinished=f"{state}."))
+        write_report(self.kept.folder / REPORT, replace(self.data(config), unfinished=f"{state}."))
 
     def data(self, config: Config) -> ReportData:
         """The content of the report that the steps so far give."""
@@ -452,23 +429,6 @@ class _Progress:
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context that adds the batch's name to its error, unless the user wants the traceback."""
         return failures_named(model, self.job.verbose)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The outcome of a job.
-
-    Attributes:
-        data: the content of the report.
-        names: the names of the files and folders that were written.
-        refusal: the error of the export, or None.
-        passed: whether the exported file computes the same as the model, as ONNX Runtime runs it by default, too.
-    """
-
-    data: ReportData
-    names: list[str]
-    refusal: ExportError | None
-    passed: bool
 
 
 def run(job: Job, console: Console) -> ReportData:
@@ -502,28 +462,29 @@ def run(job: Job, console: Console) -> ReportData:
             if not job.overwrite:
                 refuse_other_recipe(out, recipe.source)
             kept = Unfinished(out, recipe.source)
-            progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)), kept)
+            optional = (recipe.offers("evaluate"), job.improve is not None, job.train and recipe.offers("train"))
+            progress = _Progress(recipe, job, Steps(console, 6 + sum(optional)), kept)
             if before := held_before(out, recipe.source, title_of(recipe.path, config)):
                 progress.steps.note(before)
             if gain:
                 progress.steps.note(gain)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
-                written = _write(job, config, progress, model, folder)
+                data, names, refusal, passed = _write(job, config, progress, model, folder)
                 state = f"{out / RESULTS} says whether the files beside it are of one run"
                 publish(folder, out)
             kept.remove()
     except KeyboardInterrupt:
-        if kept is not None and kept.has_page:
+        if kept is not None and (kept.folder / REPORT).is_file():
             goes_on = ", and the same command goes on from there" if kept.settings else ""
             state += f"; {kept.folder / REPORT} shows what was done{goes_on}"
         raise KeyboardInterrupt(f"interrupted: {state}") from None
-    progress.steps.note(f"Written: {', '.join(str(out / name) for name in written.names)}")
-    if written.refusal is not None:
-        raise written.refusal
-    if not written.passed:
+    progress.steps.note(f"Written: {', '.join(str(out / name) for name in names)}")
+    if refusal is not None:
+        raise refusal
+    if not passed:
         raise VerificationError(f"{out / ONNX} does not compute the same as the model; see {out / REPORT}")
-    return written.data
+    return data
 
 
 def title_of(recipe: Path, config: Config) -> str:
@@ -531,93 +492,81 @@ def title_of(recipe: Path, config: Config) -> str:
     return f"{recipe.stem}, quantized to {config.name}"
 
 
-def _number_of_steps(job: Job, recipe: Recipe) -> int:
-    optional = (recipe.offers("evaluate"), job.improve is not None, job.train and recipe.offers("train"))
-    return 6 + sum(optional)
+def _write(
+    job: Job, config: Config, progress: _Progress, model: nn.Module, folder: Path
+) -> tuple[ReportData, list[str], ExportError | None, bool]:
+    """Save, export, verify and report a model.
 
-
-def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, folder: Path) -> _Written:
-    """Save, export, verify and report a model."""
-    steps, example = progress.steps, example_of(model, progress.recipe.first_batch())
+    Returns:
+        The report, the names of what was written, the error of the export, and whether the file computes the same.
+    """
+    recipe, steps, example = progress.recipe, progress.steps, example_of(model, progress.recipe.first_batch())
     with steps.step("saving the checkpoint"):
         save(model, folder / CHECKPOINT, packed=job.packed)
-    export, check, refusal = _exported(job, progress, model, example, folder)
+    export, check, refusal = _exported(job, progress, model, example, folder / ONNX)
     progress.page(config, "the file is exported and verified, and the layers are not measured")
     with steps.step("measuring layers"), progress.named(model):
-        measured = measure(model, progress.recipe.calibration_batches())
+        measured = measure(model, recipe.calibration_batches())
     with steps.step("writing the report"):
-        has_graph = write_graph(model, example, folder / GRAPH)
-        files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
-        floats = {} if export is None else {ONNX: export.float_bytes}
+        lines: list[str] = []
+        if as_execution(job.execution) is not Execution.SIMULATE:
+            layers = summary(model).layers
+            integer = sum(layer.execution == "integer" for layer in layers)
+            lines.append(f"Measured with integer execution in {integer} of {len(layers)} layers.")
+            lines += [f"{layer.name} is simulated: {layer.why_simulated}." for layer in layers if layer.why_simulated]
+        lines += write_graph(model, example, folder / GRAPH)
+        files = [CHECKPOINT] if export is None else [CHECKPOINT, ONNX]
+        try:
+            left = layers_left({config.name: model}, example)
+        except Exception as error:  # of torch.export, which meets every model of a user
+            left, progress.missing[Section.LEFT] = {}, f"torch cannot trace the model: {first_line(error)}"
         so_far = progress.data(config)
         data = replace(
             so_far,
-            summary=(*so_far.summary, *_execution_lines(job, model), *has_graph),
+            summary=(*so_far.summary, *lines),
             layers=measured.layers,
             alone_on=measured.alone_on,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
-            sizes=sizes({job.label(name): path for name, path in files.items()}, floats),
-            unquantized=_unquantized(config, progress, model, example),
+            sizes=sizes(
+                {job.label(name): folder / name for name in files}, {} if export is None else {ONNX: export.float_bytes}
+            ),
+            unquantized=left,
             verifications=[] if check is None else [check],
         )
         known = AdviceContext(command=job.command, target=job.target)
-        data = advised(model, data, measured, progress.recipe.metric, known=known)
+        data = advised(model, data, measured, recipe.metric, known=known)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)
-    return _Written(data, [*files, REPORT, RESULTS], refusal, check is None or check.passed)
+    return data, [*files, REPORT, RESULTS], refusal, check is None or check.passed
 
 
 def _exported(
-    job: Job, progress: _Progress, model: nn.Module, example: Any, folder: Path
+    job: Job, progress: _Progress, model: nn.Module, example: Any, path: Path
 ) -> tuple[ExportReport | None, VerifyReport | None, ExportError | None]:
-    """Export and verify a model; an error of the export is returned."""
+    """Export and verify a model; an error of the export is returned, and what torch raises becomes one line."""
     export: ExportReport | None = None
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
         with progress.steps.step("exporting to ONNX"):
-            export = _export(job, model, example, folder / ONNX, dynamic_shapes)
+            try:
+                export = export_onnx(model, example, path, dynamic_shapes=dynamic_shapes, style=job.style)
+            except FakeQuantError:
+                raise
+            except Exception as error:  # torch.export raises errors of many kinds
+                if job.verbose:
+                    raise
+                fixed = "; --static exports one batch size, for which a model that fixes it can be traced"
+                cure = f"{'' if job.static else fixed} (-v shows the traceback)"
+                raise ExportError(f"torch cannot trace the model: {first_line(error)}{cure}") from error
         with progress.steps.step("verifying bit for bit"):
             batches = fitting(progress.recipe.calibration_batches(), example, dynamic_shapes)
-            return export, verify_onnx(folder / ONNX, model, batches), None
+            return export, verify_onnx(path, model, batches), None
     except ExportError as error:
         progress.steps.begun += export is None  # the verification that does not happen
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
         return export, None, error
-
-
-def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes: Any) -> ExportReport:
-    """Export a model; torch's message about a model that it cannot trace becomes one line."""
-    try:
-        return export_onnx(model, example, path, dynamic_shapes=dynamic_shapes, style=job.style)
-    except FakeQuantError:
-        raise
-    except Exception as error:  # torch.export raises errors of many kinds
-        if job.verbose:
-            raise
-        cause = first_line(error)
-        cure = "" if job.static else "; --static exports one batch size, for which a model that fixes it can be traced"
-        raise ExportError(f"torch cannot trace the model: {cause}{cure} (-v shows the traceback)") from error
-
-
-def _unquantized(config: Config, progress: _Progress, model: nn.Module, example: Any) -> dict[str, list[str]]:
-    """The layers and operations in float; if torch cannot trace the model, none, and the report gets the reason."""
-    try:
-        return layers_left({config.name: model}, example)
-    except Exception as error:  # as above
-        progress.missing[Section.LEFT] = f"torch cannot trace the model: {first_line(error)}"
-        return {}
-
-
-def _execution_lines(job: Job, model: nn.Module) -> list[str]:
-    """Lines for the report: how many layers use integer execution, and why the others do not."""
-    if as_execution(job.execution) is Execution.SIMULATE:
-        return []
-    layers = summary(model).layers
-    integer = [layer for layer in layers if layer.execution == "integer"]
-    simulated = [f"{layer.name} is simulated: {layer.why_simulated}." for layer in layers if layer.why_simulated]
-    return [f"Measured with integer execution in {len(integer)} of {len(layers)} layers.", *simulated]
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
@@ -648,23 +597,18 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     else:
         why = f"{recipe.path.name} does not define evaluate(model): give a function, larger is better."
         progress.missing[Section.ACCURACY] = recipe.task.why_not or why
-    for name, work in _model_steps(job, recipe).items():
+    works: dict[str, Callable[[Job, Config, _Progress, nn.Module], None]] = {"calibrating": _prepare_and_calibrate}
+    if job.improve is not None:
+        works["choosing weights"] = _improve
+    if job.train and recipe.offers("train"):
+        works["fine-tuning"] = _train
+    for name, work in works.items():
         with steps.step(name, done=name in kept.done) as wanted:
             if wanted:
                 work(job, config, progress, model)
                 kept.keep(name, model, progress.accuracy, progress.improvement)
                 progress.page(config, f"{name} is done, and the file is not exported")
     return model.eval()
-
-
-def _model_steps(job: Job, recipe: Recipe) -> dict[str, Callable[..., None]]:
-    """The steps that change the model, by name, in their order."""
-    found: dict[str, Callable[..., None]] = {"calibrating": _prepare_and_calibrate}
-    if job.improve is not None:
-        found["choosing weights"] = _improve
-    if job.train and recipe.offers("train"):
-        found["fine-tuning"] = _train
-    return found
 
 
 def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:

@@ -80,8 +80,14 @@ def describe_tokenizer(writer: Any, model: Any) -> None:
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([one for _, one in tokens])
     if kind == "llama":
-        writer.add_token_scores(_scores([text for text, _ in tokens], data["model"]["merges"]))
-        writer.add_add_space_prefix(_puts_blank_first(data))
+        places: dict[str, int] = {}  # the sooner a token is merged, the higher its score; all others are below
+        for place, pair in enumerate(data["model"]["merges"]):
+            places.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), place)
+        writer.add_token_scores([-float(places.get(text, len(places))) for text, _ in tokens])
+        before = any(part["type"] == "Prepend" for part in _parts(data["normalizer"]))
+        blanks = [part for part in _parts(data["pre_tokenizer"]) if part["type"] == "Metaspace"]
+        puts_blank_first = any(part.get("prepend_scheme", "always") != "never" for part in blanks)
+        writer.add_add_space_prefix(before or puts_blank_first)
     with output_errors(Path("the temporary folder"), "to "), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         model.config.save_pretrained(folder)
@@ -139,12 +145,6 @@ def _parts(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return next((step[key] for key in ("pretokenizers", "normalizers") if key in step), [step])
 
 
-def _puts_blank_first(data: Mapping[str, Any]) -> bool:
-    before = any(part["type"] == "Prepend" for part in _parts(data["normalizer"]))
-    kinds = [part for part in _parts(data["pre_tokenizer"]) if part["type"] == "Metaspace"]
-    return before or any(part.get("prepend_scheme", "always") != "never" for part in kinds)
-
-
 def _tokens(tokenizer: Any, size: int) -> Iterator[tuple[str, int]]:
     """Text and type of every token; numbers without one are unused."""
     texts = {number: text for text, number in tokenizer.get_vocab().items()}
@@ -161,14 +161,6 @@ def _tokens(tokenizer: Any, size: int) -> Iterator[tuple[str, int]]:
             yield text, _Type.CONTROL
         else:
             yield text.replace(_BLANK, " "), _Type.USER_DEFINED
-
-
-def _scores(texts: list[str], merges: list[Any]) -> list[float]:
-    """The sooner a token is merged, the higher its score; all others are below."""
-    places: dict[str, int] = {}
-    for place, pair in enumerate(merges):
-        places.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), place)
-    return [-float(places.get(text, len(places))) for text in texts]
 
 
 def _gemma2(writer: Any, config: Any) -> None:

@@ -313,12 +313,9 @@ class QATCallback(Training, TrainerCallback):
             )
         self._used = False
         loss = self.loss(loss, _share(self._prepared(), kwargs))
-        loss.register_hook(self._note_used)
+        loss.register_hook(lambda _: setattr(self, "_used", True))
         outputs["loss"] = loss
         return outputs
-
-    def _note_used(self, _: Any) -> None:
-        self._used = True
 
     def _check_used(self) -> None:
         if not self._used:

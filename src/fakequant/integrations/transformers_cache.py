@@ -66,7 +66,11 @@ def name_attention(model: Model) -> Model:
             f"the attention {name!r} of the model is no registered function of transformers; attention that is "
             "\"eager\" needs none, because rules name its products: ops=('matmul',)"
         )
-    _own_config(model)
+    copies: dict[int, Any] = {}  # because models may share one configuration
+    deepcopy(model.config, copies)
+    for module in model.modules():
+        if (config := vars(module).get("config")) is not None:
+            module.config = copies.get(id(config), config)
     model.set_attn_implementation(PREFIX + name)
     return model
 
@@ -164,15 +168,6 @@ def _check_padding(mask: Tensor, padding: list[int], start: int) -> None:
                 "cache: give FakeQuantCache(attention_mask=), or cache.reset() before another prompt, the mask that "
                 "the model gets"
             )
-
-
-def _own_config(model: nn.Module) -> None:
-    """Copy the configuration of a model, because models may share one."""
-    copies: dict[int, Any] = {}
-    deepcopy(model.config, copies)
-    for module in model.modules():
-        if (config := vars(module).get("config")) is not None:
-            module.config = copies.get(id(config), config)
 
 
 def _register(name: str) -> None:

@@ -122,7 +122,11 @@ def distribution_of(
         kept = counts[0] > 0
         values, weights = centres[0][kept], counts[0][kept]
         if params is not None:
-            ends[CHOSEN] = _ends(params, spec)
+            zero = 0.0 if params.zero_point is None else params.zero_point.double().item()
+            scale = params.scale.double().item()
+            low, high = (spec.format.quant_min - zero) * scale, (spec.format.quant_max - zero) * scale
+            # The lowest code of two's complement has no partner; a symmetric range ends at the highest on both sides.
+            ends[CHOSEN] = max(low, -high) if params.zero_point is None and low < 0 else low, high
             clips[CHOSEN] = _clip(values, weights, params, spec, ends[CHOSEN])
         for method, found in ranges.items():
             one = Range(found.lo.reshape(1).cpu(), found.hi.reshape(1).cpu())
@@ -130,17 +134,8 @@ def distribution_of(
         if clips:
             full = Range(histogram.range.lo.reshape(1).cpu(), histogram.range.hi.reshape(1).cpu())
             whole = _clip(values, weights, choose_qparams(full, spec), spec, (lowest, highest)).sqnr
-    scale = torch.linspace(lowest, highest, bins + 1, dtype=torch.float64).tolist()
-    return Distribution(name, scale, total.tolist(), ends, histogram.counts.shape[0], clips, whole)
-
-
-def _ends(params: QParams, spec: QuantSpec) -> tuple[float, float]:
-    """The lowest and the highest value that codes have."""
-    zero = 0.0 if params.zero_point is None else params.zero_point.double().item()
-    scale = params.scale.double().item()
-    lowest, highest = (spec.format.quant_min - zero) * scale, (spec.format.quant_max - zero) * scale
-    # The lowest code of two's complement has no partner; a symmetric range ends at the highest one on both sides.
-    return (max(lowest, -highest) if params.zero_point is None and lowest < 0 else lowest), highest
+    line = torch.linspace(lowest, highest, bins + 1, dtype=torch.float64).tolist()
+    return Distribution(name, line, total.tolist(), ends, histogram.counts.shape[0], clips, whole)
 
 
 def _clip(values: Tensor, counts: Tensor, params: QParams, spec: QuantSpec, ends: tuple[float, float]) -> Clip:
@@ -219,18 +214,14 @@ class _Watched:
 
     def see(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         with outside_of_transforms(args[0].detach(), output) as (x, y):
-            self._see(x, y)
-
-    def _see(self, x: Tensor, output: Tensor) -> None:
-        if self.quantizer.kind is Kind.WEIGHT:
-            if self.weight is None:  # it is the same for all batches
+            if self.quantizer.kind is not Kind.WEIGHT:
+                self.distance.add({self.calls: x}, {self.calls: y})
+                self.calls += 1
+                if bool(x.isfinite().all()):
+                    self.counts.observe(x)
+            elif self.weight is None:  # it is the same for all batches
                 self.weight = x
-                self.distance.add({0: x}, {0: output})
-            return
-        self.distance.add({self.calls: x}, {self.calls: output})
-        self.calls += 1
-        if bool(x.isfinite().all()):
-            self.counts.observe(x)
+                self.distance.add({0: x}, {0: y})
 
 
 def measure(
@@ -346,21 +337,16 @@ def _layer(
 def _distributions(watched: Iterable[tuple[str, _Watched]]) -> list[Distribution]:
     found = []
     for name, one in watched:
-        if one.quantizer.kind is Kind.WEIGHT:
-            continue
-        histogram = one.counts.histogram() if one.counts.observed else None
+        own = one.quantizer
+        histogram = one.counts.histogram() if own.kind is not Kind.WEIGHT and one.counts.observed else None
         if histogram is not None:
-            shown = distribution_of(readable(name), histogram, {}, one.quantizer.spec, _params(one.quantizer))
+            params = None  # unless the range is fixed, and one for the tensor
+            if not own.dynamic and own.scale is not None and own.scale.numel() == 1:
+                zero_point = None if own.zero_point is None else own.zero_point.reshape(1).cpu()
+                params = QParams(own.scale.reshape(1).cpu(), zero_point)
+            shown = distribution_of(readable(name), histogram, {}, own.spec, params)
             found += [] if shown is None else [shown]
     return found
-
-
-def _params(quantizer: Quantizer) -> QParams | None:
-    """The parameters of an input whose range is fixed and one for the tensor, else None."""
-    if quantizer.dynamic or quantizer.scale is None or quantizer.scale.numel() != 1:
-        return None
-    zero_point = quantizer.zero_point
-    return QParams(quantizer.scale.reshape(1).cpu(), None if zero_point is None else zero_point.reshape(1).cpu())
 
 
 def _channels(name: str, one: _Watched, weight: Tensor) -> Channels:
