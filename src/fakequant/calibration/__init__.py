@@ -1,25 +1,27 @@
 """Calibration: from a stream of tensors to the range to quantize.
 
-An `Observer` collects, a `Calibrator` is an observer that answers with a range. A method is a file with a class that
-registers itself; it is imported here.
+An `Observer` collects, a `Calibrator` is an observer that answers with a range. A method is a class that registers
+itself.
 """
 
-from fakequant.calibration.calibrator import Histogram, Observer
-from fakequant.calibration.extrema import MovingAverageCalibrator
-from fakequant.calibration.histogram import MseCalibrator, PercentileCalibrator
-
-from .calibrator import (
+from fakequant.calibration.calibrator import (
     DEFAULT_METHOD,
     Calibrator,
+    Histogram,
+    Observer,
     calibrators,
     check_mergeable,
     find_method,
     make_calibrator,
     register_calibrator,
 )
-from .entropy import EntropyCalibrator
-from .extrema import MaxCalibrator
-from .histogram import HistogramCalibrator
+from fakequant.calibration.extrema import MaxCalibrator, MovingAverageCalibrator
+from fakequant.calibration.histogram import (
+    EntropyCalibrator,
+    HistogramCalibrator,
+    MseCalibrator,
+    PercentileCalibrator,
+)
 
 __all__ = [
     "DEFAULT_METHOD",

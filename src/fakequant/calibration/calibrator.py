@@ -179,25 +179,21 @@ def outside_of_transforms(*tensors: Tensor) -> Iterator[list[Tensor]]:
     if not torch._C._are_functorch_transforms_active():
         yield [*tensors]
         return
-    unwrapped = [*map(_unwrapped, tensors)]  # while the transforms run, to which the wrappers belong
+    unwrapped: list[tuple[Tensor, list[int]]] = []  # with the axis of each `vmap`, the inner ones first
+    for x in tensors:  # while the transforms run, to which the wrappers belong
+        axes: list[int] = []
+        while _functorch.is_functorch_wrapped_tensor(x):
+            if (axis := _functorch.maybe_get_bdim(x)) >= 0:
+                axes.insert(0, axis)
+            x = _functorch.get_unwrapped(x)
+        unwrapped.append((x, axes))
     with temporarily_clear_interpreter_stack():
-        yield [_members(x, axes) for x, axes in unwrapped]
-
-
-def _unwrapped(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The tensor inside the wrappers of transforms, and the axis that each `vmap` adds, the inner ones first."""
-    axes: list[int] = []
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if (axis := _functorch.maybe_get_bdim(x)) >= 0:
-            axes.insert(0, axis)
-        x = _functorch.get_unwrapped(x)
-    return x, axes
-
-
-def _members(x: Tensor, axes: list[int]) -> Tensor:
-    for place, axis in enumerate(axes):
-        x = x.movedim(axis + place, place)
-    return x.flatten(0, len(axes) - 1) if axes else x
+        plain: list[Tensor] = []
+        for x, axes in unwrapped:
+            for place, axis in enumerate(axes):
+                x = x.movedim(axis + place, place)
+            plain.append(x.flatten(0, len(axes) - 1) if axes else x)
+        yield plain
 
 
 NOTHING_OBSERVED = (
@@ -241,8 +237,7 @@ class Calibrator(Observer):
     def load_from(self, other: Calibrator) -> None:
         """Copy what a calibrator of any method has seen; the bits are those of having seen it here.
 
-        Raises:
-            ConfigError: the other has another specification or resolution, or collects less than this method needs.
+        Raises a ConfigError if the other has another specification or resolution, or collects too little.
         """
         raise ConfigError(
             f"{type(self).__name__} cannot go on from {type(other).__name__}; call fakequant.calibrate with this method"
@@ -319,10 +314,7 @@ ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entro
 
 
 def find_method(method: str) -> str:
-    """The registered name of a method, or of another library's name for it, in any case.
-
-    Raises:
-        ConfigError: there is none; the nearest are offered.
+    """The registered name of a method, or of another library's name for it, in any case; else a ConfigError.
 
     >>> find_method("KL")
     'entropy'
@@ -361,14 +353,9 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
 
 
 def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
-    """Raise unless a calibrator merges.
+    """Raise a ConfigError, which names the methods that do, unless a calibrator merges.
 
-    Args:
-        calibrator: of any method.
-        purpose: what it would have to merge, as a sentence: "several processes calibrate together".
-
-    Raises:
-        ConfigError: it does not; names the methods that do.
+    `purpose` is a sentence: "several processes calibrate together".
     """
     if not calibrator.mergeable:
         mergeable = ", ".join(name for name in calibrators() if _registry[name].mergeable)

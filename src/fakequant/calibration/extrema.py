@@ -32,8 +32,7 @@ class Batch(NamedTuple):
 def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) -> Batch | None:
     """The groups of a tensor, their ranges and, with bins, their counts; None for a tensor without elements.
 
-    Raises:
-        CalibrationError: the tensor holds NaN or inf.
+    Raises a CalibrationError if the tensor holds NaN or inf.
     """
     compute_dtype(x.dtype)
     view = group_view(granularity, x.shape, x.stride())
@@ -43,7 +42,14 @@ def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) ->
     values = by_group(x.detach(), view, groups)
     (lo, hi), counts = observe(values, bins if bins is not None and bins.inverse.numel() == groups else None)
     if bool(lo.isnan().any()):
-        raise CalibrationError(_describe_non_finite(values, x.shape))
+        nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
+        negative = not nans and infs == int((values == -math.inf).sum())
+        advice = "; if an attention mask makes the -inf, give prepare an example with the mask" if negative else ""
+        raise CalibrationError(
+            f"a batch of shape {list(x.shape)} contains {nans} NaN and {infs} inf values of {values.numel()}; a range "
+            "needs finite data, so remove such inputs from the calibration batches or repair the layer that makes "
+            f"them{advice}"
+        )
     return Batch(values, Range(lo.reshape(view.groups), hi.reshape(view.groups)), counts)
 
 
@@ -74,22 +80,8 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
     return blocked(x, view.blocks).permute(view.order).reshape(groups, -1).contiguous()
 
 
-def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:
-    nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
-    negative = not nans and infs == int((values == -math.inf).sum())
-    advice = "; if an attention mask makes the -inf, give prepare an example with the mask" if negative else ""
-    return (
-        f"a batch of shape {list(shape)} contains {nans} NaN and {infs} inf values of {values.numel()}; a range needs "
-        f"finite data, so remove such inputs from the calibration batches or repair the layer that makes them{advice}"
-    )
-
-
 def match_groups(seen: Range, new: Range) -> Range:
-    """A new range in the shape of the one seen before.
-
-    Raises:
-        ShapeError: they have different groups.
-    """
+    """A new range in the shape of the one seen before; a ShapeError if they have different groups."""
     if seen.lo.numel() == 1 == new.lo.numel():
         # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
         new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
@@ -142,7 +134,6 @@ class MovingAverageCalibrator(Calibrator):
         self._average: Range | None = None
 
     def update(self, x: Tensor) -> None:
-        """Move the average towards the range of a batch; see `Observer.update`."""
         batch = read_batch(x, self.spec.granularity)
         if batch is None:
             return
@@ -150,19 +141,18 @@ class MovingAverageCalibrator(Calibrator):
             self._average = Range(batch.range.lo.clone(), batch.range.hi.clone())
             return
         new = match_groups(self._average, batch.range)
-        lo, hi = (self._moved(old, end.to(old.device)) for old, end in zip(self._average, new, strict=True))
-        self._average = Range(lo, hi)
-
-    def _moved(self, average: Tensor, new: Tensor) -> Tensor:
-        moved = average + self.averaging_constant * (new - average)
-        # The difference of two numbers of opposite sign near the largest of their dtype is inf.
-        apart = average * (1 - self.averaging_constant) + new * self.averaging_constant
-        return torch.where(moved.isfinite(), moved, apart)
+        ends: list[Tensor] = []
+        for old, end in zip(self._average, new, strict=True):
+            end = end.to(old.device)
+            moved = old + self.averaging_constant * (end - old)
+            # The difference of two numbers of opposite sign near the largest of their dtype is inf.
+            apart = old * (1 - self.averaging_constant) + end * self.averaging_constant
+            ends.append(torch.where(moved.isfinite(), moved, apart))
+        self._average = Range(*ends)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def compute_range(self) -> Range:
-        """The average, extended to contain 0.0; see `Calibrator.compute_range`."""
         if self._average is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return Range(self._average.lo.clamp(max=0.0), self._average.hi.clamp(min=0.0))
@@ -172,13 +162,11 @@ class MovingAverageCalibrator(Calibrator):
         return self._average is not None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both averages [groups, axes kept]; see `Observer.state_dict`."""
         if self._average is None:
             return {}
         return {name: end.clone() for name, end in zip(_STATE, self._average, strict=True)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace the averages; see `Observer.load_state_dict`."""
         if not state:
             self._average = None
             return
@@ -194,11 +182,7 @@ class MovingAverageCalibrator(Calibrator):
 
 
 def join_ranges(seen: Range | None, new: Range) -> Range:
-    """The range that covers two, on the device of the first.
-
-    Raises:
-        ShapeError: they have different groups.
-    """
+    """The range that covers two, on the device of the first; a ShapeError if they have different groups."""
     if seen is None:
         return new
     lo, hi = (values.to(seen.lo.device) for values in match_groups(seen, new))
@@ -220,7 +204,6 @@ class ExtremaCalibrator(Calibrator):
         self._view: GroupView | None = None
 
     def update(self, x: Tensor) -> None:
-        """Update the range, and what else a subclass keeps, with a batch; see `Observer.update`."""
         if self.keeps_range_and_counts and self._updated_in_place(x):
             return
         batch = read_batch(x, self.spec.granularity, self._known_bins())
@@ -263,7 +246,6 @@ class ExtremaCalibrator(Calibrator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self, other: Observer) -> None:
-        """Update the state with what another calibrator has seen; see `Observer.merge`."""
         if not isinstance(other, ExtremaCalibrator) or type(other) is not type(self) or other.spec != self.spec:
             came = f"{type(other).__name__}({other.spec if isinstance(other, Calibrator) else ''})"
             raise ConfigError(
@@ -278,7 +260,6 @@ class ExtremaCalibrator(Calibrator):
         self._seen = seen
 
     def load_from(self, other: Calibrator) -> None:
-        """Copy what another calibrator has seen; see `Calibrator.load_from`."""
         kept = other.state_dict()
         needed = self._state_names()
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
@@ -301,23 +282,17 @@ class ExtremaCalibrator(Calibrator):
 
     @property
     def seen(self) -> Range:
-        """Lowest and highest value seen [groups, axes kept], extended to contain 0.0.
-
-        Raises:
-            CalibrationError: nothing was observed.
-        """
+        """Lowest and highest value seen [groups, axes kept], extended to contain 0.0; else a CalibrationError."""
         if self._seen is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return self._seen
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was seen; see `Observer.state_dict`."""
         if self._seen is None:
             return {}
         return {"lo": self._seen.lo.clone(), "hi": self._seen.hi.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace what was seen; see `Observer.load_state_dict`."""
         if not state:
             self._seen = None
             return
@@ -343,11 +318,7 @@ class ExtremaCalibrator(Calibrator):
 
 
 def read_range(state: dict[str, Tensor]) -> Range:
-    """A copy of the range in a state.
-
-    Raises:
-        CalibrationError: it is none.
-    """
+    """A copy of the range in a state; a CalibrationError if it is none."""
     lo, hi = state["lo"], state["hi"]
     if lo.shape != hi.shape or not bool(((lo <= 0) & lo.isfinite() & (hi >= 0) & hi.isfinite()).all()):
         raise CalibrationError(
@@ -372,5 +343,4 @@ class MaxCalibrator(ExtremaCalibrator):
 
     @torch.inference_mode(False)
     def compute_range(self) -> Range:
-        """Lowest and highest value seen; see `Calibrator.compute_range`."""
         return Range(*(values.clone() for values in self.seen))

@@ -271,19 +271,17 @@ class _Search:
     def _fitted(self, best: _Fit, s: Tensor, m: Tensor) -> _Fit:
         """The better of two fits: the best so far, and least squares on the codes of s and m."""
         codes = self._codes(s, m)
-        s, m = self._solved(self._sums(codes))
-        return _less(best, _Fit(s, m, self._error(codes, s, m)))
-
-    def _solved(self, sums: _CodeSums) -> tuple[Tensor, Tensor]:
-        """Scale and offset with the least error for given codes."""
+        sums = self._sums(codes)
         alone = sums.qx / sums.qq
         if self.offset is None:
-            return self._allowed(alone), torch.zeros_like(alone)
-        det = self._11 * sums.qq - sums.q1 * sums.q1
-        s = (self._11 * sums.qx - sums.q1 * self._1x) / det
-        m = (sums.q1 * sums.qx - sums.qq * self._1x) / det
-        inside = (m >= 0) & (det > 0)
-        return self._allowed(torch.where(inside, s, alone)), torch.where(inside, m, 0.0)
+            s, m = self._allowed(alone), torch.zeros_like(alone)
+        else:
+            det = self._11 * sums.qq - sums.q1 * sums.q1
+            s = (self._11 * sums.qx - sums.q1 * self._1x) / det
+            m = (sums.q1 * sums.qx - sums.qq * self._1x) / det
+            inside = (m >= 0) & (det > 0)
+            s, m = self._allowed(torch.where(inside, s, alone)), torch.where(inside, m, 0.0)
+        return _less(best, _Fit(s, m, self._error(codes, s, m)))
 
     def _allowed(self, s: Tensor) -> Tensor:
         if self._spec.scale.rounding is not ScaleRounding.SIGNED:

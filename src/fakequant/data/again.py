@@ -57,7 +57,7 @@ class Changes(NamedTuple):
         """What is there now, by name: a tensor, an attribute, an item of a dict, or a list."""
         found = {}
         for path, one, keys in self.things:
-            found |= {path: one} if keys is None else {_named(path, key): one.get(key) for key in keys}
+            found |= {path: one} if keys is None else {_joined(path, key) or "the model": one.get(key) for key in keys}
         return found
 
     def of_model(self) -> Changes:
@@ -133,12 +133,9 @@ class Values:
     def changes(self) -> Changes:
         """What has another value now."""
         with _plainly():
-            found = [(path, one, value) for path, one, value in self._held if not _is_same(one, value)]
-        return Changes(
-            tuple(
-                (path, one, _written_keys(one, value) if isinstance(one, dict) else None) for path, one, value in found
-            )
-        )
+            found = [own for own in self._held if not _is_same(*own[1:])]
+        keys = [_written_keys(one, value) if isinstance(one, dict) else None for _, one, value in found]
+        return Changes(tuple((path, one, own) for (path, one, _), own in zip(found, keys, strict=True)))
 
     def restore(self) -> None:
         """Give everything its value back; may run twice."""
@@ -172,10 +169,6 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _named(path: str, key: Any) -> str:
-    return _joined(path, key) or "the model"
-
-
 def _contents_of(one: Any) -> Any:
     """The container in which an object keeps what can be changed; None where there is none that is looked into."""
     if isinstance(one, (dict, list, set, deque)):
@@ -192,11 +185,7 @@ def _contents_of(one: Any) -> Any:
 
 
 def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
-    """The value of a tensor or an array, the state of a generator, or the items of a container; None for none.
-
-    Args:
-        keys: of a dict, those that count; None: all.
-    """
+    """The value of a tensor or array, the state of a generator, items (of a dict, those of `keys`), or None."""
     if isinstance(one, nn.Module):
         return type(one)
     if isinstance(one, torch.Generator):
@@ -381,8 +370,7 @@ class Runs:
     def run(self, model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, alone: bool) -> Any:
         """What a model gives for a batch; both, and random numbers, are as before.
 
-        Args:
-            alone: whether the model changes by nothing else meanwhile. Else its own changes stay.
+        Unless the model runs `alone`, without other changes meanwhile, its own changes stay.
         """
         with _copied(batch) if self._copies else nullcontext(batch) as own:
             if not alone:

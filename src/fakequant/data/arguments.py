@@ -53,38 +53,20 @@ def named(metric: Metric) -> NamedMetric:
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
-    """Raise if a model is none, as where arguments are swapped.
-
-    Args:
-        caller: the name of the function.
-        example: how it is called.
-    """
+    """Raise if a model is none, as where arguments are swapped; names the function, and an example of its call."""
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
 
 
 def check_float_model(model: Any, caller: str, example: str, action: str) -> None:
-    """Raise if a model is none, has quantizers, or is sharded.
-
-    Args:
-        caller, example: as for `check_model`.
-        action: as for `refuse_sharded`.
-    """
+    """Raise if a model is none, has quantizers, or is sharded; arguments as of `check_model` and `refuse_sharded`."""
     check_model(model, caller, example)
     refuse_prepared(model, caller)
     refuse_sharded(model, action)
 
 
 def refuse_prepared(model: nn.Module, function: str) -> None:
-    """Raise if a model has quantizers.
-
-    Args:
-        model: any module.
-        function: the name of the function that takes float models alone.
-
-    Raises:
-        ConfigError: the model has quantizers.
-    """
+    """Raise a ConfigError, which names the function, if a model has quantizers."""
     if quantizers(model):
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
 
@@ -96,15 +78,7 @@ def refuse_unprepared(model: nn.Module, error: type[FakeQuantError] = ConfigErro
 
 
 def refuse_stored(model: nn.Module, action: str) -> None:
-    """Raise if a model has weights that are stored as codes, see `fakequant.store_codes`.
-
-    Args:
-        model: any module.
-        action: the refused action as a verb, for example "export".
-
-    Raises:
-        ConfigError: the model has such weights.
-    """
+    """Raise a ConfigError if weights are stored as codes (`fakequant.store_codes`); the action is a verb, "export"."""
     stored = [name for name, own in model.named_parameters() if type(own) is StoredWeight]
     if stored:
         raise ConfigError(
@@ -122,10 +96,7 @@ def check_metric(metric: Any, caller: str) -> None:
 
 
 def measured(metric: Metric, model: nn.Module) -> float:
-    """What a metric gives for a model, which is as before.
-
-    Raises:
-        ConfigError: no number.
+    """What a metric gives for a model, which is as before; a ConfigError if that is no number.
 
     >>> measured(lambda model: None, nn.Identity())
     Traceback (most recent call last):

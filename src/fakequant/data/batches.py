@@ -65,11 +65,9 @@ def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:
-    """Turn an error of a model's call into one that names the layer; errors that arise outside of the model stay.
+    """Turn an error of a model's call, of exactly these kinds, into one that names the layer; other errors stay.
 
-    Args:
-        named: makes the error, from where the model failed (see `locate`) and why, in one line.
-        kinds: the classes of errors, without those derived from them.
+    `named` makes the error, from where the model failed (see `locate`) and why, in one line.
     """
     try:
         yield
@@ -82,12 +80,7 @@ def failure_named(
 
 @contextmanager
 def input_named(layer: str, number: int) -> Iterator[None]:
-    """Name the layer and the batch in an error of what the layer gets.
-
-    Args:
-        layer: its path.
-        number: of the batch, from 0.
-    """
+    """Name the path of a layer, and the batch by its number from 0, in an error of the layer's input."""
     try:
         yield
     except CalibrationError as error:
@@ -124,26 +117,19 @@ def locate(model: nn.Module, error: BaseException) -> str | None:
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in names and not isinstance(module, Quantizer):
-            found, shapes = module, _got(trace.tb_frame.f_locals)
+            found = module
+            given = [value for name, value in trace.tb_frame.f_locals.items() if name != "self"]
+            tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+            sizes = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors[:4]]
+            shapes = f" on {', '.join(sizes)}" if sizes else ""
         trace = trace.tb_next
     if found is None:
         return None
     kind = getattr(type(found), "float_class", type(found)).__name__
-    sizes = [getattr(found, name, None) for name in ("in_features", "out_features")]
-    if all(isinstance(size, int) for size in sizes):
-        kind += f" {sizes[0]} -> {sizes[1]}"
+    features = [getattr(found, name, None) for name in ("in_features", "out_features")]
+    if all(isinstance(size, int) for size in features):
+        kind += f" {features[0]} -> {features[1]}"
     return f" in layer {names[id(found)]} ({kind}){shapes}" if names[id(found)] else f" in {kind}{shapes}"
-
-
-def _got(variables: dict[str, Any]) -> str:
-    """What a call got, as " on float32 [4, 9]"; "" if it holds no tensor."""
-    given = [value for name, value in variables.items() if name != "self"]
-    found = [
-        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-        for leaf in tree_leaves(given)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-    ]
-    return f" on {', '.join(found[:4])}" if found else ""
 
 
 Mask = str | Callable[[Any], Tensor]
@@ -179,11 +165,7 @@ class TokenMask:
         """The mask of the present batch; None if all tokens count."""
 
     def mask(self, batch: Any) -> Tensor | None:
-        """The mask of a batch, bool [batch, tokens]; None if all tokens count.
-
-        Raises:
-            ConfigError: it is no tensor of two axes with True and False, or 1 and 0.
-        """
+        """The mask of a batch, bool [batch, tokens]; None if all tokens count; else a ConfigError."""
         if self._key is None:
             return None
         if isinstance(self._key, str):
@@ -211,12 +193,7 @@ class TokenMask:
     ) -> Tensor:
         """The unmasked tokens of an input [batch, tokens, ...] of a layer: [1, unmasked, ...]; other inputs unchanged.
 
-        Args:
-            name: of the input, for `warn_unmasked`.
-            layer: that gets the input.
-            x: the input.
-            mask: of the batch.
-            granularity: of a fixed range for the input, which may have scales for positions.
+        `granularity` is that of a fixed range for the input, which may have scales for positions.
         """
         is_recurrent = isinstance(layer, Recurrent)
         if mask is None or (is_recurrent and x[..., 0].numel() == int(mask.sum())):  # as in `select_steps`
@@ -231,11 +208,7 @@ class TokenMask:
         return x
 
     def observe_through(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Restore:
-        """Have the calibrators of input quantizers see the unmasked tokens of the batch that `enter` got last.
-
-        Args:
-            model: that the quantizers are in.
-            inputs: quantizers by path, each with its calibrator.
+        """Show the calibrators of input quantizers, by path, the unmasked tokens of the batch that `enter` got last.
 
         Returns:
             A function that gives the quantizers their own calibrators back.
@@ -258,14 +231,7 @@ class TokenMask:
             observer.show_steps()
 
     def select_steps(self, name: str, layer: Recurrent, steps: Sequence[Tensor], mask: Tensor) -> Sequence[Tensor]:
-        """The unmasked rows of the inputs [batch, columns] that a quantizer of a recurrent layer saw in a batch.
-
-        Args:
-            name: of the quantizer.
-            layer: that it is in.
-            steps: the inputs, in the order of its calls.
-            mask: of the batch.
-        """
+        """The unmasked rows of the inputs [batch, columns] of a recurrent layer's quantizer, by order of calls."""
         if sum(map(len, steps)) == int(mask.sum()):  # all tokens count, or a packed sequence has no others
             return steps
         places = layer.places(name.rpartition(".")[2], len(steps))
@@ -277,11 +243,7 @@ class TokenMask:
         return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
 
     def warn_unmasked(self) -> None:
-        """Warn once about inputs that the mask does not fit, whose padding counts.
-
-        Raises:
-            CalibrationError: the mask fits no input at all.
-        """
+        """Warn once about inputs that the mask does not fit; a CalibrationError if it fits none."""
         if not self._whole:
             return
         shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
@@ -406,11 +368,7 @@ class Batches:
         return isinstance(self.call, partial) and self.call.func is run_batch
 
     def tracked(self, what: str) -> Iterator[Any]:
-        """The batches, with progress shown.
-
-        Args:
-            what: the work does.
-        """
+        """The batches, with the progress of some work shown."""
         return track(self, what, length(self._data), self.progress)
 
     def one_pass(self, model: nn.Module) -> AbstractContextManager[Values]:
@@ -420,14 +378,9 @@ class Batches:
     def run(self, model: nn.Module, batch: Any, *, alone: bool = True) -> Any:
         """What a model gives for one of the batches; the model and the batch are as before, see `unchanged`.
 
-        Args:
-            model: any.
-            batch: one of these.
-            alone: whether nothing else changes the model meanwhile; else what it changes itself stays.
-
-        Raises:
-            BatchError: the model failed; names the number of the batch, its shapes and the layer. Other errors of this
-                package than that of a dtype, and those that arise outside of the model, stay.
+        Unless it runs `alone`, without other changes meanwhile, the model's own changes stay. Raises a BatchError if
+        the model failed, which names the batch's number and shapes, and the layer. Errors of this package but that of a
+        dtype, and those that arise outside of the model, stay.
         """
         number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
@@ -439,12 +392,7 @@ class Batches:
             return self.runs.run(model, batch, self.call, alone=alone)
 
     def kept(self) -> KeptBatches:
-        """All batches, for several runs.
-
-        Raises:
-            CalibrationError: there is no batch.
-            ConfigError: a mask that is none (see `TokenMask.mask`).
-        """
+        """All batches, for several runs; a CalibrationError if there are none, a ConfigError as of `TokenMask.mask`."""
         found = dict(enumerate(self))
         if not found:
             raise CalibrationError(f"{self._caller} needs batches, and got none")
@@ -499,11 +447,7 @@ class KeptBatches(Batches):
         return found
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
-        """These batches, and others after them.
-
-        Raises:
-            ConfigError: the others are no batches.
-        """
+        """These batches, and others after them; a ConfigError if the others are no batches."""
         refuse_tensor(batches, self._caller)
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
@@ -582,8 +526,7 @@ class Arguments(NamedTuple):
     def run(self, model: nn.Module) -> Any:
         """What a model gives for them; both are as before, see `unchanged`.
 
-        Raises:
-            ConfigError: the model failed; names the shapes and the layer. Errors of this package stay.
+        Raises a ConfigError, with the shapes and the layer, if the model failed; errors of this package stay.
         """
 
         def refused(where: str, cause: str) -> ConfigError:
@@ -627,11 +570,7 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
 
 
 def example_arguments(example: Any, inputs: Inputs | None = None) -> Arguments:
-    """Positional and keyword arguments of an example: a tensor, a tuple of arguments, or a mapping.
-
-    Args:
-        inputs: which part of the example they are, see `select_inputs`; None for all of it.
-    """
+    """Arguments of an example, a tensor, a tuple or a mapping, or of a part of it, see `select_inputs`."""
     chosen = example if inputs is None else select_inputs(example, inputs)
     if isinstance(chosen, Mapping):
         return Arguments((), dict(chosen))
@@ -701,7 +640,8 @@ def _items(batch: Any, inputs: Any) -> Sequence[Any]:
 
 
 def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Sequence[Any]:
-    parameters = _parameters(model)
+    # A wrapper of torch passes all arguments on to the module inside.
+    parameters = list(inspect.signature(inside(model, kept=True).forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return items if known is None else items[:known]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -719,8 +659,3 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
             f"is an argument; or give a dict of arguments ({', '.join(names)})"
         )
     return items[: len(positional)]
-
-
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of a model's `forward`; those of the module inside for a wrapper of torch, which passes all on."""
-    return list(inspect.signature(inside(model, kept=True).forward).parameters.values())

@@ -27,13 +27,9 @@ class NoDigestError(ConfigError):
 
 
 def digest(value: Any) -> str:
-    """The digest of a value, the same in every process.
+    """The digest of tensors, arrays, numbers, texts, paths and containers of them, the same in every process.
 
-    Args:
-        value: tensors, arrays, numbers, texts and paths, in lists, tuples, mappings and dataclasses.
-
-    Raises:
-        NoDigestError: it holds an object of another kind (says which).
+    Raises a NoDigestError, which says which, for an object of another kind.
 
     >>> digest([torch.ones(2), {"a": 1}]) == digest([torch.ones(2), {"a": 1}])
     True
@@ -48,7 +44,13 @@ def _of(value: Any) -> bytes:
     if isinstance(value, Tensor) and value.is_nested:
         return _digest(kind, *map(_of, value.unbind()))
     if isinstance(value, Tensor):
-        return _digest(f"{value.dtype} {[*value.shape]}", b"" if value.is_meta else _bytes(value))
+        kind = f"{value.dtype} {[*value.shape]}"
+        if value.is_meta:
+            return _digest(kind, b"")
+        if value.layout != torch.strided or value.is_quantized:
+            value = value.dequantize() if value.is_quantized else value.to_dense()
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        return _digest(kind, flat.view(torch.uint8).numpy().data)
     if isinstance(value, np.generic) or (type(value) is np.ndarray and not value.dtype.hasobject):
         return _digest(f"{value.dtype.descr} {[*value.shape]}", value.tobytes())
     if isinstance(value, Mapping):
@@ -88,13 +90,6 @@ def _described(value: Any, depth: int = 0) -> Any:
     parts += [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, (type, Module)) else []
     parts += [value.func, value.args, *value.keywords.values()] if isinstance(value, partial) else []
     return [name, *(_described(one, depth + 1) for one in parts)]
-
-
-def _bytes(x: Tensor) -> Any:
-    """The bytes of a tensor's values."""
-    if x.layout != torch.strided or x.is_quantized:
-        x = x.dequantize() if x.is_quantized else x.to_dense()
-    return x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _digest(kind: str, *parts: Any) -> bytes:

@@ -30,11 +30,9 @@ _COUNTS: ContextVar[_Counts | None] = ContextVar("counts", default=None)
 
 @contextmanager
 def counting(tell: Callable[[str], None], *, bars: bool = True) -> Iterator[None]:
-    """Let `track` tell counts in plain lines where it shows no bar.
+    """Let `track` tell counts in plain lines, at most one in `COUNT_EVERY` seconds, where it shows no bar.
 
-    Args:
-        tell: takes a line such as "calibrating: 16 of 64", at most once in `COUNT_EVERY` seconds.
-        bars: false shows no bar on a terminal either.
+    A line is such as "calibrating: 16 of 64". Without `bars` there is no bar on a terminal either.
     """
     token = _COUNTS.set(_Counts(tell, bars))
     try:
@@ -73,16 +71,17 @@ def length(items: Iterable[Any]) -> int | None:
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on the error stream, which goes when they end.
 
-    Args:
-        items: what the work goes over.
-        what: the work does.
-        total: the number of items, if it is known.
-        shown: true shows it, false does not; None shows it on a terminal and in a notebook, and tells counts elsewhere
-            inside `counting`.
+    `shown`: true shows it, false does not; None shows it on a terminal and in a notebook, and tells counts elsewhere
+    inside `counting`. `total` is the number of items, if it is known.
     """
     counts, has_bars = (_COUNTS.get() if shown is None else None), find_spec("tqdm") is not None
     if counts is not None and not (counts.bars and has_bars and sys.stderr.isatty()):
-        yield from _counted(items, what, total, counts.tell)
+        told = time.monotonic()
+        for done, item in enumerate(items):
+            if done and time.monotonic() - told >= COUNT_EVERY:
+                counts.tell(f"{what}: {done}" + ("" if total is None else f" of {total}"))
+                told = time.monotonic()
+            yield item
         return
     if shown is not False and has_bars:
         from tqdm.auto import tqdm
@@ -93,12 +92,3 @@ def track(items: Iterable[Item], what: str, total: int | None, shown: bool | Non
     elif shown:
         warn_user("a progress bar needs tqdm: pip install fakequant[progress]")
     yield from items
-
-
-def _counted(items: Iterable[Item], what: str, total: int | None, tell: Callable[[str], None]) -> Iterator[Item]:
-    told = time.monotonic()
-    for done, item in enumerate(items):
-        if done and time.monotonic() - told >= COUNT_EVERY:
-            tell(f"{what}: {done}" + ("" if total is None else f" of {total}"))
-            told = time.monotonic()
-        yield item

@@ -41,8 +41,8 @@ from fakequant.model.weights import (
 )
 from fakequant.nn import fixed_ranges
 from fakequant.nn.products import Product
+from fakequant.nn.quantized.recurrent import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.recurrent_loop import written_as_loops
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.next_step import holders
 from fakequant.restore import attributes_of, forwards_of, restore_after

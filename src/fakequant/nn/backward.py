@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,7 +65,7 @@ class GradientConfig:
     weight: QuantSpec | None = None
     hadamard: int = 0
     operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
-    """The specifications by what they quantize, and by the axis, first or second, that the product sums over."""
+    """The specifications by operand, and by the axis, first or second, that the product sums over."""
 
     def __init__(
         self,
@@ -94,16 +94,11 @@ class GradientConfig:
             )
 
     def __str__(self) -> str:
-        named = (f"{name}={value}" for name, value in self._others())
-        return "; ".join([str(self.gradient), *named])
+        others = (f"{name}={value}" for name in _OTHERS if (value := getattr(self, name)))
+        return "; ".join([str(self.gradient), *others])
 
     def __repr__(self) -> str:
         return f"GradientConfig.parse({str(self)!r})"
-
-    def _others(self) -> Iterator[tuple[str, object]]:
-        for one in [own for own in fields(self) if own.init][1:]:
-            if value := getattr(self, one.name):
-                yield one.name, value
 
     def to_text(self) -> str:
         """`str(self)`, for files; see `QuantSpec.to_text`."""
@@ -114,21 +109,20 @@ class GradientConfig:
 
     @classmethod
     def parse(cls, text: str) -> GradientConfig:
-        """The configuration of a text form: the specification of the gradient, then what else there is by name.
+        """The configuration of a text: the specification of the gradient, then other arguments by name.
 
         Raises:
             ConfigError: an unknown name, a name twice, or a block that is no number.
             SpecError: a specification that cannot be read.
         """
         gradient, *others = (part.strip() for part in text.split(";"))
-        known = [one.name for one in fields(cls) if one.init][1:]
         found: dict[str, str] = {}
         for part in others:
             name, equals, value = part.partition("=")
-            if not equals or name not in known or name in found:
+            if not equals or name not in _OTHERS or name in found:
                 raise ConfigError(
                     f"cannot read {part!r} in the gradient {text!r}: after the specification of the gradient come "
-                    f"{', '.join(f'{one}=' for one in known)}, each once, with ';' between them"
+                    f"{', '.join(f'{one}=' for one in _OTHERS)}, each once, with ';' between them"
                 )
             found[name] = value
         block = found.pop("hadamard", "0")
@@ -137,6 +131,8 @@ class GradientConfig:
         return cls(gradient, **found, hadamard=int(block))
 
 
+_OTHERS = ("input", "weight", "hadamard")
+"""The names in the text of a configuration."""
 _SIGNS = 0x9E3779B97F4A7C15
 """Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
 as NVIDIA's recipe has it."""
@@ -431,7 +427,12 @@ class _Multiplied(torch.autograd.Function):
         gradients: Gradients = ctx.gradients
         (x, weight), rows = ctx.saved_tensors, gradients.product.rows
         dx = dw = db = None
-        dy = _without_infinity(rows(grad_outputs[0]))
+        dy = rows(grad_outputs[0])
+        # NaN for infinity, which quantizers clip, so that a GradScaler sees an overflow of float16.
+        if torch.compiler.is_compiling():  # the code for `nan_to_num` asks element by element: a seventh of a step
+            dy = torch.where(dy.abs() < math.inf, dy, math.nan)
+        else:
+            dy = dy.nan_to_num(math.nan, math.nan, math.nan)
         rounded = gradients.rounded(dy) if any(ctx.needs_input_grad[:2]) else None
         if ctx.needs_input_grad[0]:
             dx = gradients.of_input(dy, rounded, weight, ctx.shapes[0])
@@ -440,13 +441,6 @@ class _Multiplied(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = dy.sum([axis for axis in range(dy.dim()) if axis != 1])
         return dx, dw, db, None, None, None
-
-
-def _without_infinity(dy: Tensor) -> Tensor:
-    """NaN in its place: quantizers clip infinity, and a GradScaler would not see that float16 overflowed."""
-    if torch.compiler.is_compiling():  # the code for `nan_to_num` asks element by element: a seventh of a step
-        return torch.where(dy.abs() < math.inf, dy, math.nan)
-    return dy.nan_to_num(math.nan, math.nan, math.nan)
 
 
 class _MultipliedInTransforms(_Multiplied):
@@ -475,10 +469,9 @@ def is_trained(config: GradientConfig | None) -> bool:
 def multiplied(
     product: WeightedSum, how: Backward | None, x: Factor, weight: Factor, bias: Tensor | None = None
 ) -> Tensor:
-    """The product of two factors; its backward products are quantized where they are wanted, and one of both is.
+    """The product of two factors, with quantized backward products where they are wanted, and a factor is quantized.
 
     Args:
-        product: how the factors are multiplied.
         how: how its backward products are quantized; None leaves them in float.
         x: the input.
         weight: the weight, or the other input.
@@ -523,15 +516,10 @@ def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
 
 
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
-    """The output of a quantized layer with quantized backward products; None where there are none, or none are wanted.
+    """The output of a quantized layer with quantized backward products; None where they do not exist, or need not.
 
     A layer whose quantizers are off computes in float, gradients too. An exporter or torch.jit.trace records the layer
     without them: its graph has no form for them.
-
-    Args:
-        layer: with an input transform, quantizers, a weight and a bias, all of which but the weight may be None.
-        x: the input.
-        config: how its backward products are quantized.
     """
     is_on = is_trained(config) and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))
     product = type(layer).weighted_sum(layer) if is_on else None

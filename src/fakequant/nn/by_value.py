@@ -10,7 +10,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -24,27 +23,6 @@ from fakequant.numerics.qparams import QParams, shape_of
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.restore import restore_after
-
-
-class Mode(Enum):
-    """What a quantizer does with a tensor."""
-
-    OFF = "off"
-    """Returns it as it is."""
-    OBSERVE = "observe"
-    """Shows it to the calibrator and returns it as it is."""
-    QUANTIZE = "quantize"
-    """Fake-quantizes it."""
-
-
-class Kind(Enum):
-    """What a quantizer sits on, which decides where its range comes from before calibration."""
-
-    INPUT = "input"
-    """Activations: a static range must come from calibration."""
-    WEIGHT = "weight"
-    """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
-
 
 By = str | Callable[..., Any]
 """The name of an argument of `forward`, or a function that is called as `forward` is and gives the value."""
@@ -118,11 +96,7 @@ class ByValue:
         return other is not None and (self.by, self.boundaries) == (other.by, other.boundaries)
 
     def rows_of(self, value: Any) -> Tensor:
-        """A value as float32 [rows, 1], where there is one row for all of the batch.
-
-        Raises:
-            ConfigError: no number, and no tensor of numbers with at most one axis that is longer than 1.
-        """
+        """A value as float32 [rows, 1], one row for all of the batch; else a ConfigError."""
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating, torch.SymInt, torch.SymFloat)):
             number: Any = value
             value = torch.full((1,), number, dtype=torch.float32)
@@ -145,11 +119,7 @@ class ByValue:
         return found[:1] if _is_eager(found) and len(found) > 1 and bool((found == found[0]).all()) else found
 
     def check_rows(self, x: Tensor, rows: int, named: str = "") -> None:
-        """Raise a ShapeError where the first axis of x is not that of the rows of a batch.
-
-        Args:
-            named: the start of the message, "the quantizer ... ".
-        """
+        """Raise a ShapeError, which `named` begins, where the first axis of x is not that of the rows of a batch."""
         if not x.dim() or len(x) != rows:
             raise ShapeError(
                 f"{named}got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different bins of "
@@ -266,19 +236,11 @@ def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
 def params_of_call(
     by_value: ByValue, params: QParams, spec: QuantSpec, x: Tensor, named: Callable[[], str]
 ) -> tuple[QParams, QuantSpec]:
-    """The parameters of the call that runs, and the specification with which they fit x.
+    """The parameters of the present call, out of those of all bins, and the specification with which they fit x.
 
-    Args:
-        by_value: what the call takes them by.
-        params: those of all bins, which are their first axis.
-        spec: of the quantizer; rows of x that take different bins get one with a scale for each.
-        x: what is quantized.
-        named: gives the start of messages, "the quantizer ...".
-
-    Raises:
-        CalibrationError: no call runs.
-        ShapeError: the parameters do not fit x.
-        ConfigError: rows of x take different bins, and the specification has no ranges for rows.
+    Where rows of x take different bins, the specification is one with a scale for each. `named` gives the start of
+    messages, "the quantizer ...". Raises a CalibrationError if no call runs, a ShapeError if the parameters do not fit
+    x, and a ConfigError if rows take different bins and the specification has no ranges for rows.
     """
     bins, shape, groups = by_value.now(), shape_of(x), params.scale.shape[1:]
     if bins is None:

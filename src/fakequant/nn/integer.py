@@ -1,7 +1,7 @@
 """Products of quantized layers on integer units: codes times codes, exact sums, one float epilogue.
 
-`numerics/products.py` defines the result and `ops/products.py` computes it. `integer_products.py` has one class for
-each kind of layer. Integer products serve inference: where a gradient is wanted, the layer is simulated.
+`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference: where a
+gradient is wanted, the layer is simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.offload import fetched
 from fakequant.ops import library, products
-from fakequant.ops import products as convolutions
 from fakequant.ops.products import PackedWeight
 
 
@@ -81,11 +80,7 @@ class Execution(Enum):
 
 
 def as_execution(value: Execution | str) -> Execution:
-    """An execution from itself or from its name.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
+    """An execution from itself or from its name; a ConfigError for all else."""
     try:
         return Execution(value)
     except ValueError as error:
@@ -151,11 +146,7 @@ class IntegerProduct(ABC):
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output of a layer in integer execution, or None where the layer is simulated.
 
-        Args:
-            layer: whose quantizers encode the factors.
-            x: the input.
-            other: the weight, or the other input.
-            bias: of a layer with a weight.
+        `other` is the weight, or the other input; `bias` that of a layer with a weight.
         """
         # First, because where something watches a trial of operators would fail, and that is remembered.
         if wants_gradient(layer, x, other) or library.needs_tracing(x, other, bias):
@@ -193,7 +184,11 @@ class IntegerProduct(ABC):
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:
         """Why a layer in integer execution is simulated as it is now, whatever its input; None if it is not."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
-        return _call_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers))
+        if modes := [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]:
+            return f"a quantizer is in mode {modes[0]}"
+        if not all(q is None or _may_be_skipped(q) for q in quantizers):
+            return "a quantizer has a hook or a forward of its own, which integer execution does not call"
+        return self.cannot(layer, *(q and q.spec for q in quantizers))
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         """What else decides whether a layer can run in integers, and where its windows are."""
@@ -212,13 +207,7 @@ class IntegerProduct(ABC):
 
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
-        """Why a layer whose factors are quantized so is simulated, or None: whatever its input.
-
-        Args:
-            layer: the layer, which need not be quantized yet.
-            input: of the input.
-            other: of the weight, or of the other input.
-        """
+        """Why a layer, quantized yet or not, is simulated for any input with these specifications, or None."""
 
     def places(self, layer: Any) -> ConvParams:
         """The geometry of a convolution's windows; empty for other layers."""
@@ -248,15 +237,6 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
     if spec.offset is not None:
         return "its offset is no code"
     return None
-
-
-def _call_reason(quantizers: list[Quantizer | None]) -> str | None:
-    """Why quantizers must be called, which integer execution does not do; None if they need not."""
-    other = [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]
-    if other:
-        return f"a quantizer is in mode {other[0]}"
-    plain = all(q is None or _may_be_skipped(q) for q in quantizers)
-    return None if plain else "a quantizer has a hook or a forward of its own, which integer execution does not call"
 
 
 def _may_be_skipped(quantizer: Quantizer) -> bool:
@@ -296,7 +276,7 @@ class ConvolutionProduct(IntegerProduct):
             or _weight_reason(other, layer.weight)
             or (f"padding_mode={layer.padding_mode!r} is simulated" if layer.padding_mode != "zeros" else None)
             or ("padding='same' is simulated" if layer.padding == "same" else None)
-            or convolutions.convolution_unavailable(fetched(layer, "weight", layer.weight).device.type)
+            or products.convolution_unavailable(fetched(layer, "weight", layer.weight).device.type)
             or _sum_reason(layer.weight, input, other)
         )
 
@@ -312,8 +292,8 @@ class ConvolutionProduct(IntegerProduct):
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes
         if packed is None or not packed.is_of(codes):
-            ready.packed = packed = convolutions.PackedWeight(codes, ready.places)
-        return convolutions.convolution(x.factor, packed, other.factor.scale, bias)
+            ready.packed = packed = PackedWeight(codes, ready.places)
+        return products.convolution(x.factor, packed, other.factor.scale, bias)
 
 
 class MatMulProduct(IntegerProduct):
@@ -326,7 +306,7 @@ class MatMulProduct(IntegerProduct):
         return (
             _input_reason(input, PerTensor, PerToken)
             or _input_reason(other, PerTensor, name="other input")
-            or products.linear_unavailable(_device_type(layer))
+            or products.linear_unavailable(next((own.device.type for own in layer.buffers()), "cpu"))
         )
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
@@ -383,8 +363,3 @@ def _reach(spec: QuantSpec) -> int:
     """How far codes may be from 0, or from a zero point."""
     lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
     return max(-lowest, highest) if spec.symmetric else highest - lowest
-
-
-def _device_type(layer: Any) -> str:
-    """The device of a layer without a weight: that of its quantizers' scales."""
-    return next((buffer.device.type for buffer in layer.buffers()), "cpu")

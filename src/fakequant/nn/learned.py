@@ -222,11 +222,7 @@ class LearnedRange(QuantizerPart, ABC):
 
     @abstractmethod
     def qparams(self, elements: int) -> QParams:
-        """Scale and zero point as they are now, differentiable by the parameters.
-
-        Args:
-            elements: how many elements share a scale.
-        """
+        """The present scale and zero point, differentiable, for as many elements as share a scale."""
 
     def vanished(self) -> tuple[int, int]:
         """How many scales a gradient drove to zero or below, so that their values are lost, and of how many."""
@@ -237,12 +233,7 @@ class LearnedRange(QuantizerPart, ABC):
         return library.fake_quantize(x, params, self.spec)
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
-        """x quantized by one operator; None where it takes those of `qparams` and `fake_quantize`, as here.
-
-        Args:
-            x: any tensor.
-            examples: whether its first axis counts examples, see `shared_by`.
-        """
+        """x quantized by one operator; None: by `qparams` and `fake_quantize`. `examples`: see `shared_by`."""
         return None
 
     def warn_if_frozen(self) -> None:
@@ -276,11 +267,7 @@ _Class = TypeVar("_Class", bound=type[LearnedRange])
 
 
 def register_learned_range(name: str) -> Callable[[_Class], _Class]:
-    """Make a class known as the method of a name.
-
-    Raises:
-        ConfigError: another class already has the name, or it cannot be a part of a state dict's key.
-    """
+    """Make a class known as the method of a name; a ConfigError if another has it, or a state dict's key could not."""
     if not name.isidentifier():
         raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
     return registered_in(_registry, name, "method")
@@ -298,8 +285,7 @@ def learned_ranges() -> list[str]:
 def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedRange:
     """A method's object for a specification, without parameters yet.
 
-    Raises:
-        ConfigError: an unknown method or option (the nearest are offered), or one that cannot serve the specification.
+    Raises a ConfigError for an unknown method or option (the nearest are offered), or one that cannot serve it.
     """
     cls = _registry.get(method)
     if cls is None:
@@ -484,13 +470,12 @@ class TQT(LearnedRange):
         self._set(log2_threshold=(_step_of(params.scale, self.spec) * self.spec.format.bound).log2())
 
     def qparams(self, elements: int) -> QParams:
-        exponent = (self.log2_threshold.detach().ceil() - self._magnitude_bits()).clamp(-126, 127)
-        scale = power_of_two(exponent.to(torch.int64)).to(self.log2_threshold.dtype)
-        return QParams(_step_of(straight_through(scale, self.log2_threshold, scale * math.log(2)), self.spec))
-
-    def _magnitude_bits(self) -> int:
         fmt = self.spec.format
         if fmt.has_zero_point:  # integers
-            return fmt.bits - int(fmt.signed)
-        mantissa, exponent = math.frexp(fmt.bound)
-        return exponent - int(mantissa == 0.5)
+            bits = fmt.bits - int(fmt.signed)
+        else:
+            mantissa, bits = math.frexp(fmt.bound)
+            bits -= int(mantissa == 0.5)
+        exponent = (self.log2_threshold.detach().ceil() - bits).clamp(-126, 127)
+        scale = power_of_two(exponent.to(torch.int64)).to(self.log2_threshold.dtype)
+        return QParams(_step_of(straight_through(scale, self.log2_threshold, scale * math.log(2)), self.spec))

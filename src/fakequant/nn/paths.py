@@ -28,10 +28,7 @@ def layer_of(quantizer: str) -> str:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern of fnmatch matches a path.
-
-    Raises:
-        ConfigError: the pattern is no text.
+    """Whether a pattern of fnmatch matches a path; a ConfigError if it is no text.
 
     >>> matches("blocks.0", "blocks.*"), matches("blocks.0", "blocks")
     (True, False)

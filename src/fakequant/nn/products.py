@@ -52,10 +52,10 @@ class Product:
     """A weight of a layer or a function, and its quantizer.
 
     Args:
-        layer: the holder of the quantizer: a quantized layer, a float layer that may become one, or a `Site`.
+        layer: a quantized layer, a float layer that may become one, or a `Site`.
         attribute: the layer's attribute that holds the quantizer.
-        owner: the module that holds the weight: the layer, or a module inside of it; for a site, the caller.
-        name: the attribute of the owner that holds the weight.
+        owner: the module with the weight: the layer, a module inside of it, or the caller of a site.
+        name: the owner's attribute that holds the weight.
     """
 
     def __init__(self, layer: nn.Module, attribute: str, owner: nn.Module, name: str) -> None:
@@ -110,15 +110,11 @@ class Product:
         return quantizer is not None and self.parameter is not None and quantizer.holds(self.tensor)
 
     def fix_codes(self, codes: Tensor, params: QParams | None = None) -> None:
-        """Fix the codes of the weight, see `Quantizer.fix_codes`.
-
-        Args:
-            codes: in the shape of the weight and the storage of the format.
-            params: scale and zero point; by default those that the quantizer has.
+        """Fix the codes of the weight, see `Quantizer.fix_codes`; the parameters are by default those it has.
 
         Raises:
             ConfigError: it has no quantizer, or is computed.
-            Exception: what `Quantizer.fix_codes` raises; the quantizer is as before then.
+            Exception: as of `Quantizer.fix_codes`; the quantizer stays as it was.
         """
         quantizer, parameter = self.quantizer, self.parameter
         if quantizer is None or parameter is None:
@@ -130,10 +126,7 @@ class Product:
             quantizer.fix_codes(codes, parameter)
 
     def row_name(self, path: str) -> str:
-        """The weight's name in results: the layer's path, and the weight's own name if the layer has several.
-
-        Args:
-            path: of its quantizer.
+        """The weight's name in results, by its quantizer's path: that of the layer, and the weight's if it has several.
 
         >>> layer = prepare(nn.Linear(2, 2), "INT8_WEIGHT_ONLY")
         >>> layer.products()[0].row_name("encoder.0._weight_quantizer")
@@ -148,11 +141,7 @@ class Product:
         return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows [groups, rows, columns] of an input x that are multiplied with the matrix.
-
-        Raises:
-            ConfigError: the weight is no matrix.
-        """
+        """The rows [groups, rows, columns] of an input that the matrix multiplies; a ConfigError if there is none."""
         raise ConfigError(f"a {self.kind} has no weight matrix")
 
 
@@ -237,12 +226,7 @@ class MatrixProduct(Product):
         return x.reshape(1, -1, x.shape[-1])
 
     def product(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The output for an input and another weight, without the bias.
-
-        Args:
-            weight: of the shape of its own.
-            x: of any float dtype: under autocast, layers get inputs of another dtype than their weight's.
-        """
+        """The output for an input of any float dtype and another weight of this shape, without the bias."""
         x = x.to(weight.dtype)
         return own_forward(self.layer, weight, x) if self.has_own_forward else self.multiplied(weight, x)
 
@@ -483,8 +467,14 @@ class ExpertProduct(MatrixProduct):
         if scale.granularity is not None:
             scale = replace(scale, granularity=self._of_one(scale.granularity, params.scale.shape))
         one = spec.replace(granularity=self._of_one(spec.granularity, weight.shape), scale=scale)
+        points = params.zero_point
         return [
-            Matrix(self.matrix(weight[expert]), one, self._each(params, expert), self.matrix(nearest[expert]))
+            Matrix(
+                self.matrix(weight[expert]),
+                one,
+                QParams(self.matrix(params.scale[expert]), None if points is None else self.matrix(points[expert])),
+                self.matrix(nearest[expert]),
+            )
             for expert in range(len(weight))
         ]
 
@@ -492,10 +482,6 @@ class ExpertProduct(MatrixProduct):
         """The granularity of one matrix [out, in]."""
         _, *blocks = granularity.block_shape(shape)
         return PerBlock(dict(enumerate(reversed(blocks) if self._is_transposed else blocks)), pad=True)
-
-    def _each(self, params: QParams, expert: int) -> QParams:
-        scale, zero_point = params.scale, params.zero_point
-        return QParams(self.matrix(scale[expert]), None if zero_point is None else self.matrix(zero_point[expert]))
 
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.mT.contiguous() if self._is_transposed else weight

@@ -1,11 +1,8 @@
-"""The quantizer: one module that is off, observes, or quantizes; of a weight it may hold codes that were fixed.
+"""The quantizer: a module that is off, observes, or quantizes, and may hold fixed codes of a weight.
 
-Before the class stand the cache of quantized weights, and what a quantizer is in a model with adapters of peft: its
-ranges train and are saved with the adapter.
-
-peft freezes all parameters but the adapter's, and saves nothing else. It exempts modules of one class of its own,
+peft freezes all parameters but the adapter's, and saves nothing else, except for modules of its class
 `AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that
-`save_pretrained`, the Trainer's checkpoints, `from_pretrained` and `load_adapter` need no call of the user.
+its ranges train and are saved with the adapter, without a call of the user.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +35,7 @@ from fakequant.errors import (
     warn_user,
 )
 from fakequant.functional import choose_qparams
-from fakequant.nn.by_value import ByValue, Kind, Mode, params_of_call
+from fakequant.nn.by_value import ByValue, params_of_call
 from fakequant.nn.learned import (
     GLOBAL_SCALE,
     LearnedRange,
@@ -62,7 +60,7 @@ from fakequant.restore import restore_on_error, state_of
 _Made = TypeVar("_Made")
 
 _UNUSUAL = (Proxy, StoredWeight)
-"""What quantizers are called with beside tensors of numbers."""
+"""Arguments of quantizers that are no tensors of numbers."""
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with fixed codes may have been converted for a while."""
 _TOLERATED = 0.1
@@ -84,15 +82,15 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
 
 
 def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
-    """The largest magnitude of every group, in the dtype of the weight, whose values they are: no more memory."""
+    """The largest magnitude of every group, in the dtype of the weight."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return library.measure(weight.detach(), spec.granularity).amax.to(weight.dtype)
 
 
 def weight_version(weight: Tensor) -> Any:
-    """A value that differs after nearly every change of a parameter: torch counts those that do not go through `data`.
+    """A value that differs after nearly every change of a parameter: torch counts changes, except through `data`.
 
-    peft merges adapters through `data`, so that the first element is looked at, too, where that waits for no device.
+    peft merges adapters through `data`; so the first element is read, too, where that waits for no device.
     """
     if type(weight) is not nn.Parameter or weight.is_inference():
         return type(weight)
@@ -102,7 +100,7 @@ def weight_version(weight: Tensor) -> Any:
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two parameters of quantizers are equal in all values, or one object."""
+    """Whether two parameters of quantizers have equal values, or are one object."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
@@ -119,10 +117,7 @@ def version_of(tensor: Tensor) -> tuple[int, int | None]:
 
 
 class WeightCache:
-    """The values and the codes of the weight of one quantizer, each found at its first use.
-
-    Copies and pickles of it are None: the copy of a quantizer quantizes its weight at every call.
-    """
+    """The values and codes of a quantizer's weight, computed at the first use. Copies and pickles of it are None."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
@@ -131,7 +126,7 @@ class WeightCache:
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
-        """Whether x is a weight whose quantized values stay the same, and no gradient of it is wanted."""
+        """Whether x is a weight whose quantized values stay the same, and that needs no gradient."""
         if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -141,29 +136,21 @@ class WeightCache:
         return not drawn and quantizer.learned is None and not library.needs_tracing(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """The quantized weight.
-
-        Raises:
-            CallError: the weight or its parameters have changed since they were first used.
-        """
+        """The quantized weight; a CallError if the weight or its parameters have changed since the first use."""
 
         def made() -> tuple[Tensor, int]:
             values = self._quantizer.quantized(x)
             return values, values._version
 
         values, version = self._once("values", x, made)
-        if values._version != version:  # what was given out was written to
+        if values._version != version:  # the caller wrote to it
             del self._made["values"]
             return self.values(x)
         # Another tensor each time, on the same memory: its attributes are the caller's.
         return values.detach()
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes of the weight and the parameters; None if it holds NaN, which has no code.
-
-        Raises:
-            CallError: as `values`.
-        """
+        """The codes of the weight and the parameters, as `Quantizer.codes`; errors as of `values`."""
         return self._once("codes", x, lambda: self._quantizer.encoded(x))
 
     def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
@@ -199,17 +186,7 @@ def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 MERGED = "trained_merged"
-"""The attribute of a weight's quantizer, and its key beside an adapter, by which the adapter was trained as merged."""
-
-
-def take_flag(quantizer: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Say where an adapter that is loaded was trained as merged, and its layer adds it to the quantized weight."""
-    if state_dict.pop(prefix + MERGED, None) is not None and not vars(quantizer).get(MERGED):
-        warn_user(
-            "the adapter was trained as it will be merged (QATCallback, Training or train_merged), and computes "
-            "something else beside quantized layers; call fakequant.integrations.peft.train_merged(model)",
-            StaleScaleWarning,
-        )
+"""The attribute of a weight's quantizer, and its key beside an adapter, that say the adapter was trained as merged."""
 
 
 def join_adapters(quantizer: nn.Module) -> None:
@@ -218,7 +195,7 @@ def join_adapters(quantizer: nn.Module) -> None:
 
 
 def joined_class(cls: type[Any]) -> type[Any]:
-    """The class of quantizers that `join_adapters` makes of another; the same class where peft is not imported."""
+    """The class that `join_adapters` gives a quantizer; the same class where peft is not imported."""
     wrapper = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", None)
     if wrapper is None or issubclass(cls, wrapper):
         return cls
@@ -229,7 +206,7 @@ def joined_class(cls: type[Any]) -> type[Any]:
 
 
 def copies_called(model: nn.Module, path: str) -> list[str]:
-    """The paths of the copies that peft calls in place of a part that `modules_to_save` names; none for other parts.
+    """The paths of the copies that peft calls in place of a part in `modules_to_save`; none for other parts.
 
     `head.original_module.dense` has the copy `head.modules_to_save.default.dense`, and one for each other adapter.
     """
@@ -254,7 +231,7 @@ class _Joined:
     _disable_adapters = False
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Nothing is switched off: the layer without adapters has the same ranges."""
+        """Do nothing: the layer has the same ranges without adapters."""
 
     def check_set_adapter(self, adapter_name: str | list[str]) -> None:
         self._active_adapter = adapter_name
@@ -264,19 +241,19 @@ class _Joined:
             parameter.requires_grad_(not inference_mode)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        """The ranges stay, because the model needs them."""
+        """Keep the ranges, which the model needs."""
         self._active_adapter = new_active_adapters or ()
 
     def _get_available_adapters(self) -> set[str]:
         return set()
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state of an adapter without the codes of weights, which are as large as the model and saved with it."""
+        """The state beside an adapter: without codes, which are as large as the model and saved with it."""
         flag = {MERGED: torch.ones((), dtype=torch.uint8)} if vars(self).get(MERGED) else {}
         return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
-        """No key is renamed: `load_state_dict` finds those that were saved."""
+        """No key is renamed."""
         return {}
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
@@ -298,6 +275,26 @@ def _new(cls: type[Any]) -> Any:
     return made.__new__(made)
 
 
+class Mode(Enum):
+    """What a quantizer does with a tensor."""
+
+    OFF = "off"
+    """Returns it as it is."""
+    OBSERVE = "observe"
+    """Shows it to the calibrator and returns it as it is."""
+    QUANTIZE = "quantize"
+    """Fake-quantizes it."""
+
+
+class Kind(Enum):
+    """What a quantizer sits on, which decides where its range comes from before calibration."""
+
+    INPUT = "input"
+    """Activations: a static range must come from calibration."""
+    WEIGHT = "weight"
+    """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
+
+
 class Quantizer(QuantizerPart):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
@@ -306,14 +303,14 @@ class Quantizer(QuantizerPart):
         kind: activations or a weight, see `Kind`.
         dynamic: take the range from every tensor anew instead of calibrating it.
 
-    `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 when the model becomes half
-    precision. After `learn(method)` they are None, and a submodule named by the method holds parameters that training
-    moves: `learned`. Where the range follows a value of the call, their first axis is that of its bins. Of a dynamic
-    quantizer the buffer `global_scale` may fix 1 / the scale of the tensor; blocks have their own below it.
+    `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. After
+    `learn(method)` they are None, and the submodule `learned`, named by the method, holds parameters that training
+    moves. Where the range follows a value of the call, their first axis is that of its bins. The buffer `global_scale`
+    of a dynamic quantizer may fix 1 / the scale of the tensor; blocks have scales below it.
 
-    The buffer `fixed_codes` is None, or holds codes of the weight as integers in its shape, which a solver or a reader
-    fixed. They are valid while the weight has their values, bit for bit. If quantizing the values gives the same codes,
-    calls quantize as usual, at no cost. Otherwise each call compares the weight with the values.
+    The buffer `fixed_codes` is None, or holds codes of the weight as integers in its shape, by a solver or a reader.
+    They are valid while the weight has their values, bit for bit. If quantizing the values gives the same codes, calls
+    quantize as usual, at no cost; otherwise each call compares the weight with the values.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
     >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -328,33 +325,33 @@ class Quantizer(QuantizerPart):
     global_scale: Tensor | None
     fixed_codes: Tensor | None
     by_value: ByValue | None = None
-    """What a call takes one of several ranges by."""
+    """The value of a call that chooses one of several ranges."""
     collected: Calibrator | None = None
-    """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
+    """The calibrator of an input's last `fakequant.calibrate`, from which `recalibrate` finds another range."""
     pinned: bool
-    """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
+    """Whether calibration and training leave the parameters alone, which an engine prescribes for a function."""
     is_zero_weight: bool | None = None
-    """Whether a weight was zero when its range was looked for, and goes on without one."""
+    """Whether a weight was zero in calibration, and has no range therefore."""
     mesh: Mesh | None = None
-    """What the quantizers of a model know together of tensor parallelism."""
+    """The processes of tensor parallelism, shared by the quantizers of a model."""
     is_unreached = False
-    """Whether the example of `prepare` did not come to it."""
+    """Whether the example of `prepare` did not reach it."""
     is_same_everywhere = False
-    """Whether its processes were seen to have the same values."""
+    """Whether a call showed that all processes have the same values."""
     range_of_weight: Tensor | None = None
-    """The largest magnitude per group of the weight for which the parameters were set."""
+    """The largest magnitude per group of the weight that the parameters were set for."""
     last_weight: Any = None
     """The weight of the last call in eval mode, see `weight_version`."""
     keeps_codes = False
-    """Whether the codes stay while the scale is learned; `stop_learning` ends it."""
+    """Whether the codes stay while the scale is learned, until `stop_learning`."""
     _weight_pending = False
     """Whether the next call sets its weight to the values of the codes."""
     _is_trained = False
-    """Whether the codes stood in a call of training."""
+    """Whether the codes were valid in a call of training."""
     _last_check: tuple[Any, bool] | None = None
-    """The last weight, by `_key`, and whether quantizing it would not give its fixed codes."""
+    """The `_key` of the last weight, and whether quantizing it would not give its fixed codes."""
     _differs: bool | None = None
-    """Whether quantizing the values of the codes, in the dtype of the last weight, gives others; None: not known."""
+    """Whether quantizing the values of the codes, in the dtype of the last weight, gives other codes; None: unknown."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -374,13 +371,13 @@ class Quantizer(QuantizerPart):
 
     @property
     def learned(self) -> LearnedRange | None:
-        """What training moves, or None while the parameters are fixed."""
+        """The parameters that training moves, or None while they are fixed."""
         module = self._modules.get(self._method)
         return module if isinstance(module, LearnedRange) else None
 
     @property
     def trained_spec(self) -> QuantSpec:
-        """The specification, with the gradient by which a range is learned while one is."""
+        """The specification, with the gradient of the method that learns the range."""
         return self.spec if (learned := self.learned) is None else learned.spec
 
     @property
@@ -391,12 +388,12 @@ class Quantizer(QuantizerPart):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the quantizer cannot work before it has seen data."""
+        """Whether the quantizer needs data before it can work."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
     def scales_each_call(self) -> bool:
-        """Whether the range is that of every tensor."""
+        """Whether the range is that of the tensor of each call."""
         return self.dynamic or not self.calibrated
 
     @property
@@ -410,22 +407,31 @@ class Quantizer(QuantizerPart):
     # Calls.
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
+        # Hooks for all modules, as of torch's trackers, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
         mesh = self.mesh
         if (type(x) not in PLAIN or (mesh is not None and mesh.group is not None)) and self.mode is not Mode.OFF:
-            x = self._known_part(x)
+            if is_sharded(x):
+                observed = self.kind is Kind.INPUT and self.mode is Mode.OBSERVE
+                x = known_parts(str(self.name or self), self.spec, x, observed=observed)
+            # Proxies of torch.fx and stored codes are no tensors; a collective that is not waited for is a subclass.
+            elif self.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+                self._check_same(x)
         return nn.Module.__call__(self, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
         if self.mode is not Mode.QUANTIZE:
-            if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
+            # A weight comes with every batch, and counts once.
+            is_seen = self.kind is Kind.WEIGHT and self.calibrator is not None and self.calibrator.observed
+            if self.mode is Mode.OBSERVE and not is_seen:
                 self.observe(x)
             return x
         if type(x) not in PLAIN and isinstance(x, _UNUSUAL):  # twice as fast as isinstance for plain tensors
-            return self._of_unusual(x)
+            if isinstance(x, Proxy):
+                return as_leaf(self, x)
+            return self._of_stored(x) if self.kind is Kind.WEIGHT else self(x.values())
         if self.kind is Kind.WEIGHT:
             self._check_fresh(x)
         if self._cache is not None and self._cache.serves(x):
@@ -437,15 +443,6 @@ class Quantizer(QuantizerPart):
                 return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
             except ShapeError as error:
                 raise self._misfit(x) from error
-        return self._by_moving_range(x)
-
-    def _of_unusual(self, x: Any) -> Any:
-        if isinstance(x, Proxy):
-            return as_leaf(self, x)
-        return self._of_stored(x) if self.kind is Kind.WEIGHT else self(x.values())
-
-    def _by_moving_range(self, x: Tensor) -> Tensor:
-        """x quantized by its own range, that of the call, or one that training moves."""
         if self.dynamic or (self.kind is Kind.WEIGHT and not self.calibrated):
             if self._buffers[GLOBAL_SCALE] is None:
                 return library.fake_quantize_dynamic(x, self.spec)
@@ -489,29 +486,11 @@ class Quantizer(QuantizerPart):
             raise self._misfit(x) from error
         return None if codes is None else (codes, params)
 
-    def _known_part(self, x: Tensor) -> Tensor:
-        """x, which may be a tensor that processes share; sums that they hold parts of are added up.
-
-        Raises:
-            ConfigError: they cut through its blocks, hold plain parts that do not tell the range of the whole, or it is
-                quantized by what DTensors cannot do.
-        """
-        if is_sharded(x):
-            observed = self.kind is Kind.INPUT and self.mode is Mode.OBSERVE
-            return known_parts(str(self.name or self), self.spec, x, observed=observed)
-        # Proxies of torch.fx and stored codes are no tensors; what a collective of torch left unfinished is a subclass.
-        if self.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
-            self._check_same(x)
-        return x
-
     def _check_same(self, x: Tensor) -> None:
-        """Raise if a plain activation is the part of one process, and its range would be another than the whole has.
+        """Raise a ConfigError if a plain activation is one process's part, with another range than the whole tensor's.
 
-        One scale that calibration found for the data of all processes fits every part, and blocks have ranges of their
-        own. For others the processes compare what they have, in the first call whose values tell.
-
-        Raises:
-            ConfigError: the processes have different values.
+        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. For others the processes
+        compare their values, in the first call whose values tell.
         """
         spec, mesh = self.spec, self.mesh
         if self.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
@@ -536,8 +515,8 @@ class Quantizer(QuantizerPart):
     def _check_fresh(self, weight: Tensor) -> None:
         """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
 
-        An unchanged parameter costs 1 us. A computed weight is another tensor in every call: it is looked at in the
-        first call after those in training mode. Sharded weights are not looked at: that takes all processes.
+        An unchanged parameter costs 1 us. A computed weight is new in every call: it is compared in the first call
+        after training mode. Sharded weights are not compared: that takes all processes.
         """
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
@@ -557,9 +536,9 @@ class Quantizer(QuantizerPart):
             )
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether a group's largest magnitude is not nearly the one for which the parameters were set.
+        """Whether a group's largest magnitude has moved by more than 10 % since the parameters were set.
 
-        A learned scale and the weight that trains with it always fit. A frozen weight changes by other means alone.
+        A learned scale and the weight that trains with it always fit.
         """
         before = self.range_of_weight
         if before is None or (self.learned is not None and weight.requires_grad):
@@ -569,7 +548,7 @@ class Quantizer(QuantizerPart):
         now, before = magnitudes(self.spec, weight).double(), before.to(weight.device).double()
         return bool(((now - before).abs() > _TOLERATED * before).any())
 
-    # What the parameters are, and what sets them.
+    # Parameters.
 
     def qparams(self, x: Tensor) -> QParams:
         """The parameters with which x would be quantized; while they are learned, differentiable.
@@ -610,7 +589,7 @@ class Quantizer(QuantizerPart):
         raise self._misfit(x)
 
     def _params_of_call(self, x: Tensor) -> tuple[QParams, QuantSpec]:
-        """The parameters that a range by a value gives the call that runs, and the specification for them."""
+        """The parameters for the value of the present call, and the specification for them, see `params_of_call`."""
         scale, by_value = self._buffers["scale"], self.by_value
         assert scale is not None
         assert by_value is not None
@@ -627,7 +606,7 @@ class Quantizer(QuantizerPart):
         )
 
     def _current(self, elements: int = 1) -> QParams:
-        """The parameters of a calibrated quantizer, as they are now; of ranges by a value, those of all bins."""
+        """The present parameters of a calibrated quantizer; of ranges by a value, those of all bins."""
         if self.learned is not None:
             return self.learned.qparams(elements)
         assert self.scale is not None
@@ -638,10 +617,7 @@ class Quantizer(QuantizerPart):
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
-        """Set scale and zero point of each bin by its range, as `set_range` does for one.
-
-        Raises:
-            ConfigError: the quantizer has one range by its nature, or learns it.
+        """Set scale and zero point of each bin by its range; a ConfigError if the quantizer has or learns one range.
 
         >>> quantizer = fq.nn.Quantizer("int8")
         >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
@@ -657,14 +633,14 @@ class Quantizer(QuantizerPart):
         self.set_qparams(table, by_value)
 
     def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None:
-        """Set scale and zero point, with `by_value` those of each bin; what is learned starts again from there."""
+        """Set scale and zero point, with `by_value` those of each bin; learning starts again from there."""
         with restore_on_error(state_of([self])):
             self.release_codes()
             self._set(params)
             self.by_value = by_value
 
     def _set(self, params: QParams) -> None:
-        """`set_qparams`, with codes that stand if the weight has their values."""
+        """`set_qparams` without a release of the codes."""
         self.range_of_weight = self.last_weight = self.is_zero_weight = self._last_check = self._differs = None
         if self.learned is not None:
             self.learned.start(params)
@@ -676,9 +652,7 @@ class Quantizer(QuantizerPart):
     def fix_global_scale(self, global_scale: Tensor) -> None:
         """Fix 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
 
-        Raises:
-            ConfigError: the quantizer is not dynamic.
-            QParamsError: the specification has no such scale, or no call would take the number.
+        Raises a ConfigError if the quantizer is not dynamic, a QParamsError as of `check_global_scale`.
         """
         if not self.dynamic:
             raise ConfigError(f"{self._title()} is not dynamic: its scales are fixed by calibrate")
@@ -686,11 +660,11 @@ class Quantizer(QuantizerPart):
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix the parameters as they are for x now, those of groups of zeros by `fill_empty_groups`."""
+        """Fix the parameters at those of x, of groups of zeros by `fill_empty_groups`."""
         range = library.measure(x, self.spec.granularity)
-        lent = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
-        given = lent is range and not self.scales_each_call
-        self.set_qparams(self.qparams(x) if given else library.choose(x, self.spec, lent))
+        filled = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
+        keeps = filled is range and not self.scales_each_call
+        self.set_qparams(self.qparams(x) if keeps else library.choose(x, self.spec, filled))
 
     def reset(self) -> None:
         """Forget the parameters."""
@@ -704,7 +678,7 @@ class Quantizer(QuantizerPart):
     # Ranges that training moves.
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
-        """Make the range something that training moves, beginning where it is now.
+        """Let training move the range, from where it is now.
 
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
@@ -742,7 +716,7 @@ class Quantizer(QuantizerPart):
             self.attach_learned(learned)
 
     def attach_learned(self, learned: LearnedRange) -> None:
-        """Learn by an object that has its parameters, or gets them from a state dict."""
+        """Learn by an object that has parameters, or gets them from a state dict."""
         self._take_away_learned()
         self.scale = self.zero_point = None
         self._method = learned.method
@@ -750,7 +724,7 @@ class Quantizer(QuantizerPart):
         join_adapters(self)  # here, because peft freezes parameters when it wraps a model
 
     def stop_learning(self) -> None:
-        """Fix the parameters at what was learned; nothing happens where nothing is learned."""
+        """Fix the parameters at the learned ones, if there are any."""
         if self.learned is None:
             return
         with torch.no_grad(), restore_on_error(state_of([self])):
@@ -764,14 +738,10 @@ class Quantizer(QuantizerPart):
         self._modules.pop(self._method, None)
         self._method = ""
 
-    # What a calibrator is shown.
+    # Calibration.
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator.
-
-        Raises:
-            CalibrationError: x holds NaN or inf; the message names the quantizer.
-        """
+        """Show x to the calibrator; a CalibrationError, which names the quantizer, if x holds NaN or inf."""
         # Not `_named_errors`: entering a context takes as long as 5,000 values, for every batch and layer.
         try:
             if self.calibrator is None:
@@ -779,10 +749,6 @@ class Quantizer(QuantizerPart):
             self.calibrator.observe(x if type(x) is Tensor else gathered(x))
         except (CalibrationError, ConfigError, ShapeError) as error:
             raise self.named(error) from error
-
-    def _knows_weight(self) -> bool:
-        """Whether the calibrator has seen the weight: it comes with every batch, and counts once."""
-        return self.calibrator is not None and self.calibrator.observed
 
     def observed_range(self) -> Range:
         """The range that the calibrator finds for what it was shown."""
@@ -802,14 +768,14 @@ class Quantizer(QuantizerPart):
         """An error with the name of the quantizer."""
         return type(error)(f"{self.name or self}: {error}")
 
-    # Codes that a solver or a reader fixed for a weight; quantizing the weight may give others.
+    # Fixed codes of a weight; quantizing the weight may give others.
 
     def fix_codes(self, codes: Tensor, weight: Tensor | None = None) -> None:
         """Fix the codes of a weight, and set the weight to their values with the present scale.
 
-        The codes are state: files, copies, exports and the start of training keep them, even if quantizing the values
-        gives other codes. They are valid while the weight has their values. After a change of the weight, such as an
-        optimizer's step, it is quantized again. They need a byte for each value in formats of up to 8 bits.
+        Files, copies, exports and the start of training keep the codes, even if quantizing the values gives others.
+        After a change of the weight, such as an optimizer's step, it is quantized again. Codes of up to 8 bits need a
+        byte for each value.
 
         Args:
             codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
@@ -828,7 +794,19 @@ class Quantizer(QuantizerPart):
         >>> quantizer(weight)
         tensor([[ 1.5000, -4.0000,  0.5000]], grad_fn=<...>)
         """
-        self._check_can_fix(weight)
+        if self.kind is not Kind.WEIGHT:
+            raise ConfigError(f"{self._title()} is that of an input, and codes are fixed for weights")
+        if self.learned is not None:
+            raise ConfigError(
+                f"{self._title()} learns its range, and codes need a fixed scale; call its stop_learning(), or "
+                "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED), before fix_codes"
+            )
+        if self.scales_each_call:
+            cure = "prepare it with a static range" if self.dynamic else "call calibrate, or its set_qparams, first"
+            raise CalibrationError(f"{self._title()} has no fixed scale for codes; {cure}")
+        if weight is not None and (is_sharded(weight) or weight.is_meta):
+            place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
+            raise ConfigError(f"the codes of {self.name or self} cannot be fixed, because its weight is {place}")
         self._check_codes(codes, codes if weight is None else weight)
         check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=self.spec.scale.is_exact, traced=False)
         with torch.no_grad():
@@ -844,19 +822,17 @@ class Quantizer(QuantizerPart):
             self._give(weight, values)
 
     def release_codes(self) -> None:
-        """Forget fixed codes; from now on the weight is quantized. Its values do not change."""
+        """Forget fixed codes, and quantize the weight again; its values do not change."""
         self.fixed_codes = self._last_check = self._differs = None
         self._weight_pending = self._is_trained = self.keeps_codes = False
 
     def keep_codes(self) -> None:
-        """Let the fixed codes stay whatever training does to the learned scale.
+        """Keep the fixed codes while training moves the learned scale.
 
         The weight itself is not read and gets no gradient. It has the values of its codes again after `give_values`.
+        Raises a ConfigError without fixed codes, or without a range that is learned by gradient.
 
         Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
-
-        Raises:
-            ConfigError: no fixed codes, or no range that is learned by gradient.
         """
         if self.fixed_codes is None or self.learned is None or not [*self.learned.parameters()]:
             raise ConfigError(
@@ -866,14 +842,16 @@ class Quantizer(QuantizerPart):
         self.keeps_codes, self._differs = True, None
 
     def give_values(self, weight: nn.Parameter) -> None:
-        """Set a weight whose codes stay to their values with the scale as it is now."""
+        """Set a weight whose codes stay to their values with the present scale."""
         if self.keeps_codes:
             with torch.no_grad():
                 weight.copy_(self._values(weight.dtype))
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether fixed codes are valid for a weight: it has their values, up to the rounding of conversions to other
-        dtypes, or stores them. Those that stay are always valid."""
+        """Whether fixed codes are valid for a weight: it stores them, or has their values up to conversions of dtype.
+
+        Codes that stay are always valid.
+        """
         if self.keeps_codes or type(weight) is StoredWeight:
             return True
         if self._buffers[KEY] is None:
@@ -895,14 +873,14 @@ class Quantizer(QuantizerPart):
         return self._stored() if self.needs_codes(x) else None
 
     def values_of_codes(self, x: Tensor) -> Tensor | None:
-        """The values of the fixed codes if x `needs_codes`; None if x is quantized as usual.
+        """The values of the fixed codes if x `needs_codes`, else None.
 
-        Codes are in the range of their format, so that the gradient passes. Those that stay give the scale its
-        gradient: the code less the zero point.
+        Codes are in the range of their format, so that the gradient passes. The scale of codes that stay gets the
+        gradient of the code less the zero point.
         """
         if self.keeps_codes:
             return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
-        if self._differs is False and not self.training:  # first, because it is asked at every call
+        if self._differs is False and not self.training:  # first: each call asks it
             return None
         if torch.compiler.is_compiling() or library.needs_tracing(x):
             return self._traced_values(x)
@@ -920,11 +898,7 @@ class Quantizer(QuantizerPart):
         return y
 
     def _of_stored(self, x: StoredWeight) -> StoredWeight:
-        """The values of a weight that is stored as codes, whose scale this quantizer has.
-
-        Raises:
-            ConfigError: the scale has changed since the codes were stored.
-        """
+        """A weight stored as codes; a ConfigError if the scale has changed since they were stored."""
         own = self._buffers["scale"], self._buffers["zero_point"]
         if own[0] is x.scale or torch.compiler.is_compiling():
             return x
@@ -953,7 +927,15 @@ class Quantizer(QuantizerPart):
                 self.release_codes()
                 return None
             if not (trains or self._is_trained) and self._fits(x):
-                self._warn_of_change(x)
+                if self._differs is None:  # else codes of unchanged values stay
+                    self._differs = self._differs_requantized(self._values(x.dtype))
+                if self._differs:
+                    warn_user(  # without the name of the layer: it is one line for all layers of a model
+                        "weights changed since their codes were fixed: all codes of such a weight are made from it "
+                        "again, which changes codes beside those of the changed values, too; restore the weight, or "
+                        "fix its codes anew by Quantizer.fix_codes",
+                        StaleScaleWarning,
+                    )
         elif key is None or self._last_check != (key, True):
             self._differs = self._differs_requantized(x)
         self._is_trained |= trains
@@ -971,7 +953,7 @@ class Quantizer(QuantizerPart):
             return values if stands else None
 
     def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The values of the codes after a conversion to other dtypes, and then to this one."""
+        """The values of the codes after a conversion to another dtype, and then to this one."""
         exact = self._values(torch.float32)
         return (exact.to(own).to(dtype) for own in _CONVERTED)
 
@@ -982,18 +964,6 @@ class Quantizer(QuantizerPart):
             return True
         codes = library.encode(x, self._params(x), self.spec)
         return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
-
-    def _warn_of_change(self, x: Tensor) -> None:
-        """Warn that codes of unchanged values may change, too."""
-        if self._differs is None:
-            self._differs = self._differs_requantized(self._values(x.dtype))
-        if self._differs:
-            warn_user(  # without the name of the layer: it is one line for all layers of a model
-                "weights changed since their codes were fixed: all codes of such a weight are made from it again, "
-                "which changes codes beside those of the changed values, too; restore the weight, or fix its codes "
-                "anew by Quantizer.fix_codes",
-                StaleScaleWarning,
-            )
 
     def _traced_values(self, x: Tensor) -> Tensor | None:
         """`_needed_values` for tracing: torch operations compare at each call; None if quantizing gives the codes."""
@@ -1023,21 +993,6 @@ class Quantizer(QuantizerPart):
             stands = stands | (own == x).all()
         fixed = torch.where(values == x, x, values + (x - x.detach()))  # with the gradient of x, to the bit
         return torch.where(stands, fixed, library.fake_quantize(x, self.qparams(x), self.trained_spec))
-
-    def _check_can_fix(self, weight: Tensor | None) -> None:
-        if self.kind is not Kind.WEIGHT:
-            raise ConfigError(f"{self._title()} is that of an input, and codes are fixed for weights")
-        if self.learned is not None:
-            raise ConfigError(
-                f"{self._title()} learns its range, and codes need a fixed scale; call its stop_learning(), or "
-                "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED), before fix_codes"
-            )
-        if self.scales_each_call:
-            cure = "prepare it with a static range" if self.dynamic else "call calibrate, or its set_qparams, first"
-            raise CalibrationError(f"{self._title()} has no fixed scale for codes; {cure}")
-        if weight is not None and (is_sharded(weight) or weight.is_meta):
-            place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
-            raise ConfigError(f"the codes of {self.name or self} cannot be fixed, because its weight is {place}")
 
     def _check_codes(self, codes: Tensor, weight: Tensor) -> None:
         try:
@@ -1091,7 +1046,7 @@ class Quantizer(QuantizerPart):
             return None
         return weight_version(x), x.dtype, self.spec, version_of(codes), version_of(scale)
 
-    # What torch asks of a module.
+    # Methods of torch's modules.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -1120,13 +1075,18 @@ class Quantizer(QuantizerPart):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Become what the state says: fixed, or learned by the method that its keys name.
+        """Load a fixed range, or one learned by the method that the keys name.
 
         A state without codes keeps the present ones, which are valid if the weight has their values. Codes stay under a
         learned scale where the metadata of the state, or without metadata this quantizer, says so. One range, or those
         of other bins, are refused where there are several.
         """
-        take_flag(self, state_dict, prefix)
+        if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
+            warn_user(
+                "the adapter was trained as it will be merged (QATCallback, Training or train_merged), and computes "
+                "something else beside quantized layers; call fakequant.integrations.peft.train_merged(model)",
+                StaleScaleWarning,
+            )
         methods = {key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)}
         stated = sorted(methods & set(learned_ranges()))
         if stated and stated[0] != self._method:
@@ -1164,7 +1124,7 @@ class Quantizer(QuantizerPart):
         self.keeps_codes = keeps and self.learned is not None and self.fixed_codes is not None
 
     def _numbers(self) -> str:
-        """The specification without what changes no scale: the gradient, and rounding to nearest or by chance."""
+        """The specification without gradient and rounding, which change no scale."""
         return str(self.spec.replace(gradient=Gradient.CODE_RANGE, rounding=Rounding.NEAREST_EVEN))
 
     def __repr__(self) -> str:
@@ -1178,19 +1138,17 @@ class Quantizer(QuantizerPart):
         elif not self.calibrated:
             words.append("follows the weight" if self.kind is Kind.WEIGHT else "not calibrated")
         else:
-            words += self._scale_words()
+            scale = self._current().scale.detach()
+            if not is_concrete(scale):  # of an exporter or a transform: `torch.vmap` asks for the name of its function
+                words.append("calibrated")
+            else:
+                lowest, highest = scale.min().item(), scale.max().item()
+                many = f" to {highest:.4g} [{scale.numel()}]" if scale.numel() > 1 else ""
+                words += [f"scale {lowest:.4g}{many}", *self.by_value_text()]
+                words += [f"learned by {self._method}"] if self.learned is not None else []
         if self.fixed_codes is not None:
             words.append("fixed codes")
         return f"Quantizer({', '.join(words)})"
-
-    def _scale_words(self) -> list[str]:
-        scale = self._current().scale.detach()
-        if not is_concrete(scale):  # an exporter's, or a transform's: `torch.vmap` asks for the name of what it calls
-            return ["calibrated"]
-        lowest, highest = scale.min().item(), scale.max().item()
-        many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
-        words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
-        return [*words, *self.by_value_text(), *([f"learned by {self._method}"] if self.learned is not None else [])]
 
     def by_value_text(self) -> list[str]:
         """What a representation says of ranges by a value."""

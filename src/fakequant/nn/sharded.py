@@ -64,36 +64,31 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """A DTensor whose sums that processes hold parts of are added up.
+    """A DTensor with partial sums added up, for the quantizer of a path.
 
-    Args:
-        name: the path of its quantizer.
-        spec: how it is quantized.
-        x: the DTensor.
-        observed: whether a calibrator sees it next, which gathers its parts.
-
-    Raises:
-        ConfigError: as `check_parts`, or processes take it for larger or smaller than others.
+    `observed`: a calibrator sees it next, which gathers its parts. Raises a ConfigError as `check_parts`, or if
+    processes take it for larger or smaller than others.
     """
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):
         if observed and placement.is_shard():
-            _check_shape(name, tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place)))
+            own, shapes = tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place))
+            if other := next((shape for shape in shapes if shape != own), None):  # to gather it would end in an abort
+                raise ConfigError(
+                    f"{name}: the parts of this tensor differ in size, and RowwiseParallel takes them for equal: all "
+                    f"would be {list(own)} here, and {list(other)} elsewhere. Take a width that {len(shapes)} divides, "
+                    "or ColwiseParallel(output_layouts=Replicate()) before "
+                    "RowwiseParallel(input_layouts=Replicate())"
+                )
     check_parts(name, spec, x, range(x.device_mesh.ndim))
     return x
 
 
 def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None:
-    """Raise if a DTensor cannot be quantized in parts.
+    """Raise a ConfigError if a DTensor cannot be quantized in parts along axes of its mesh.
 
-    Args:
-        name: the path of its quantizer.
-        spec: how it is quantized.
-        x: the DTensor; it may be on the meta device.
-        axes: of its mesh, along which processes have parts.
-
-    Raises:
-        ConfigError: the borders of processes cut through its blocks, or DTensors cannot do what the specification says.
+    Borders of processes may not cut through its blocks, and DTensors must do what the specification says. It may be on
+    the meta device.
     """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(
@@ -103,16 +98,6 @@ def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None
     for place in axes:
         if (placement := x.placements[place]).is_shard():
             _check_borders(name, spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
-
-
-def _check_shape(name: str, own: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
-    """Raise if processes take a DTensor for larger or smaller than others: to gather it would end in an abort."""
-    if other := next((shape for shape in shapes if shape != own), None):
-        raise ConfigError(
-            f"{name}: the parts of this tensor differ in size, and RowwiseParallel takes them for equal: all would be "
-            f"{list(own)} here, and {list(other)} elsewhere. Take a width that {len(shapes)} divides, or "
-            "ColwiseParallel(output_layouts=Replicate()) before RowwiseParallel(input_layouts=Replicate())"
-        )
 
 
 def _check_borders(name: str, spec: QuantSpec, shape: tuple[int, ...], axis: int, processes: int) -> None:

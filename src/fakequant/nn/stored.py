@@ -133,11 +133,7 @@ class StoredWeight(Tensor):
         return _unpack(self.packed, self.spec.format, self.whole_shape)
 
     def values(self, *, lent: bool = False) -> Tensor:
-        """The values.
-
-        Args:
-            lent: in memory that holds them until the next such call of this thread.
-        """
+        """The values; `lent` in memory that holds them until the next such call of this thread."""
         shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
         step = self._rows_at_once()
         if not shape or step >= shape[0] or torch.compiler.is_compiling():
@@ -162,11 +158,7 @@ class StoredWeight(Tensor):
         return decoded.unflatten(0, indices.shape) if indices.dim() != 1 else decoded
 
     def with_parts(self, packed: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> StoredWeight:
-        """A weight of the same kind with other codes, and other scales where they are given.
-
-        Raises:
-            ConfigError: they are of another shape or dtype.
-        """
+        """A weight with other codes, and other scales where given; a ConfigError if their shape or dtype is another."""
         given = packed, self.scale if scale is None else scale, self.zero_point if zero_point is None else zero_point
         for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
             if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):
@@ -258,40 +250,38 @@ class StoredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, first = kwargs or {}, cast("StoredWeight", args[0] if args else None)
         if func in _VIEWS and not kwargs and isinstance(first, StoredWeight):
-            return first._view(func, args[1:])
-        if func is _aten._to_copy.default and _rounds_once(first, kwargs):
-            device = torch.device(kwargs.get("device") or first.device)
-            return first._with(first.packed.to(device), device, kwargs.get("dtype") or first.dtype)
+            moves = func not in (_aten.detach.default, _aten.alias.default)
+            views = (*first.views, (func, args[1:])) if moves else first.views
+            params = QParams(first.scale, first.zero_point)
+            return cls(first.packed, params, first.spec, first.whole_shape, first.dtype, views)
+        if func is _aten._to_copy.default:
+            device, dtype = torch.device(kwargs.get("device") or first.device), kwargs.get("dtype") or first.dtype
+            # As of autocast, such a copy has the values that it would have as codes.
+            halves = first.dtype is torch.float32 and dtype in (torch.bfloat16, torch.float16)
+            if halves or dtype == first.dtype:
+                return first._with(first.packed.to(device), device, dtype)
         if func is _aten.clone.default:
             return first._copied({}, False)
         if func is _aten.embedding.default and isinstance(first, StoredWeight):
             return first.rows(args[1])
         if func is _aten.copy_.default and all(isinstance(own, StoredWeight) for own in args[:2]):
-            return first._take(args[1])
+            other = args[1]
+            if (first.spec, first.whole_shape) != (other.spec, other.whole_shape) or first.views or other.views:
+                raise ConfigError(f"{other} does not fit {first}")
+            for name in ("packed", "scale", "zero_point"):
+                own, given = getattr(first, name), getattr(other, name)
+                if own is not None and given is not None and own is not given:
+                    own.copy_(given)
+            return first
         if func in _PRODUCTS and sum(isinstance(own, StoredWeight) for own in args) == 1 and not kwargs:
             return func(*(own.values(lent=True) if isinstance(own, StoredWeight) else own for own in args))
         _refuse_writing(func, args, kwargs)
         args, kwargs = tree_map_only(StoredWeight, StoredWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _view(self, func: Any, args: tuple[Any, ...]) -> StoredWeight:
-        moves = func not in (_aten.detach.default, _aten.alias.default)
-        views = (*self.views, (func, args)) if moves else self.views
-        params = QParams(self.scale, self.zero_point)
-        return type(self)(self.packed, params, self.spec, self.whole_shape, self.dtype, views)
-
-    def _take(self, other: StoredWeight) -> StoredWeight:
-        """Become another weight of the same specification."""
-        if (self.spec, self.whole_shape) != (other.spec, other.whole_shape) or self.views or other.views:
-            raise ConfigError(f"{other} does not fit {self}")
-        for own, given in ((self.packed, other.packed), (self.scale, other.scale), (self.zero_point, other.zero_point)):
-            if own is not None and given is not None and own is not given:
-                own.copy_(given)
-        return self
-
 
 class _Room(threading.local):
-    """The memory of one weight in float, which each thread fills anew."""
+    """A buffer of each thread for a decoded weight."""
 
     held: Tensor | None = None
 
@@ -326,12 +316,6 @@ def _viewed(x: Tensor, views: tuple[View, ...]) -> Tensor:
     return x
 
 
-def _rounds_once(weight: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy of another dtype or device has the values that it would have as codes: those of autocast."""
-    same = kwargs.get("dtype") in (None, weight.dtype)
-    return same or (weight.dtype is torch.float32 and kwargs["dtype"] in (torch.bfloat16, torch.float16))
-
-
 def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
     if not func._schema.is_mutable:
         return
@@ -347,12 +331,9 @@ def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
 def _rebuilt(*parts: Any) -> Any:
     packed, scale, zero_point, *own, views, is_parameter = parts
     make: Any = StoredWeight
-    made = make(packed, QParams(scale, zero_point), *own, tuple((_operator(name), args) for name, args in views))
+    operators = {str(op): op for op in _VIEWS}
+    made = make(packed, QParams(scale, zero_point), *own, tuple((operators[name], args) for name, args in views))
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
-
-
-def _operator(name: str) -> Any:
-    return next(op for op in _VIEWS if str(op) == name)
 
 
 @lru_cache(maxsize=64)
@@ -417,8 +398,11 @@ class StoringLayer(nn.Module):
         for name in [*self._parameters, *self._buffers]:  # in the order of the float layer
             if (value := destination.pop(prefix + name, None)) is not None:
                 key, weight = prefix + name, stored.get(name)
-                held = {key: value} if weight is None else {key + CODES: weight.packed, key + SPEC: _bytes(weight)}
-                destination.update(held)
+                if weight is None:
+                    destination[key] = value
+                else:
+                    spec = torch.tensor([*str(weight.spec).encode()], dtype=torch.uint8)
+                    destination.update({key + CODES: weight.packed, key + SPEC: spec})
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
@@ -441,7 +425,3 @@ class StoringLayer(nn.Module):
                     "load_state_dict, or use fakequant.save and fakequant.load"
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-
-
-def _bytes(weight: StoredWeight) -> Tensor:
-    return torch.tensor([*str(weight.spec).encode()], dtype=torch.uint8)

@@ -28,11 +28,7 @@ class InputTransform(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, layer: Any, **options: int) -> InputTransform:
-        """A transform that fits a layer and changes nothing yet, or whose buffers a checkpoint sets.
-
-        Raises:
-            ConfigError: none of this kind and with these options fits the layer.
-        """
+        """A transform that fits a layer and changes nothing, or whose buffers a checkpoint sets; else a ConfigError."""
 
     def options(self) -> dict[str, int]:
         """The arguments of `of`, besides the layer."""
@@ -248,11 +244,7 @@ def walsh_hadamard(x: Tensor) -> Tensor:
 
 
 def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
-    """A transform by its name.
-
-    Raises:
-        ConfigError: an unknown name or option, or one that does not fit the layer.
-    """
+    """A transform by its name; a ConfigError for an unknown name or option, or a layer that it does not fit."""
     cls = InputTransform._kinds.get(kind)
     if cls is None:
         raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")

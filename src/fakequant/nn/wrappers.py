@@ -74,7 +74,8 @@ def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
         model: Any = args[0] if args else None
-        if not isinstance(model, nn.Module) or not _is_wrapped(model):
+        is_wrapped = isinstance(model, nn.Module) and any(inside(own) is not own for own in model.modules())
+        if not is_wrapped:
             return function(*args, **kwargs)
         if groups and kwargs.get("group") is None and "process_group" in vars(model):
             kwargs["group"] = model.process_group
@@ -83,10 +84,6 @@ def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
         return cast("Result", model if result is inner else result)
 
     return called
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    return any(inside(module) is not module for module in model.modules())
 
 
 class Role(Enum):

@@ -329,10 +329,7 @@ def granularities() -> list[str]:
 
 
 def parse_granularity(text: str) -> Granularity:
-    """The granularity of a text form.
-
-    Raises:
-        SpecError: the text is not one.
+    """The granularity of a text form; a SpecError for other texts.
 
     >>> parse_granularity("per_block(-1:32)")
     PerBlock(sizes=((-1, 32),), pad=False)
@@ -444,10 +441,7 @@ def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
 def over_blocks(values: Tensor, blocks: Shape, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
     """Reduce every block, and repeat the result at each of its values.
 
-    Args:
-        values: any shape.
-        blocks: the block size along every axis.
-        reduce: takes `blocked(values)` and the axes of a block, and keeps these with size 1.
+    `reduce` takes `blocked(values)` and the axes of a block, and keeps these with size 1.
 
     >>> over_blocks(torch.tensor([1, 2, 3, 4]), (2,), lambda view, axes: view.sum(axes, True))
     tensor([3, 3, 7, 7])
@@ -539,8 +533,17 @@ def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | N
     """The shared scale of every block: its farthest scale divided by the farthest code that gives an exact split."""
     whole = farthest(view, axes)
     found, open = torch.zeros_like(whole), whole != 0
-    for code in _from_farthest(fmt):
-        for tried in _near(whole / code, shared):
+    if fmt.has_zero_point:
+        codes = [float(code) for code in range(int(fmt.quant_min), int(fmt.quant_max) + 1) if code]
+    else:
+        patterns = torch.arange(1 << fmt.bits).to(torch.uint8).view(fmt.storage)
+        codes = [code for code in fmt.from_storage(patterns, torch.float64).tolist() if 0 < code < math.inf]
+    # The farthest first; of q and -q, the sign of the format's farthest.
+    for code in sorted(codes, key=lambda code: (-abs(code), code * fmt.farthest < 0)):
+        value, end = whole / code, torch.full_like(whole, torch.inf)
+        # In float32 also the neighbours of the nearest number.
+        near = [value, torch.nextafter(value, end), torch.nextafter(value, -end)]
+        for tried in near if shared is None else [rounded(value, shared)]:
             if not bool(open.any()):
                 return found
             # Subnormal shared scales would be flushed somewhere.
@@ -548,21 +551,3 @@ def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | N
             good = open & (same.amin(axes, True) if axes else same)
             found, open = torch.where(good, tried, found), open & ~good
     return None if bool(open.any()) else found
-
-
-def _from_farthest(fmt: Format) -> list[float]:
-    """Candidate codes for the farthest scale, farthest first; of q and -q, the sign of the format's farthest first."""
-    if fmt.has_zero_point:
-        codes = [float(code) for code in range(int(fmt.quant_min), int(fmt.quant_max) + 1) if code]
-    else:
-        patterns = torch.arange(1 << fmt.bits).to(torch.uint8).view(fmt.storage)
-        codes = [code for code in fmt.from_storage(patterns, torch.float64).tolist() if 0 < code < math.inf]
-    return sorted(codes, key=lambda code: (-abs(code), code * fmt.farthest < 0))
-
-
-def _near(value: Tensor, fmt: Format | None) -> list[Tensor]:
-    """Candidates for a shared scale: the nearest number of its format; in float32 also its neighbours."""
-    if fmt is not None:
-        return [rounded(value, fmt)]
-    end = torch.full_like(value, torch.inf)
-    return [value, torch.nextafter(value, end), torch.nextafter(value, -end)]

@@ -60,11 +60,7 @@ class QParams(NamedTuple):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of a dtype are quantized: float64 for itself, else float32.
-
-    Raises:
-        DTypeError: not a floating dtype of at least 16 bits.
-    """
+    """The dtype in which tensors of a dtype are quantized: float64 for itself, else float32; else a DTypeError."""
     if dtype not in FLOATING:
         raise DTypeError(
             f"cannot quantize a tensor of dtype {dtype}: expected float32, float64, float16 or bfloat16; "
@@ -74,11 +70,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Check that a value is a tensor with one number for each element.
-
-    Raises:
-        DTypeError: no tensor, or a sparse, nested or quantized one.
-    """
+    """Raise a DTypeError for no tensor, or a sparse, nested or quantized one."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
         if isinstance(value, Tensor) and value.is_nested:
             kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
@@ -134,11 +126,7 @@ def is_concrete(*tensors: object) -> bool:
 
 
 def is_readable_without_sync(values: Tensor, *, traced: bool = True) -> bool:
-    """Whether values may be looked at without waiting until an accelerator has done all work before them.
-
-    Args:
-        traced: false if `is_concrete` is known to be true.
-    """
+    """Whether values may be read without a wait for an accelerator; `traced` is false where `is_concrete` is true."""
     return values.device.type == "cpu" and (not traced or is_concrete(values))
 
 
@@ -326,11 +314,7 @@ def resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tenso
 def checked_params(
     scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec, dtype: torch.dtype, *, traced: bool
 ) -> QParams:
-    """Scale and zero point for x (or its codes) in the shape that broadcasts.
-
-    Raises:
-        ShapeError, QParamsError, SpecError: they do not fit x, the format or the specification.
-    """
+    """Scale and zero point for x (or its codes) in the shape that broadcasts; errors if they do not fit."""
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = fit("scale", as_tensor("scale", scale, x, dtype), x, spec)
@@ -407,11 +391,7 @@ def _plain_number(value: Number) -> Number:
 
 
 def as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter for x as a tensor of a dtype.
-
-    Raises:
-        DTypeError, QParamsError: it is no real number, or one that the dtype does not have.
-    """
+    """A parameter for x as a tensor of a dtype; a DTypeError or QParamsError if it is no real number of that dtype."""
     value = _plain_number(value)
     if isinstance(value, Tensor):
         check_tensor(name, value)

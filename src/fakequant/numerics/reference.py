@@ -107,17 +107,13 @@ def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
         digits.append(whole_sums(digit.to(torch.int64).sum(axes)))
         rest = (rest - digit) * 2.0**DIGIT_BITS
     back = power_of_two((power.squeeze(axes) - 1) * (DIGIT_BITS // 2))
-    return _as_float(digits) * back * back
-
-
-def _as_float(digits: list[Tensor]) -> Tensor:
-    """The number that summed digits stand for, in units of the first digit."""
+    # The number that summed digits stand for, in units of the first digit.
     number, carry = torch.zeros_like(digits[0], dtype=torch.float64), 0
     for digit in reversed(digits[1:]):
         digit = digit + carry
         carry = torch.bitwise_right_shift(digit + 2 ** (DIGIT_BITS - 1), DIGIT_BITS)
         number = (number + (digit - carry * 2**DIGIT_BITS)) * 2.0**-DIGIT_BITS
-    return number + (digits[0] + carry)
+    return (number + (digits[0] + carry)) * back * back
 
 
 class Codes(NamedTuple):
@@ -141,11 +137,6 @@ class _Blocked(NamedTuple):
     """The random words of stochastic rounding; None if rounding is to nearest or no code is computed."""
 
 
-def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
-    blocks, dtype = spec.granularity.block_shape(x.shape), compute_dtype(x.dtype)
-    return _Blocked(blocked(x.to(dtype), blocks), *_blocked_params(params, x.shape, blocks, dtype))
-
-
 def _blocked_params(params: QParams, shape: Shape, blocks: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point, shaped to broadcast with the blocked view of a tensor [shape]."""
     scale = blocked_groups(params.scale.to(dtype), shape, blocks)
@@ -154,11 +145,7 @@ def _blocked_params(params: QParams, shape: Shape, blocks: Shape, dtype: torch.d
 
 
 def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
-    """The seed of stochastic rounding; None if rounding is to nearest.
-
-    Raises:
-        QParamsError: it is missing.
-    """
+    """The seed of stochastic rounding, a QParamsError if it is missing; None if rounding is to nearest."""
     if spec.rounding is Rounding.NEAREST_EVEN:
         return None
     if seed is None:
@@ -167,10 +154,9 @@ def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
 
 
 def _to_encode(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
-    b, seed = _blocked(x, params, spec), seed_of(params.seed, spec)
-    if seed is None:
-        return b
-    return b._replace(words=blocked(random_words(seed, x), spec.granularity.block_shape(x.shape)))
+    blocks, dtype, seed = spec.granularity.block_shape(x.shape), compute_dtype(x.dtype), seed_of(params.seed, spec)
+    words = None if seed is None else blocked(random_words(seed, x), blocks)
+    return _Blocked(blocked(x.to(dtype), blocks), *_blocked_params(params, x.shape, blocks, dtype), words)
 
 
 def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
@@ -239,8 +225,13 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
     other = choose_qparams(range, spec, largest=largest, bound=spec.format.second)
     if not x.numel():
         return params
-    errors = [_squared_errors(x, tried, spec) for tried in (other, params)]
-    axes = block_axes(x.shape, spec.granularity.block_shape(x.shape))
+    blocks, nearest = spec.granularity.block_shape(x.shape), spec.replace(rounding=Rounding.NEAREST_EVEN)
+    exact = x.detach().to(compute_dtype(x.dtype))
+    errors: list[Tensor] = []
+    for tried in (other, params):
+        error = (fake_quantize(exact, tried, nearest) - exact).double()
+        errors.append(blocked(torch.where(error.isfinite(), error, 0.0).square(), blocks))
+    axes = block_axes(x.shape, blocks)
     better = is_less(*errors, axes).reshape(params.scale.shape)
     return params._replace(scale=torch.where(better, other.scale, params.scale))
 
@@ -252,13 +243,6 @@ def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
     return (_sums(values, granularity) / _sums(torch.ones_like(values), granularity).clamp(min=1.0)).to(
         compute_dtype(x.dtype)
     )
-
-
-def _squared_errors(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """The squared errors of finite values in blocks, float64; 0 for others."""
-    x = x.detach().to(compute_dtype(x.dtype))
-    error = (fake_quantize(x, params, spec.replace(rounding=Rounding.NEAREST_EVEN)) - x).double()
-    return blocked(torch.where(error.isfinite(), error, 0.0).square(), spec.granularity.block_shape(x.shape))
 
 
 def _sums(values: Tensor, granularity: Granularity) -> Tensor:
@@ -422,11 +406,7 @@ def grad_params(
 def tangent_params(
     x: Tensor, params: QParams, spec: QuantSpec, tangents: tuple[Tensor | None, Tensor | None]
 ) -> Tensor | None:
-    """The tangent of y from those of scale and zero point (forward mode), the shape of x; None if both have none.
-
-    Args:
-        tangents: of scale and zero point [groups, axes kept].
-    """
+    """The tangent of y from those of scale and zero point [groups, axes kept]; None if both have none."""
     b = _to_encode(x, params, spec)
     blocks = spec.granularity.block_shape(x.shape)
     moved = [

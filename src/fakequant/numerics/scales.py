@@ -178,11 +178,7 @@ class ScaleSpec:
 
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
-        """Parse the text of a specification; empty text means float32 scales.
-
-        Raises:
-            SpecError: the text is not a specification.
-        """
+        """Parse the text of a specification, empty for float32 scales; a SpecError for other texts."""
         if not text:
             return cls()
         name, _, granularity = text.removeprefix(cls.word + "=").partition("@")
@@ -269,7 +265,15 @@ class ScaleSpec:
         is_wide = self.rounding is ScaleRounding.FOUR_OVER_SIX
         whole = self.format.quant_max / self._room * element.bound if is_wide else self.format.quant_max * bound
         shared = self._shared(extent, whole).clamp(min=torch.finfo(extent.dtype).tiny) if shared is None else shared
-        return self._under_a_scale(extent, bound, whole, shared).clamp(max=limit)
+        # code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded. A code of
+        # 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, not all.
+        if extent.numel() and whole > torch.finfo(extent.dtype).max:
+            raise SpecError(
+                f"scales in {self.format} under codes up to {bound:g} reach beyond {extent.dtype}; choose a smaller one"
+            )
+        code = rounded(divide(extent, bound * shared), self.format)
+        scale = torch.where(code > 0, code, self.format.smallest) * shared
+        return scale.clamp(min=torch.finfo(extent.dtype).tiny).clamp(max=limit)
 
     def _power_of_two(self, amax: Tensor, element: Format, largest: int, limit: float) -> Tensor:
         """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
@@ -294,21 +298,6 @@ class ScaleSpec:
         assert self.granularity is not None, "only scales with one share"
         whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
         return divide(whole, torch.full_like(whole, divisor))
-
-    def _under_a_scale(self, amax: Tensor, bound: float, whole_bound: float, shared: Tensor) -> Tensor:
-        """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
-
-        A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision,
-        but not all.
-        """
-        assert self.format is not None, "float32 scales are not rounded"
-        finfo = torch.finfo(amax.dtype)
-        if amax.numel() and whole_bound > finfo.max:
-            raise SpecError(
-                f"scales in {self.format} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one"
-            )
-        code = rounded(divide(amax, bound * shared), self.format)
-        return (torch.where(code > 0, code, self.format.smallest) * shared).clamp(min=finfo.tiny)
 
     def _exact(self, extent: Tensor, bound: float, limit: float, *, keeps_small: bool = True) -> Tensor:
         """code * d, both exactly numbers of their formats: 0 where the extent is 0.

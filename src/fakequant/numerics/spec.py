@@ -162,19 +162,6 @@ class QuantSpec:
             raise SpecError(f"scale must be a ScaleSpec such as ScaleSpec('float8_e8m0fnu'), got {self.scale!r}")
         if self.format.quant_min > 0:
             raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
-        self._check_scale()
-        if self.arithmetic.has_two_scales and not self.format.has_zero_point:
-            raise SpecError(f"{self.arithmetic} is for integer formats such as int8_narrow, and {self.format} is none")
-        if self.offset is not None:
-            self._check_offset(self.offset)
-        if self.symmetric:
-            return
-        if not self.format.has_zero_point:
-            raise SpecError(f"{self.format} has no zero point: symmetric=False is for integer formats only")
-        if not self.arithmetic.is_linear:
-            raise SpecError(f"{self.arithmetic} has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
-
-    def _check_scale(self) -> None:
         scale, plain = self.scale, self.scale.rounding is ScaleRounding.NEAREST and self.scale.is_exact
         if scale != ScaleSpec() and (
             not self.arithmetic.is_linear or not (self.symmetric or plain or scale.format is None)
@@ -187,15 +174,21 @@ class QuantSpec:
             raise SpecError(f"{scale} is for symmetric specifications; leave {scale.rounding.value} out")
         if scale.rounding is ScaleRounding.HALF_RANGE and not self.format.signed:
             raise SpecError(f"{scale} is for signed formats; leave half_range out for {self.format}")
-
-    def _check_offset(self, offset: OffsetSpec) -> None:
-        if not isinstance(offset, OffsetSpec):
-            raise SpecError(f"offset must be an OffsetSpec such as OffsetSpec('float16'), got {offset!r}")
-        if self.symmetric or not self.format.has_zero_point or self.format.signed:
+        if self.arithmetic.has_two_scales and not self.format.has_zero_point:
+            raise SpecError(f"{self.arithmetic} is for integer formats such as int8_narrow, and {self.format} is none")
+        if self.offset is not None and not isinstance(self.offset, OffsetSpec):
+            raise SpecError(f"offset must be an OffsetSpec such as OffsetSpec('float16'), got {self.offset!r}")
+        if self.offset is not None and (self.symmetric or not self.format.has_zero_point or self.format.signed):
             raise SpecError(
                 f"an offset takes the place of a zero point, for codes from 0 on: {self.format} with symmetric="
                 f"{self.symmetric} has none; use an unsigned integer such as uint4, or leave the offset out"
             )
+        if self.symmetric:
+            return
+        if not self.format.has_zero_point:
+            raise SpecError(f"{self.format} has no zero point: symmetric=False is for integer formats only")
+        if not self.arithmetic.is_linear:
+            raise SpecError(f"{self.arithmetic} has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
 
     @property
     def is_plain(self) -> bool:
@@ -250,7 +243,20 @@ class QuantSpec:
         # Made once, by __init__: a compiler that made the text itself would take its numbers for varying ones.
         kept = getattr(self, "_text", None)
         if kept is None:
-            kept = self._to_words()
+            words = [str(self.format), str(self.granularity)]
+            if self.offset is None and self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
+                words.append("symmetric" if self.symmetric else "asymmetric")
+            words += [
+                value.value
+                for value, default in (
+                    (self.arithmetic, Arithmetic.DIVIDE),
+                    (self.gradient, Gradient.CODE_RANGE),
+                    (self.rounding, Rounding.NEAREST_EVEN),
+                )
+                if value is not default
+            ]
+            words += [str(stored) for stored in (self.scale, self.offset) if stored is not None and str(stored)]
+            kept = " ".join(words)
             object.__setattr__(self, "_text", kept)
         return kept
 
@@ -259,22 +265,6 @@ class QuantSpec:
             return f"QuantSpec.parse({self.to_text()!r})"
         except SpecError:  # of a format that is not registered, which no text gives back
             return f"<QuantSpec {self}>"
-
-    def _to_words(self) -> str:
-        words = [str(self.format), str(self.granularity)]
-        if self.offset is None and self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
-            words.append("symmetric" if self.symmetric else "asymmetric")
-        words += [
-            value.value
-            for value, default in (
-                (self.arithmetic, Arithmetic.DIVIDE),
-                (self.gradient, Gradient.CODE_RANGE),
-                (self.rounding, Rounding.NEAREST_EVEN),
-            )
-            if value is not default
-        ]
-        words += [str(stored) for stored in (self.scale, self.offset) if stored is not None and str(stored)]
-        return " ".join(words)
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
@@ -326,11 +316,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
-        """The specification of a dict made by `to_dict`; missing keys take their defaults.
-
-        Raises:
-            SpecError: an unknown key or value.
-        """
+        """The specification of a dict made by `to_dict`, with defaults for missing keys; else a SpecError."""
         check_keys(values, [f.name for f in fields(cls)], "a specification", SpecError)
         options = dict(values)
         try:
@@ -388,11 +374,7 @@ def _parse(text: str) -> QuantSpec:
 
 
 def as_spec(spec: QuantSpec | str) -> QuantSpec:
-    """A specification from itself or from its text form.
-
-    Raises:
-        SpecError: neither of the two.
-    """
+    """A specification from itself or from its text; a SpecError for all else."""
     if isinstance(spec, QuantSpec):
         return spec
     if not isinstance(spec, str):

@@ -168,7 +168,7 @@ class Kernels(ABC):
         return KernelPlan(
             values=self._values,
             values_and_mask=self._values_and_mask,
-            grad_input=self.mask_gradient if self.masks else _unchanged,
+            grad_input=self.mask_gradient if self.masks else lambda dy, _: dy,
             gradients=self._gradients,
             codes=lambda x, *given: self.encode(x, self._params(*given)),
             decode=lambda codes, *given: self.decode(codes, self._params(*given)),
@@ -216,10 +216,6 @@ class Kernels(ABC):
         if of_zero_point is not None and zero_point is not None:
             of_zero_point = of_zero_point.reshape(zero_point.shape)
         return dx, None if of_scale is None else of_scale.reshape(scale.shape), of_zero_point
-
-
-def _unchanged(dy: Tensor, mask: Tensor | None) -> Tensor:
-    return dy
 
 
 class Backend(ABC):

@@ -145,18 +145,10 @@ def find_plan(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """The plan for a call in plain eager execution; None where there is none.
+    """The plan for a call in plain eager execution, see `CallKind`; None where there is none.
 
     There is none if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x,
     or if no kernel computes the ReLU in the same pass.
-
-    Args:
-        x: the tensor, or the codes that are read.
-        spec: how it is quantized.
-        scale: in one of the shapes that the granularity accepts; None for the range of x.
-        zero_point: likewise, or None.
-        variant: see `CallKind`.
-        dtype: of the values that codes stand for.
     """
     if not is_plain_eager():
         return None

@@ -50,11 +50,7 @@ def is_compiled_in_transforms() -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether an exporter or torch.jit.trace records operators.
-
-    Raises:
-        ExportError: torch.onnx.export, which has no form for these.
-    """
+    """Whether an exporter or torch.jit.trace records operators; an ExportError in torch.onnx.export."""
     recorded = not torch.compiler.is_compiling() and (torch._C._is_tracing() or _seen.get())
     found = compilers.is_exporting() or recorded
     if found:
@@ -227,12 +223,8 @@ def apply_plan(
 ) -> Tensor | None:
     """x quantized by a plan for it, with gradients where they are wanted; None if a parameter is not valid.
 
-    Args:
-        plan: of `dispatch.find_plan` for these tensors.
-        x: what to quantize.
-        scale: None where the range of x gives the parameters.
-        zero_point: None where it is 0.
-        factor: by which the gradient of the scale is multiplied. The scale may then change before the backward pass.
+    The scale is None where the range of x gives the parameters. With `factor`, which multiplies its gradient, the scale
+    may change before the backward pass.
     """
     if torch.is_grad_enabled():
         if scale is not None and (scale.requires_grad or (zero_point is not None and zero_point.requires_grad)):
@@ -297,7 +289,16 @@ class _Learned(torch.autograd.Function):
         if torch.is_grad_enabled() or needs_tracing(dy, x, scale, zero_point):
             if factor is not None:
                 scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
-            found = _gradients_by_operations(dy, x, mask, (scale, zero_point), plan, wants)
+            groups, extras = plan.spec.granularity.group_shape(x.shape), plan.descriptor
+            given = scale, zero_point
+            extras = extras if isinstance(extras, Extras) else Extras()
+            of_groups = None if zero_point is None else zero_point.reshape(groups)
+            params = QParams(scale.reshape(groups), of_groups, *extras)
+            of_params = (
+                None if own is None or p is None else own.reshape(p.shape)
+                for own, p in zip(grad_params(dy, x, params, plan.spec, wants), given, strict=True)
+            )
+            found = masked_gradient(dy, mask, plan), *of_params
         else:
             if zero_point is not None and zero_point.dtype != scale.dtype:
                 zero_point = zero_point.to(scale.dtype)
@@ -339,24 +340,6 @@ def laid(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
         return x.as_strided(x.shape, stride)
     return x.new_empty_strided(x.shape, stride).copy_(x)
-
-
-def _gradients_by_operations(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    given: tuple[Tensor, Tensor | None],
-    plan: KernelPlan,
-    wants: tuple[bool, bool],
-) -> tuple[Tensor | None, ...]:
-    """Those of x, scale and zero point by torch's operations, which something watches or differentiates."""
-    groups, extras = plan.spec.granularity.group_shape(x.shape), plan.descriptor
-    range, seed = extras if isinstance(extras, Extras) else Extras()
-    scale, zero_point = given
-    params = QParams(scale.reshape(groups), None if zero_point is None else zero_point.reshape(groups), range, seed)
-    found = grad_params(dy, x, params, plan.spec, wants)
-    of_params = (None if g is None or p is None else g.reshape(p.shape) for g, p in zip(found, given, strict=True))
-    return masked_gradient(dy, mask, plan), *of_params
 
 
 def grad_params(

@@ -72,9 +72,7 @@ def cannot_choose(
 ) -> str | None:
     """Why the kernels do not find the scales of a specification, or None.
 
-    Args:
-        groups: the shape of scales.
-        order: their axes from slowest to fastest, as the kernel meets them; by default as they are.
+    `groups` is the shape of scales, `order` their axes from slowest to fastest in the kernel, by default as they are.
     """
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
@@ -172,12 +170,7 @@ class ScaleRule(NamedTuple):
 
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype, scales: int | None, offsets: int | None) -> Tensor:
-    """The ScaleRule for tensors of a dtype, behind it that of offsets, if there are any [26 or 52].
-
-    Args:
-        scales: how many in turn share one, see `in_turn`.
-        offsets: likewise.
-    """
+    """The ScaleRule for tensors of a dtype, behind it that of offsets, if any [26 or 52]; counts are of `in_turn`."""
     rules = rule_of(spec, dtype)._replace(together=scales or 0)
     if spec.offset is not None:
         largest = torch.finfo(dtype).max * (1.0 - torch.finfo(compute_dtype(dtype)).eps)
@@ -198,35 +191,19 @@ def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         return ScaleRule(MULTIPLIER, fmt.bound, limit)
     if isinstance(spec.scale.format, ExponentFormat):
-        return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
+        lowest = spec.scale.format.exponent_bias
+        highest = min(lowest, math.frexp(limit)[1] - 1)
+        rule = ScaleRule(POWER_OF_TWO, fmt.bound, limit, lowest=-lowest, highest=highest)
+        if spec.scale.rounding is ScaleRounding.CEIL:
+            return rule._replace(divisor=fmt.bound, down_at=0.5)
+        return rule._replace(divisor=1.0, offset=-math.frexp(fmt.bound)[1], up_from=spec.scale.up_from(fmt))
     if spec.scale.format is None:
         return ScaleRule(FLOAT, spec.scale.bound(fmt), limit)
     if spec.scale.is_exact:
         return _exact(spec.scale.bound(fmt), spec.scale, limit, dtype)
-    return _under_a_scale(spec.scale.bound(fmt), spec.scale, limit)
-
-
-def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:
-    rounding, bound = spec.scale.rounding, spec.format.bound
-    rule = ScaleRule(
-        POWER_OF_TWO,
-        bound,
-        limit,
-        divisor=1.0,
-        offset=-math.frexp(bound)[1],
-        lowest=-lowest,
-        highest=min(lowest, math.frexp(limit)[1] - 1),
-    )
-    if rounding is ScaleRounding.CEIL:
-        return rule._replace(divisor=bound, offset=0, down_at=0.5)
-    return rule._replace(up_from=spec.scale.up_from(spec.format))
-
-
-def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> ScaleRule:
-    fmt = scale.format
-    assert fmt is not None, "only scales with a format have a scale of their own"
-    rule = ScaleRule(UNDER_A_SCALE, bound, limit, divisor=fmt.quant_max * bound, smallest=fmt.smallest)
-    return rule._replace(**_named_fields(fmt))
+    of_scales, bound = spec.scale.format, spec.scale.bound(fmt)
+    rule = ScaleRule(UNDER_A_SCALE, bound, limit, divisor=of_scales.quant_max * bound, smallest=of_scales.smallest)
+    return rule._replace(**_named_fields(of_scales))
 
 
 def _exact(bound: float, stored: ScaleSpec, limit: float, dtype: torch.dtype) -> ScaleRule:

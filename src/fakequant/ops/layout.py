@@ -61,8 +61,7 @@ class Layout:
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Per-group values [groups, axes kept] in the kernel's order.
 
-        Raises:
-            ShapeError: another shape, with which a kernel would read memory that is not there.
+        A ShapeError for another shape, with which a kernel would read memory that is not there.
         """
         if values.shape != self.group_shape:
             raise ShapeError(
@@ -81,15 +80,15 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
-    """The layout of tensors of a shape and stride; found once for each.
-
-    Raises:
-        ShapeError: the granularity does not fit the shape.
-    """
+    """The layout of tensors of a shape and stride, found once; a ShapeError if the granularity does not fit."""
     blocks = granularity.block_shape(shape)
     group_shape = granularity.group_shape(shape)
-    order = _memory_order(shape, stride)
+    # The axes from slowest to fastest in memory, if the tensor is dense; else their usual order.
+    axes = tuple(range(len(shape)))
+    order = tuple(sorted(axes, key=lambda a: (-stride[a] if shape[a] > 1 else 0, a)))
     packed = _strides(shape, order)
+    if any(n > 1 and stride[a] != packed[a] for a, n in enumerate(shape)):
+        order, packed = axes, _strides(shape, axes)
     has_no_gaps = all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape))
     # Also where an axis has one element, whose stride decides whether a tensor counts as channels-last.
     result = stride if has_no_gaps else packed
@@ -105,16 +104,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     groups, inner = tuple(range(0, len(split), 2)), tuple(range(1, len(split), 2))
     elements = torch.Size([split[a] for a in groups]).numel()
     tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
-    axes = tuple(range(len(shape)))
     return Layout(shape, blocks, tuple(split), groups + inner, False, None, result, tiles, group_shape, axes)
-
-
-def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes from slowest to fastest in memory, if the tensor is dense; else their usual order."""
-    axes = tuple(range(len(shape)))
-    order = tuple(sorted(axes, key=lambda a: (-stride[a] if shape[a] > 1 else 0, a)))
-    packed = _strides(shape, order)
-    return order if all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape)) else axes
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

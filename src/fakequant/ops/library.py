@@ -70,8 +70,21 @@ def quantize_by(
 ) -> Tensor:
     """`fake_quantize` by the parts of its parameters."""
     plan = find_plan(x, spec, scale, zero_point)
-    if plan is None:
-        return _by_operations(x, QParams(scale, zero_point, range, seed), spec)
+    if plan is None:  # by torch's operations or as a node of a graph
+        compute_dtype(x.dtype)
+        if spec.rounding is Rounding.STOCHASTIC and seed is None:
+            seed = draw_seed()
+        params = _fitted(QParams(scale, zero_point, range, seed), x, spec)
+        if is_recorded():
+            seeds = () if seed is None else (seed,)
+            return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seeds)
+        if is_compiled_in_transforms():
+            keep_whole()
+            return apply_in_transforms(x, text_of(spec), *tensors_of(params))
+        if is_compiled_as_node(x):
+            return quantize_as_node(x, spec, *params)
+        traced = Decomposed if torch.compiler.is_compiling() else DecomposedInTransforms
+        return traced.apply(x, *tensors_of(on_mesh_of(x, params)), spec)
     if spec.rounding is Rounding.STOCHASTIC or (range is not None and spec.gradient is Gradient.INPUT_RANGE):
         plan = _with_extras(plan, range, seed)
     y = apply_plan(plan, x, scale, zero_point)
@@ -96,20 +109,20 @@ def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Te
     plan = find_plan(x, spec, scale, zero_point)
     if plan is None or plan.values_over is None or x.is_inference() or x.is_neg():
         return False
-    if any(_share_memory(x, given) for given in (scale, zero_point) if given is not None):
-        return False
+    memory = x.untyped_storage()
+    for given in (scale, zero_point):
+        # Two storages can overlap, if they come from NumPy or DLPack.
+        other = None if given is None else given.untyped_storage()
+        if other is not None and (
+            memory.data_ptr() < other.data_ptr() + other.nbytes()
+            and other.data_ptr() < memory.data_ptr() + memory.nbytes()
+        ):
+            return False
     if not plan.values_over(x, scale, zero_point, plan.descriptor):
         return False
     # Autograd refuses a gradient for which the former values were saved.
     torch.autograd.graph.increment_version(x)
     return True
-
-
-def _share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether their storages overlap; two storages can, if they come from NumPy or DLPack."""
-    one, another = x.untyped_storage(), other.untyped_storage()
-    first, second = one.data_ptr(), another.data_ptr()
-    return first < second + another.nbytes() and second < first + one.nbytes()
 
 
 def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -162,7 +175,22 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
     """
     plan = find_plan(x, spec)
     if plan is None:
-        return _dynamic_by_operations(x, spec, seed)
+        compute_dtype(x.dtype)
+        is_stochastic = spec.rounding is Rounding.STOCHASTIC
+        if is_stochastic and seed is None:
+            seed = draw_seed()
+        if is_recorded() and spec.symmetric:
+            scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
+            return fake_quantize(x, QParams(scale, seed=seed), spec)
+        compiled = torch.compiler.is_compiling()
+        # With a GELU before it, 1M elements took a CPU 4.4 to 6.3 ms as operations of torch and 2.3 to 2.8 as a node;
+        # 4,000 elements 0.3 to 0.6 ms, and up to 0.13 more as a node.
+        is_large = compiled and not compilers.is_exporting() and not is_sharded(x)
+        is_large = is_large and not is_compiled_in_transforms() and x.numel() >= _LARGE
+        # As operations of torch, random words made a step of a layer of 2048 x 128 x 256 take 34 ms in place of 17.
+        if is_compiled_as_node(x) or (compiled and is_stochastic) or is_large:
+            return quantize_as_node(x, spec, seed=seed)
+        return fake_quantize(x, reference.choose(x, spec)._replace(seed=seed), spec)
     if spec.rounding is Rounding.STOCHASTIC:
         plan = _with_extras(plan, None, seed)
     y = apply_plan(plan, x, None, None)
@@ -178,30 +206,8 @@ def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> 
     return plan._replace(descriptor=Extras(range, seed))
 
 
-def _by_operations(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`fake_quantize` where no plan serves: by torch's operations or as a node of a graph."""
-    compute_dtype(x.dtype)
-    if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
-        params = params._replace(seed=draw_seed())
-    params = _fitted(params, x, spec)
-    if is_recorded():
-        seed = () if params.seed is None else (params.seed,)
-        return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
-    if is_compiled_in_transforms():
-        keep_whole()
-        return apply_in_transforms(x, text_of(spec), *tensors_of(params))
-    if is_compiled_as_node(x):
-        return quantize_as_node(x, spec, *params)
-    traced = Decomposed if torch.compiler.is_compiling() else DecomposedInTransforms
-    return traced.apply(x, *tensors_of(on_mesh_of(x, params)), spec)
-
-
 def _fitted(params: QParams, x: Tensor, spec: QuantSpec) -> QParams:
-    """Parameters in the shape that broadcasts with x.
-
-    Raises:
-        ShapeError: they do not fit x.
-    """
+    """Parameters in the shape that broadcasts with x; a ShapeError if they do not fit."""
     shape, scale, zero_point = shape_of(x), params.scale, params.zero_point
     groups = spec.granularity.group_shape(shape)
     for given in (scale, zero_point):
@@ -220,37 +226,8 @@ def _fitted(params: QParams, x: Tensor, spec: QuantSpec) -> QParams:
     return params._replace(scale=scale, zero_point=zero_point)
 
 
-def _dynamic_by_operations(x: Tensor, spec: QuantSpec, seed: Tensor | None) -> Tensor:
-    compute_dtype(x.dtype)
-    if spec.rounding is Rounding.STOCHASTIC and seed is None:
-        seed = draw_seed()
-    if is_recorded() and spec.symmetric:
-        scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
-        return fake_quantize(x, QParams(scale, seed=seed), spec)
-    # As operations of torch, random words made a step of a layer of 2048 x 128 x 256 take 34 ms in place of 17.
-    is_stochastic = torch.compiler.is_compiling() and spec.rounding is Rounding.STOCHASTIC
-    if is_compiled_as_node(x) or is_stochastic or _is_large(x):
-        return quantize_as_node(x, spec, seed=seed)
-    return fake_quantize(x, reference.choose(x, spec)._replace(seed=seed), spec)
-
-
-def _is_large(x: Tensor) -> bool:
-    """Whether a compiled graph holds a range and the quantization by it whole on any device.
-
-    With a GELU before it, 1M elements took a CPU 4.4 to 6.3 ms as operations of torch and 2.3 to 2.8 as a node; 4,000
-    elements 0.3 to 0.6 ms, and up to 0.13 more as a node.
-    """
-    is_plain = torch.compiler.is_compiling() and not compilers.is_exporting() and not is_sharded(x)
-    return is_plain and not is_compiled_in_transforms() and x.numel() >= _LARGE
-
-
 def measure(x: Tensor, granularity: Granularity) -> Range:
-    """The range of the finite values of every group, see `numerics.qparams.measure`.
-
-    Raises:
-        DTypeError: x is not a floating tensor.
-        ShapeError: the granularity does not fit x.
-    """
+    """The range of the finite values of every group, see `numerics.qparams.measure`."""
     compute_dtype(x.dtype)
     if needs_tracing(x):
         return _measure(x, granularity)
@@ -258,12 +235,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
 
 
 def choose(x: Tensor, spec: QuantSpec, range: Range | None = None) -> QParams:
-    """The parameters that x itself gives, or that follow from x with another range, see `numerics.reference.choose`.
-
-    Raises:
-        DTypeError: x is not a floating tensor.
-        ShapeError: the granularity does not fit x.
-    """
+    """The parameters of x, or of another range of it, see `numerics.reference.choose`."""
     compare = is_less if needs_tracing(x) else is_less_by_plain_sums
     return reference.choose_from(x, measure(x, spec.granularity) if range is None else range, spec, compare)
 

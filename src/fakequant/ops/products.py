@@ -1,16 +1,14 @@
-"""Products of codes on integer units, with the bits of numerics/products.py.
+"""Products and convolutions of codes on integer units, with the bits of numerics/products.py.
 
-The operators of torch that compute them are internal ones: `torch._int_mm`, and in convolutions.py that of oneDNN. Each
-is tried once per process on numbers that show saturating or inexact sums, and is used only if it passes; what it
-cannot do is said as a reason, and the layer is simulated then. A processor without integer dot products sums the same
-integers in float32, which is exact for short parts.
+The operators of torch that compute them are internal ones: `torch._int_mm`, and in convolutions that of oneDNN which
+Inductor uses. Each is tried once per process on numbers that show saturating or inexact sums, and is used only if it
+passes; what it cannot do is said as a reason, and the layer is simulated then. A processor without integer dot products
+sums the same integers in float32, which is exact for short parts.
 
-Convolutions of codes on integer units, with the bits of numerics/products.py.
-
-Contiguous inputs go to the kernel of cpu/convolution.cpp where the processor has AVX-512 VNNI. Inputs that lie
-channels-last, groups and other processors go to an internal operator of torch, that of oneDNN which Inductor uses; it
-is tried once per process, see products.py. Some windows it computes wrongly, or reads memory that is not there: those
-that lie in padding, strides beyond the input, dilations of single taps. It is given none of these (`_plain`).
+Contiguous inputs of convolutions go to the kernel of cpu/convolution.cpp where the processor has AVX-512 VNNI. Inputs
+that lie channels-last, groups and other processors go to oneDNN. Some windows it computes wrongly, or reads memory that
+is not there: those that lie in padding, strides beyond the input, dilations of single taps. It is given none of these
+(`_plain`).
 """
 
 from __future__ import annotations
@@ -152,9 +150,15 @@ def _signed(x: QuantizedOperand) -> QuantizedOperand:
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     """Exact sums [n, m] of codes [n, k] and [k, m]."""
     if not _has_cuda_limits(a.device.type):
-        if _multiplies_slowly(a.device.type):
-            return _sums_in_float(a, b)
-        return torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
+        if not _multiplies_slowly(a.device.type):
+            return torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
+        # By float32 products of parts so short that every sum is an integer that float32 holds.
+        sums = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
+        with torch.autocast("cpu", enabled=False):  # it would round the sums to half precision
+            for parts in zip(a.split(_EXACT_CODES, 1), b.split(_EXACT_CODES, 0), strict=True):
+                first, second = (part.to(torch.float32) for part in parts)
+                sums += (first @ second).to(torch.int32)
+        return sums
     (rows, inner), columns = a.shape, b.shape[1]
     a = padded(a.contiguous(), max(17 - rows, 0), -inner % 8)
     return torch._int_mm(a, padded(b, -inner % 8, -columns % 8))[:rows, :columns].contiguous()
@@ -163,16 +167,6 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 def _multiplies_slowly(device_type: str) -> bool:
     """Whether `torch._int_mm` is its loop for processors without integer dot products, 20 times as slow as float."""
     return device_type == "cpu" and platform.machine() in _X86 and not torch.cpu._is_vnni_supported()
-
-
-def _sums_in_float(a: Tensor, b: Tensor) -> Tensor:
-    """`_int_mm` by float32 products of parts so short that every sum is an integer that float32 holds."""
-    sums = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
-    with torch.autocast("cpu", enabled=False):  # it would round the sums to half precision
-        for parts in zip(a.split(_EXACT_CODES, 1), b.split(_EXACT_CODES, 0), strict=True):
-            first, second = (part.to(torch.float32) for part in parts)
-            sums += (first @ second).to(torch.int32)
-    return sums
 
 
 def _with_plain_strides(codes: Tensor) -> Tensor:
@@ -195,7 +189,16 @@ def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 def _integer_sums(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     x, (codes, _, zero_point) = _taken(x), _signed(other)
-    sums = _matrix_products(x.codes, codes)
+    *batch, rows, inner = x.codes.shape
+    columns = codes.shape[-1]
+    if codes.dim() == 2:
+        sums = _int_mm(x.codes.reshape(-1, inner), codes)
+    else:
+        batch = torch.broadcast_shapes(x.codes.shape[:-2], codes.shape[:-2])
+        matrices = x.codes.expand(*batch, rows, inner).reshape(-1, rows, inner)
+        others = codes.expand(*batch, inner, columns).reshape(-1, inner, columns)
+        sums = torch.stack([_int_mm(a, b) for a, b in zip(matrices.unbind(), others.unbind(), strict=True)])
+    sums = sums.reshape(*batch, rows, columns)
     # In int32, which wraps around and comes back, because the centred sum fits.
     if x.zero_point is not None:
         sums -= x.zero_point.to(torch.int32) * codes.sum(-2, keepdim=True, dtype=torch.int32)
@@ -207,26 +210,10 @@ def _integer_sums(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     return sums
 
 
-def _matrix_products(x: Tensor, other: Tensor) -> Tensor:
-    *batch, rows, inner = x.shape
-    columns = other.shape[-1]
-    if other.dim() == 2:
-        return _int_mm(x.reshape(-1, inner), other).reshape(*batch, rows, columns)
-    batch = torch.broadcast_shapes(x.shape[:-2], other.shape[:-2])
-    matrices = x.expand(*batch, rows, inner).reshape(-1, rows, inner)
-    others = other.expand(*batch, inner, columns).reshape(-1, inner, columns)
-    sums = torch.stack([_int_mm(a, b) for a, b in zip(matrices.unbind(), others.unbind(), strict=True)])
-    return sums.reshape(*batch, rows, columns)
-
-
 def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`products.scaled` of sums [..., columns], in one pass where there are kernels.
+    """`products.scaled` of int32 or float32 sums [..., columns], in one pass where there are kernels.
 
-    Args:
-        sums: int32 or float32.
-        row_scale: one per row, or one.
-        column_scale: one per column, or one.
-        bias: one per column.
+    There is one row scale for each row, or one; likewise for columns, which may have a bias each.
     """
     if sums.device.type == "cpu" and load_kernels() is None:
         y = sums.new_empty(sums.shape, dtype=torch.float32)
@@ -351,7 +338,12 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
     by_channels = is_channels_last(x.codes)
     codes = x.codes if by_channels else x.codes.contiguous()
     if not by_channels and weight.places.groups == 1 and _has_kernel():
-        return _by_kernel(x._replace(codes=codes), zero_point, weight, scale, bias, sizes)
+        outputs = weight.codes.shape[0]
+        y = codes.new_empty((codes.shape[0], outputs, *sizes), dtype=torch.float32)
+        scale = scale.reshape(-1).expand(outputs).contiguous()
+        bias = None if bias is None else bias.to(torch.float32).contiguous()
+        torch.ops.fakequant_cpu.convolve(codes, zero_point, *weight.of_kernel, x.scale, scale, bias, y)
+        return y
     if codes.dtype == torch.int8:
         codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
     sums = _sums(codes, zero_point, weight).movedim(1, -1).contiguous()
@@ -389,17 +381,6 @@ def _has_kernel() -> bool:
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     """How many windows there are along an axis."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
-def _by_kernel(
-    x: QuantizedOperand, zero_point: int, weight: PackedWeight, scale: Tensor, bias: Tensor | None, sizes: list[int]
-) -> Tensor:
-    outputs = weight.codes.shape[0]
-    y = x.codes.new_empty((x.codes.shape[0], outputs, *sizes), dtype=torch.float32)
-    scale = scale.reshape(-1).expand(outputs).contiguous()
-    bias = None if bias is None else bias.to(torch.float32).contiguous()
-    torch.ops.fakequant_cpu.convolve(x.codes, zero_point, *weight.of_kernel, x.scale, scale, bias, y)
-    return y
 
 
 def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fakequant as fq
-from fakequant.nn.recurrent_loop import GateProduct, written_as_loops
+from fakequant.nn.quantized.recurrent import GateProduct, written_as_loops
 from tests.support.bits import assert_same_bits
 
 IN, HIDDEN, N, STEPS = 24, 16, 8, 5

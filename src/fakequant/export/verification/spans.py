@@ -28,8 +28,8 @@ from fakequant.export.verification.verdict import Span
 from fakequant.model.execution import simulated
 from fakequant.model.weights import evaluating
 from fakequant.nn.by_value import ByValue, call_again
+from fakequant.nn.quantized.recurrent import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.nn.recurrent_loop import runs_backwards
 from fakequant.ops.graph_operators import seen_as_operators
 from fakequant.restore import attributes_of, forwards_of, restore_after
 

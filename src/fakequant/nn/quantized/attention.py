@@ -7,6 +7,7 @@ quantizers have the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -115,14 +116,23 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             raise ShapeError("a quantized MultiheadAttention takes no nested tensors; pad them, and give a mask")
         is_batched = _torch._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        masks = _float_masks(attn_mask, key_padding_mask, query.dtype)
+        # As torch: -inf where a mask of bool is True.
+        of_mask, dtype = _torch._none_or_dtype(attn_mask), query.dtype
+        padding = _torch._canonical_mask(key_padding_mask, "key_padding_mask", of_mask, "attn_mask", dtype)
+        attention = _torch._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
+        masks = _Masks(attention, padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal=True says that attn_mask is the causal mask, but there is no attn_mask")
         # Alone, the hint takes the place of the mask.
         is_causal = is_causal and key_padding_mask is None
         if is_causal and not need_weights:
             masks = masks._replace(attention=None)
-        inputs = self._length_first(*self._quantized_inputs(query, key, value), is_batched=is_batched)
+        inputs = self._quantized_inputs(query, key, value)
+        if not is_batched:
+            inputs = tuple(x.map(lambda own: own.unsqueeze(1)) for x in inputs)
+        elif self.batch_first:  # inputs that are one tensor stay one, as torch has it
+            turned = {id(x): x.map(lambda own: own.transpose(1, 0)) for x in inputs}
+            inputs = tuple(turned[id(x)] for x in inputs)
         y, weights = self._attend(inputs, masks, need_weights=need_weights, is_causal=is_causal)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -130,17 +140,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return y.transpose(1, 0) if self.batch_first else y, weights
 
-    def _length_first(self, *inputs: Factor, is_batched: bool) -> list[Factor]:
-        """Inputs [length, n, features]."""
-        if not is_batched:
-            return [x.map(lambda own: own.unsqueeze(1)) for x in inputs]
-        if not self.batch_first:
-            return list(inputs)
-        # Inputs that are one stay one, as torch has it.
-        changed = {key: x.map(lambda own: own.transpose(1, 0)) for key, x in {id(x): x for x in inputs}.items()}
-        return [changed[id(x)] for x in inputs]
-
-    def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, Factor, Factor]:
+    def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, ...]:
         """The inputs quantized; one tensor given twice stays one factor, which torch projects in one product."""
         q = Factor.of(self, "_input_quantizer", query)
         k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
@@ -157,15 +157,11 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return Factor.of(self, attribute, x)
 
     def _attend(
-        self, inputs: list[Factor], masks: _Masks, *, need_weights: bool, is_causal: bool
+        self, inputs: Sequence[Factor], masks: _Masks, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [queries, n, embed_dim] and the weights [n, heads, queries, keys].
+        """The output [queries, n, embed_dim] and, if asked for, the weights [n, heads, queries, keys].
 
-        Args:
-            inputs: query, key and value [length, n, features].
-            masks: for the keys given.
-            need_weights: whether to return the weights.
-            is_causal: whether to mask later keys; then there are no masks.
+        Inputs are query, key and value [length, n, features]. Where `is_causal`, later keys are masked, without masks.
         """
         queries, n, width = inputs[0].value.shape
         self._check_inputs([x.value for x in inputs], masks)
@@ -185,8 +181,16 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             y, weights = self._explicitly(q, k, v, mask, hides_rows=not need_weights)
             y = y.transpose(0, 1)
         else:
-            y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
-            y = y.permute(2, 0, 1, 3)
+            options = {}
+            if self.is_on("_query_quantizer"):
+                q = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2]))).value
+                options["scale"] = 1.0
+            k, v = self._heads("_key_quantizer", k).value, self._heads("_value_quantizer", v).value
+            if mask is not None:
+                mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(n, self.num_heads, -1, k.shape[1])
+            q, k, v = (x.view(n, self.num_heads, *x.shape[1:]) for x in (q, k, v))
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, **options).permute(2, 0, 1, 3)
         self.show(y.reshape(queries, n, width))
         last = Factor.of(self, "_out_proj_input_quantizer", y.reshape(queries * n, width))
         of_weight = Factor.of(self, "_out_proj_weight_quantizer", self.out_proj.weight)
@@ -214,27 +218,26 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return multiplied(LinearSum(), self.backward_of(), x, weight, bias)
 
     def _projected(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
-        """Query, key and value [length, n, embed_dim] after their projections."""
+        """Query, key and value [length, n, embed_dim] after their projections.
+
+        By the one weight of all three, inputs that are one tensor share a product and its quantizer.
+        """
         if self._qkv_same_embed_dim:
-            return self._projected_by_one(query, key, value)
+            packed, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
+            if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
+                return self._in_parts(self._product(query, packed, self.in_proj_bias), 3)
+            sizes = [width, 2 * width] if key is value else [width] * 3
+            of_parts = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+            parts = [packed.map(lambda own, place=place: own.split(sizes)[place]) for place in range(len(sizes))]
+            found: list[Tensor] = []
+            for x, part, bias, size in zip((query, key, value), parts, of_parts, sizes, strict=False):
+                found += self._in_parts(self._product(x, part, bias), size // width)
+            return found
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = []
         for x, name, bias in zip((query, key, value), _SEPARATE, biases, strict=True):
             weight = Factor.of(self, f"_{name}_weight_quantizer", getattr(self, f"{name}_weight"))
             projected.append(self.quantized("_in_proj_output_quantizer", self._product(x, weight, bias)))
-        return projected
-
-    def _projected_by_one(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
-        """Project by the one weight of all three: inputs that are one tensor share a product and its quantizer."""
-        weight, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
-        if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
-            return self._in_parts(self._product(query, weight, self.in_proj_bias), 3)
-        sizes = [width, 2 * width] if key is value else [width] * 3
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-        parts = [weight.map(lambda own, place=place: own.split(sizes)[place]) for place in range(len(sizes))]
-        projected: list[Tensor] = []
-        for x, part, bias, size in zip((query, key, value), parts, biases, sizes, strict=False):
-            projected += self._in_parts(self._product(x, part, bias), size // width)
         return projected
 
     def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
@@ -250,8 +253,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         """Output [n * heads, queries, head_dim] and probabilities [n * heads, queries, keys].
 
-        Args:
-            hides_rows: whether a query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
+        `hides_rows`: a query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
         """
         query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
         key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
@@ -274,19 +276,6 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             return y if mask is None else y + mask
         return torch.bmm(x.value, other.value) if mask is None else torch.baddbmm(mask, x.value, other.value)
 
-    def _in_one_operation(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-        """Output [n, heads, queries, head_dim] by `scaled_dot_product_attention`."""
-        n, options = q.shape[0] // self.num_heads, {}
-        if self.is_on("_query_quantizer"):
-            q = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2]))).value
-            options["scale"] = 1.0
-        k, v = self._heads("_key_quantizer", k).value, self._heads("_value_quantizer", v).value
-        if mask is not None:
-            mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(n, self.num_heads, -1, k.shape[1])
-        q, k, v = (x.view(n, self.num_heads, *x.shape[1:]) for x in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, **options)
-
     def _heads(self, attribute: str, x: Tensor) -> Factor:
         """x [n * heads, ...] quantized as [n, heads, ...]."""
         quantizer = getattr(self, attribute)
@@ -294,10 +283,3 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             return Factor(x, x)
         value = quantizer(x.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
         return Factor(value, value if self.gradient is None else x)
-
-
-def _float_masks(attention: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> _Masks:
-    """Masks as torch makes them: -inf where a mask of bool is True."""
-    padding = _torch._canonical_mask(padding, "key_padding_mask", _torch._none_or_dtype(attention), "attn_mask", dtype)
-    attention = _torch._canonical_mask(attention, "attn_mask", None, "", dtype, check_other=False)
-    return _Masks(attention, padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding)

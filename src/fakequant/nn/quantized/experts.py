@@ -109,7 +109,19 @@ class QuantExperts(QuantizedLayer):
             return original(self, hidden_states, top_k_index, top_k_weights)
         implementation = experts.config._experts_implementation
         if implementation in _ONE_BY_ONE or is_trained(self.gradient):
-            return _one_by_one(self, hidden_states, top_k_index, top_k_weights)
+            # As the classes are written: the tokens of one expert after those of another.
+            first, gate = _first(self), experts._apply_gate if experts.has_gate else experts.act_fn
+            weights, x = _weights(self), Factor(self.quantized_input(hidden_states), hidden_states)
+            result = torch.zeros_like(hidden_states)
+            for expert, place, token in _tokens_of_experts(top_k_index, experts.num_experts):
+                y = gate(_product(self, first, weights[first], expert, x.map(lambda own, token=token: own[token])))
+                y = Factor.of(self, "_down_input_quantizer", y)
+                y = _product(self, "down_proj", weights["down_proj"], expert, y)
+                if experts.has_post_expert_norm:
+                    y = experts.post_expert_norm(y)
+                y = y * top_k_weights[token, place, None]
+                result.index_add_(0, token, y.to(result.dtype))
+            return result
         if implementation not in _VISIBLE:
             raise CallError(
                 f"the experts implementation {implementation!r} computes both products at once, so that what is "
@@ -121,23 +133,6 @@ class QuantExperts(QuantizedLayer):
 def _first(layer: Any) -> str:
     """The weight of the first product."""
     return "gate_up_proj" if layer.has_gate else "up_proj"
-
-
-def _one_by_one(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What the classes compute as they are written: the tokens of one expert after those of another."""
-    first, gate = _first(experts), experts._apply_gate if experts.has_gate else experts.act_fn
-    weights = _weights(experts)
-    x = Factor(experts.quantized_input(hidden_states), hidden_states)
-    result = torch.zeros_like(hidden_states)
-    for expert, place, token in _tokens_of_experts(top_k_index, experts.num_experts):
-        y = gate(_product(experts, first, weights[first], expert, x.map(lambda own, token=token: own[token])))
-        y = Factor.of(experts, "_down_input_quantizer", y)
-        y = _product(experts, "down_proj", weights["down_proj"], expert, y)
-        if experts.has_post_expert_norm:
-            y = experts.post_expert_norm(y)
-        y = y * top_k_weights[token, place, None]
-        result.index_add_(0, token, y.to(result.dtype))
-    return result
 
 
 @torch.no_grad()

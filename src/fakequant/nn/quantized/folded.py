@@ -152,11 +152,7 @@ class FoldedLayer(QuantizedLayer):
 
     @property
     def norm(self) -> FoldedNorm:
-        """The folded batch normalisation.
-
-        Raises:
-            ConfigError: another module has its place in the model.
-        """
+        """The folded batch normalisation; a ConfigError if another module has its place in the model."""
         norm, holder, name = self._norm
         now = holder._modules.get(name)
         if now is not norm and (now is None or inside(now) is not norm):

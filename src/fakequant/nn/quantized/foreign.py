@@ -37,17 +37,13 @@ class _SamePadding(QuantConv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.same_pad:  # after it was quantized, as in Conv2d: calibration does not see the zeros
-            input = F.pad(input, self._padding(input))
+            padding: list[int] = []  # zeros on both sides of the axes, the last axis first
+            options = self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1]
+            for size, kernel, stride, dilation in zip(input.shape[:-3:-1], *options, strict=True):
+                missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+                padding += [missing // 2, missing - missing // 2]
+            input = F.pad(input, padding)
         return super()._conv_forward(input, weight, bias)
-
-    def _padding(self, x: Tensor) -> list[int]:
-        """How many zeros an input gets on both sides of its axes, the last axis first, as `F.pad` takes them."""
-        axes = zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True)
-        padding: list[int] = []
-        for size, kernel, stride, dilation in axes:
-            missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
-            padding += [missing // 2, missing - missing // 2]
-        return padding
 
 
 class _Standardized(QuantConv2d):

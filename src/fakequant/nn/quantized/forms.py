@@ -45,7 +45,12 @@ def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None
     inner, wrappers = _peeled(cls)
     form = make(inner)
     for wrapper in reversed(wrappers):
-        form = None if form is None else _wrapped_form(form, wrapper)
+        if form is None:
+            return None
+        # Removing a parametrization goes back to the only base, which is then the form.
+        *mixins, base = wrapper.__bases__
+        values = {name: value for name, value in vars(wrapper).items() if name not in ("__dict__", "__weakref__")}
+        form = type(wrapper.__name__.removesuffix(base.__name__) + form.__name__, (*mixins, form), values)
     return form
 
 
@@ -175,16 +180,6 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
     mixin, inner = cls.__bases__
     made = mixin.__module__.startswith("torch.distributed.") and cls.__module__.startswith("torch.distributed.")
     return inner if made and not issubclass(mixin, nn.Module) and not hasattr(mixin, "forward") else None
-
-
-def _wrapped_form(form: type[QuantizedLayer], wrapper: type[nn.Module]) -> type[QuantizedLayer]:
-    """What torch makes of a quantized layer where it made a wrapper of the float layer.
-
-    Removing a parametrization goes back to the only base, which is then the form.
-    """
-    *mixins, inner = wrapper.__bases__
-    values = {name: value for name, value in vars(wrapper).items() if name not in ("__dict__", "__weakref__")}
-    return type(wrapper.__name__.removesuffix(inner.__name__) + form.__name__, (*mixins, form), values)
 
 
 def _reduce(layer: QuantizedLayer, protocol: Any) -> tuple[Any, ...]:

@@ -187,11 +187,7 @@ class QuantizedLayer(StoringLayer, Trained):
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        """Refuse a float layer that cannot become this one.
-
-        Raises:
-            ConfigError: it cannot; says why and what to do.
-        """
+        """Raise a ConfigError, which says why and what to do, for a float layer that cannot become this one."""
 
     def quantized_weight(self) -> Tensor:
         """The weight as the product sees it."""
@@ -204,13 +200,7 @@ class QuantizedLayer(StoringLayer, Trained):
         return None
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output in integer execution, plus bias; None where the layer is simulated.
-
-        Args:
-            x: the input.
-            other: the weight, or the other input.
-            bias: of a layer with a weight.
-        """
+        """The output in integer execution for an input and the weight, or another input; else None."""
         # Compilers and exporters cannot look into integer products: they get the simulated layer.
         if self.execution is Execution.SIMULATE or self.product is None or torch.compiler.is_compiling():
             return None
@@ -299,15 +289,10 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
 
 
 def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
-    """Register a class as the quantized form of all classes whose `forward` is a function of a module.
+    """Register a class as the quantized form of all classes whose `forward` a decorator of a module wrote.
 
-    That is where a decorator wrote it. As for a class that is given by name, `prepare` combines both classes.
-
-    Args:
-        module: the full name, of a package that need not be installed.
-
-    Raises:
-        ConfigError: the module has a form already.
+    The module, by its full name, need not be installed; `prepare` combines both classes. Raises a ConfigError if the
+    module has a form already.
     """
 
     def register(quantized: LayerClass) -> LayerClass:
@@ -639,64 +624,14 @@ class _QuantPool(SpatialLayer):
         return as_leaf(self, input) if isinstance(input, Proxy) else super().forward(self.quantized_input(input))
 
 
-@quantizes(nn.MaxPool1d)
-class QuantMaxPool1d(_QuantPool, nn.MaxPool1d):
-    """MaxPool1d of a quantized input."""
-
-    input_reductions = (-2,)
-
-
-@quantizes(nn.MaxPool2d)
-class QuantMaxPool2d(_QuantPool, nn.MaxPool2d):
-    """MaxPool2d of a quantized input."""
-
-    input_reductions = (-3,)
-
-
-@quantizes(nn.MaxPool3d)
-class QuantMaxPool3d(_QuantPool, nn.MaxPool3d):
-    """MaxPool3d of a quantized input."""
-
-    input_reductions = (-4,)
-
-
-@quantizes(nn.AvgPool1d)
-class QuantAvgPool1d(_QuantPool, nn.AvgPool1d):
-    """AvgPool1d of a quantized input."""
-
-    input_reductions = (-2,)
-
-
-@quantizes(nn.AvgPool2d)
-class QuantAvgPool2d(_QuantPool, nn.AvgPool2d):
-    """AvgPool2d of a quantized input."""
-
-    input_reductions = (-3,)
-
-
-@quantizes(nn.AvgPool3d)
-class QuantAvgPool3d(_QuantPool, nn.AvgPool3d):
-    """AvgPool3d of a quantized input."""
-
-    input_reductions = (-4,)
-
-
-@quantizes(nn.AdaptiveAvgPool1d)
-class QuantAdaptiveAvgPool1d(_QuantPool, nn.AdaptiveAvgPool1d):
-    """AdaptiveAvgPool1d of a quantized input."""
-
-    input_reductions = (-2,)
-
-
-@quantizes(nn.AdaptiveAvgPool2d)
-class QuantAdaptiveAvgPool2d(_QuantPool, nn.AdaptiveAvgPool2d):
-    """AdaptiveAvgPool2d of a quantized input."""
-
-    input_reductions = (-3,)
-
-
-@quantizes(nn.AdaptiveAvgPool3d)
-class QuantAdaptiveAvgPool3d(_QuantPool, nn.AdaptiveAvgPool3d):
-    """AdaptiveAvgPool3d of a quantized input."""
-
-    input_reductions = (-4,)
+for _pool in (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+):
+    _channels = -1 - int(_pool.__name__[-2])
+    _made = {
+        "__doc__": f"{_pool.__name__} of a quantized input.",
+        "__module__": __name__,
+        "input_reductions": (_channels,),
+    }
+    globals()[f"Quant{_pool.__name__}"] = quantizes(_pool)(type(f"Quant{_pool.__name__}", (_QuantPool, _pool), _made))

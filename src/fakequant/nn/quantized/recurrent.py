@@ -1,13 +1,16 @@
 """Recurrent layers step by step, where a quantizer reaches the input and the state of every step.
 
-Biases and the state of an LSTM's cell stay in float.
+Biases and the state of an LSTM's cell stay in float. For an exporter a layer is one operator for all steps, which is
+written as a loop over any number of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +20,123 @@ from torch.nn.utils.rnn import PackedSequence
 from fakequant.errors import CoverageWarning, ExportError, warn_user
 from fakequant.nn.backward import Backward, Factor, LinearSum, WeightedSum, is_trained, multiplied
 from fakequant.nn.integer import Watched
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
-from fakequant.nn.quantizer import Proxy, as_leaf
-from fakequant.nn.recurrent_loop import (
-    GateProduct,
-    LoopQuantizers,
-    after_step,
-    is_exporting_loops,
-    looped,
-    why_no_loop,
-)
-from fakequant.nn.transforms import first_weights
+from fakequant.nn.quantizer import Mode, Proxy, Quantizer, as_leaf
+from fakequant.nn.transforms import InputTransform, first_weights
 from fakequant.nn.wrappers import Operand, Role
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+
+_PREFIX = "weight_"
+
+
+class GateProduct(MatrixProduct):
+    """A weight of all gates, of one layer in one direction, multiplied with the input or the hidden state of each step.
+
+    Its rows are those of all steps. Hidden states are those that the layer computes while this weight is in float; of a
+    cell those that its calls get.
+    """
+
+    has_steps = True
+    is_result = False
+
+    @property
+    def readers(self) -> int:  # type: ignore[override]
+        """Those of both directions; 0 for the inputs of inner layers and for hidden states."""
+        names = first_weights(self.layer)
+        return len(names) if self.name in names else 0
+
+    @property
+    def _ending(self) -> str:
+        """What the names of weight and bias end with: "ih_l0_reverse" of a layer, "hh" of a cell."""
+        return self.name.removeprefix(_PREFIX)
+
+    @property
+    def _seen(self) -> str:
+        """What it is multiplied with: both directions see the same inputs, and each its own hidden states."""
+        return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
+
+    @property
+    def input_attribute(self) -> str:
+        """The layer's attribute that holds the quantizer of the rows."""
+        kind, suffix = self._ending[:2], self._ending[2:]
+        return f"{suffix}_{'input' if kind == 'ih' else 'hidden'}_quantizer"
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        return getattr(self.layer, self.input_attribute, None)
+
+    @property
+    def input_transform(self) -> InputTransform | None:
+        return self.layer.input_transform if self.readers else None
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        return self.layer._parameters.get(f"bias_{self._ending}"), slice(None)
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        return isinstance(other, GateProduct) and self.layer is other.layer and self._seen == other._seen
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        def see(attribute: str, rows: Callable[[], Tensor]) -> None:
+            if attribute == self.attribute:
+                hook(self, (rows(),), {})
+
+        return self.layer.watch(see)
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Rows [n, steps, columns], or [n, columns] of one step, as the steps see them."""
+        (x,), quantizer, transform = inputs, self.input_quantizer, self.input_transform
+        x = x if transform is None else transform(x)
+        if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec):
+            return (self.layer.quantized(self.input_attribute, x),)
+        return (torch.stack([quantizer(step) for step in x.unbind(1)], 1),)
+
+
+def is_by_row(spec: QuantSpec) -> bool:
+    """Whether each row of a matrix has scales of its own, so that its range depends on no other row.
+
+    >>> is_by_row(QuantSpec.parse("int8 per_token")), is_by_row(QuantSpec.parse("int8 per_tensor"))
+    (True, False)
+    """
+    shape: tuple[int, ...] = (2, 16_384)
+    for granularity in (spec.granularity, *spec.shared_granularities):
+        shape = tuple(granularity.group_shape(shape))
+    return shape[0] == 2
+
+
+_NONE = ""
+_why_not: ContextVar[str | None] = ContextVar("_why_not", default=_NONE)
+"""Why the exporter at work writes no loops; None where it does, "" where none is at work."""
+_PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
+
+
+@contextmanager
+def written_as_loops(why_not: str | None = None) -> Iterator[None]:
+    """A context in which layers call the operator where it can hold their quantizers, unless `why_not` says why not."""
+    token = _why_not.set(why_not)
+    try:
+        yield
+    finally:
+        _why_not.reset(token)
+
+
+def is_exporting_loops() -> bool:
+    """Whether layers are traced for an exporter that could write loops."""
+    # Dynamo cannot read context variables, and `export_onnx` traces without it.
+    return not torch.compiler.is_dynamo_compiling() and _why_not.get() != _NONE
+
+
+def runs_backwards(path: str) -> bool:
+    """Whether a layer calls the quantizer at a path for its last step first.
+
+    >>> runs_backwards("rnn._l0_reverse_hidden_quantizer"), runs_backwards("rnn._l0_hidden_quantizer")
+    (True, False)
+    """
+    return "_reverse_" in path.rpartition(".")[2]
+
 
 State = tuple[Tensor, ...]
 """The hidden state [n, hidden], and for an LSTM the state of the cell [n, hidden]."""
@@ -52,27 +160,6 @@ class GateWeights(NamedTuple):
     hidden_bias: Tensor | None = None
 
 
-class StepQuantizers(Protocol):
-    """How one layer in one direction, or a cell, is quantized."""
-
-    @property
-    def backward(self) -> tuple[Backward, Backward] | None:
-        """How the backward products of both products of a step are quantized; None leaves them in float."""
-        ...
-
-    def weights(self, weights: GateWeights) -> GateWeights:
-        """The weights as the products of all steps see them."""
-        ...
-
-    def transformed(self, x: Tensor) -> Tensor:
-        """The input [n, in] of a step before its quantizer."""
-        ...
-
-    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Transformed input [n, in] and hidden state [n, hidden] as the products of one step see them."""
-        ...
-
-
 class GateQuantizers(NamedTuple):
     """Input and hidden state are joined before they are quantized, as are their weights: one product for all gates."""
 
@@ -86,38 +173,93 @@ class GateQuantizers(NamedTuple):
         """None: gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
+        """The weights as the products of all steps see them."""
         joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
         input, hidden = joined.split([weights.input.shape[1], weights.hidden.shape[1]], 1)
         return weights._replace(input=input, hidden=hidden)
 
     def transformed(self, x: Tensor) -> Tensor:
+        """The input [n, in] of a step before its quantizer."""
         return x
 
     def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Transformed input [n, in] and hidden state [n, hidden] as the products of one step see them."""
         joined = self.input(torch.cat([x, hidden], 1))
         x, hidden = joined.split([x.shape[1], hidden.shape[1]], 1)
         return x, hidden
 
 
+def active(quantizer: Quantizer | None) -> Quantizer | None:
+    """A quantizer that is on; None for one that is off, too."""
+    return None if quantizer is None or quantizer.mode is Mode.OFF else quantizer
+
+
+def _by(quantizer: Quantizer | None, x: Tensor) -> Tensor:
+    return x if quantizer is None else quantizer(x)
+
+
+class LayerQuantizers(NamedTuple):
+    """Those of one layer in one direction, or a cell: one for each factor of a step's two products, or None."""
+
+    input: Quantizer | None
+    hidden: Quantizer | None
+    input_weight: Quantizer | None
+    hidden_weight: Quantizer | None
+    transform: Callable[[Tensor], Tensor] | None
+    backward: Backward | None
+
+    def weights(self, weights: GateWeights) -> GateWeights:
+        """As of `GateQuantizers`."""
+        input, hidden = _by(self.input_weight, weights.input), _by(self.hidden_weight, weights.hidden)
+        return weights._replace(input=input, hidden=hidden)
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """As of `GateQuantizers`."""
+        return x if self.transform is None else self.transform(x)
+
+    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `GateQuantizers`."""
+        return _by(self.input, x), _by(self.hidden, hidden)
+
+    @property
+    def why_no_loop(self) -> str | None:
+        """Why a loop cannot hold them; None where it can."""
+        hidden, input = active(self.hidden), active(self.input)
+        if hidden is not None and hidden.by_value is not None:
+            return "its hidden state has several ranges"
+        by_row = hidden is None or (is_by_row(hidden.spec) and hidden.spec.symmetric)
+        if hidden is not None and (hidden.learned is not None or (hidden.dynamic and not by_row)):
+            return "the range of its hidden state is computed of whole steps"
+        if input is not None and input.dynamic and not is_by_row(input.spec):
+            return "the range of its input is that of one step"
+        return None
+
+
+StepQuantizers = GateQuantizers | LayerQuantizers
+"""How one layer in one direction, or a cell, is quantized."""
+
+
+def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None:
+    """Why an exporter writes a layer step by step, as a clause; None where it writes a loop."""
+    if not isinstance(input, Tensor):
+        return "its input is a packed sequence"
+    if input.dtype is not torch.float32:
+        return f"its input is {str(input.dtype).removeprefix('torch.')}"
+    return _why_not.get() or next(filter(None, (own.why_no_loop for own in quantizers)), None)
+
+
 def step(
     mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers, before: GateWeights
 ) -> State:
-    """The state after one step; the weights are quantized already.
-
-    Args:
-        mode: "LSTM", "GRU", "RNN_TANH" or "RNN_RELU".
-        x: [n, in]
-        before: the weights before they were quantized.
-    """
+    """The state after one step for x [n, in] and quantized weights; `before` are those before quantization."""
     plain_x = quantizers.transformed(x)
     x, hidden = quantizers.factors(plain_x, state[0])
-    if (both := quantizers.backward) is not None and is_trained(both[0].config):
+    if (how := quantizers.backward) is not None and is_trained(how.config):
         pair = Factor(x, plain_x), Factor(weights.input, before.input)
-        own = multiplied(LinearSum(), both[0], *pair, weights.input_bias)
+        of_input = multiplied(LinearSum(), how, *pair, weights.input_bias)
         pair = Factor(hidden, state[0]), Factor(weights.hidden, before.hidden)
-        kept = multiplied(LinearSum(), both[1], *pair, weights.hidden_bias)
-        after = after_step(mode, own, kept, hidden, state[-1])
-        return after[: len(state)]
+        of_hidden = multiplied(LinearSum(), how, *pair, weights.hidden_bias)
+        return after_step(mode, of_input, of_hidden, hidden, state[-1])[: len(state)]
     given = (hidden, *state[1:]) if len(state) > 1 else hidden
     after = _CELLS[mode](x, given, *weights)
     return after if isinstance(after, tuple) else (after,)
@@ -166,7 +308,16 @@ def unroll(
             outputs.append(found.outputs)
             ended.append(found.end)
         steps = [torch.cat(both, 1) for both in zip(*outputs, strict=True)]
-    return _closed(layer, input, steps, tuple(torch.stack(s) for s in zip(*ended, strict=True)))
+    last = tuple(torch.stack(s) for s in zip(*ended, strict=True))
+    if isinstance(input, PackedSequence):
+        output: Any = input._replace(data=torch.cat(steps))
+        if input.unsorted_indices is not None:
+            last = tuple(s.index_select(1, input.unsorted_indices) for s in last)
+    else:
+        output = torch.stack(steps, 1 if layer.batch_first else 0)
+        if input.dim() == 2:
+            output, last = output.squeeze(0 if layer.batch_first else 1), tuple(s.squeeze(1) for s in last)
+    return output, last if layer.mode == "LSTM" else last[0]
 
 
 class _Direction(NamedTuple):
@@ -222,39 +373,53 @@ def _opened(layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any) -> tuple
     return steps, given
 
 
-def _closed(
-    layer: nn.RNNBase, input: Tensor | PackedSequence, steps: list[Tensor], state: State
-) -> tuple[Tensor | PackedSequence, Any]:
-    """Output and state in the form that torch's layers return for an input."""
-    if isinstance(input, PackedSequence):
-        output: Any = input._replace(data=torch.cat(steps))
-        if input.unsorted_indices is not None:
-            state = tuple(s.index_select(1, input.unsorted_indices) for s in state)
-    else:
-        output = torch.stack(steps, 1 if layer.batch_first else 0)
-        if input.dim() == 2:
-            output, state = output.squeeze(0 if layer.batch_first else 1), tuple(s.squeeze(1) for s in state)
-    return output, state if layer.mode == "LSTM" else state[0]
+@torch.library.custom_op(
+    "fakequant::recurrent",
+    mutates_args=(),
+    schema=f"(Tensor gates, Tensor hidden, Tensor cell, {_PARAMS}, str spec, str quantizer, str mode, bool reverse)"
+    " -> (Tensor y, Tensor last_hidden, Tensor last_cell)",
+)
+def _recurrent(  # noqa: PLR0913
+    gates: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    spec: str,
+    quantizer: str,
+    mode: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs, cell = [], cell.clone()
+    for x in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
+        if spec and scale is not None:
+            hidden = library.fake_quantize(hidden, QParams(scale, zero_point), QuantSpec.parse(spec))
+        elif spec:
+            hidden = library.fake_quantize_dynamic(hidden, QuantSpec.parse(spec))
+        hidden, cell = after_step(mode, x, F.linear(hidden, weight, bias), hidden, cell)
+        outputs.append(hidden)
+    return torch.stack(outputs[::-1] if reverse else outputs), hidden.clone(), cell
 
 
-class _Separate(NamedTuple):
-    """Each factor of a step's two products has its quantizer."""
+@_recurrent.register_fake
+def _(gates: Tensor, hidden: Tensor, cell: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y = gates.new_empty(gates.shape[0], gates.shape[1], hidden.shape[-1])
+    return y, hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
 
-    input: Callable[[Tensor], Tensor]
-    hidden: Callable[[Tensor], Tensor]
-    input_weight: Callable[[Tensor], Tensor]
-    hidden_weight: Callable[[Tensor], Tensor]
-    transform: Callable[[Tensor], Tensor]
-    backward: tuple[Backward, Backward] | None
 
-    def transformed(self, x: Tensor) -> Tensor:
-        return self.transform(x)
-
-    def weights(self, weights: GateWeights) -> GateWeights:
-        return weights._replace(input=self.input_weight(weights.input), hidden=self.hidden_weight(weights.hidden))
-
-    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.input(x), self.hidden(hidden)
+def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden state and state of the cell after a step, by the products [n, gates * hidden] of input and state."""
+    if mode == "LSTM":
+        into, forget, new, out = (x + own).chunk(4, -1)
+        cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
+        return out.sigmoid() * cell.tanh(), cell
+    if mode == "GRU":
+        (r, z, n), (of_r, of_z, of_n) = x.chunk(3, -1), own.chunk(3, -1)
+        n = (n + (r + of_r).sigmoid() * of_n).tanh()
+        return n + (z + of_z).sigmoid() * (hidden - n), cell
+    return ((x + own).tanh() if mode == "RNN_TANH" else (x + own).relu()), cell
 
 
 _Rows = Callable[[], Tensor]
@@ -302,35 +467,32 @@ class Recurrent(Watched, QuantizedLayer):
         """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
         return None
 
-    def _quantizers(self) -> list[_Separate] | None:
+    def _quantizers(self) -> list[LayerQuantizers] | None:
         """Those of every layer in each direction; None if all are off, and nothing watches."""
-        suffixes = self.suffixes(self)
+        suffixes, how = self.suffixes(self), self.backward_of()
         is_on = any(self.is_on(name) for suffix in suffixes for name in _names(suffix))
         if not is_on and not self.is_watched and self.input_transform is None:
             return None
         found = []
         for suffix in suffixes:
-            held = tuple(getattr(self, name) or _as_it_is for name in _names(suffix))
-            transform = self._transformed if f"weight_ih{suffix}" in first_weights(self) else _as_it_is
-            how = self.backward_of()
-            backward = None if how is None else (how, how)
-            found.append(_Separate(*held, transform=transform, backward=backward))
+            transform = self._transformed if f"weight_ih{suffix}" in first_weights(self) else None
+            found.append(
+                LayerQuantizers(*(getattr(self, name) for name in _names(suffix)), transform=transform, backward=how)
+            )
         return found
 
     def _transformed(self, x: Tensor) -> Tensor:
         transform = self.input_transform  # now: what watches a layer may give it one before its steps run
         return x if transform is None else transform(x)
 
-    def _show(self, own: _Separate, place: int, inputs: _Rows, hidden: Callable[[StepQuantizers], Tensor]) -> None:
+    def _show(
+        self, own: LayerQuantizers, place: int, inputs: _Rows, hidden: Callable[[StepQuantizers], Tensor]
+    ) -> None:
         *_, input_weight, hidden_weight = _names(self.suffixes(self)[place])
         self.show(input_weight, inputs)
         # What is chosen for the weight will be nearer to it than what rounding to nearest gives.
-        exact = own._replace(hidden_weight=_as_it_is)
+        exact = own._replace(hidden_weight=None)
         self.show(hidden_weight, cache(lambda: hidden(exact)))
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _rows(steps: Sequence[Tensor]) -> Tensor:
@@ -362,12 +524,23 @@ class _RecurrentLayer(Recurrent):
             return as_leaf(self, input, hx)
         if (quantizers := self._quantizers()) is None:
             return cast("Any", super()).forward(input, hx)
-        layer = cast("nn.RNNBase", self)
-        why_not = why_no_loop(input, self._of_loops()) if is_exporting_loops() else None
-        if is_exporting_loops() and why_not is None and input.dim() in (2, 3):
-            return self._looped(input, hx)
+        layer, is_exporting = cast("nn.RNNBase", self), is_exporting_loops()
+        why_not = why_no_loop(input, quantizers) if is_exporting else None
         if not isinstance(input, PackedSequence) and input.dim() in (2, 3):
-            self._check_steps(input.shape[1 if layer.batch_first and input.dim() == 3 else 0], why_not)
+            if is_exporting and why_not is None:
+                return self._looped(input, hx, quantizers)
+            # Before the work: each step is written, or cannot be where the number of steps is dynamic.
+            steps = input.shape[1 if layer.batch_first and input.dim() == 3 else 0]
+            name = f"a quantized {self.float_class.__name__} is written step by step"
+            because = f", because {why_not}" if why_not else ""
+            if isinstance(steps, torch.SymInt):
+                raise ExportError(
+                    f"{name}{because}, and the number of steps is dynamic; export it with a fixed length, without that "
+                    "axis in dynamic_shapes"
+                )
+            if why_not:
+                text = f"{name}{because}: the file has the nodes of {steps} steps, and takes no others"
+                warn_user(text, CoverageWarning)
         inputs: dict[int, _Rows] = {}  # one tensor for both directions
 
         def show(place: int, steps: Sequence[Tensor], hidden: Callable[[StepQuantizers], Sequence[Tensor]]) -> None:
@@ -376,34 +549,44 @@ class _RecurrentLayer(Recurrent):
 
         return unroll(layer, input, hx, quantizers, show if self.is_watched else None)
 
-    def _check_steps(self, steps: Any, why_not: str | None) -> None:
-        """Say before the work that each step is written, or that this cannot be where their number is dynamic."""
-        name = f"a quantized {self.float_class.__name__} is written step by step"
-        because = f", because {why_not}" if why_not else ""
-        if isinstance(steps, torch.SymInt):
-            raise ExportError(
-                f"{name}{because}, and the number of steps is dynamic; export it with a fixed length, without that "
-                "axis in dynamic_shapes"
-            )
-        if why_not:
-            warn_user(f"{name}{because}: the file has the nodes of {steps} steps, and takes no others", CoverageWarning)
-
-    def _of_loops(self) -> list[LoopQuantizers]:
-        return [LoopQuantizers(*(getattr(self, name) for name in _names(suffix))) for suffix in self.suffixes(self)]
-
-    def _looped(self, input: Tensor, hx: Any) -> Any:
+    def _looped(self, input: Tensor, hx: Any, quantizers: Sequence[LayerQuantizers]) -> Any:
+        """What `forward` gives in eval mode, by an operator for each layer and direction."""
         layer, is_lstm = cast("nn.RNNBase", self), cast("nn.RNNBase", self).mode == "LSTM"
         steps_axis = 1 if layer.batch_first and input.dim() == 3 else 0
         x = self._transformed(input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, steps_axis))
-        quantizers = self._of_loops()
-        given = [x.new_zeros(len(quantizers), x.shape[1], layer.hidden_size)] * (2 if is_lstm else 1)
+        state = [x.new_zeros(len(quantizers), x.shape[1], layer.hidden_size)] * (2 if is_lstm else 1)
         if hx is not None:
-            given = [s.unsqueeze(1) if input.dim() == 2 else s for s in (hx if is_lstm else (hx,))]
-        names = [_names(suffix)[1] for suffix in self.suffixes(self)]
-        y, state = looped(layer, x, given, quantizers, names)
+            state = [s.unsqueeze(1) if input.dim() == 2 else s for s in (hx if is_lstm else (hx,))]
+        suffixes, directions = self.suffixes(self), 2 if layer.bidirectional else 1
+        ended: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(quantizers), directions):
+            outputs = []
+            for i in range(first, first + directions):
+                own = quantizers[i]
+                w, u, *biases = layer.all_weights[i]
+                b, c = biases or (None, None)
+                gates = F.linear(_by(own.input, x), _by(own.input_weight, w), b)
+                hidden = active(own.hidden)
+                found = torch.ops.fakequant.recurrent(
+                    gates,
+                    state[0][i],
+                    state[-1][i],
+                    _by(own.hidden_weight, u),
+                    c,
+                    None if hidden is None or hidden.dynamic else hidden.scale,
+                    None if hidden is None or hidden.dynamic else hidden.zero_point,
+                    "" if hidden is None else hidden.spec.to_text(),
+                    _names(suffixes[i])[1],
+                    layer.mode,
+                    i != first,
+                )
+                outputs.append(found[0])
+                ended.append(found[1:])
+            x = torch.cat(outputs, -1) if directions > 1 else outputs[0]
+        last = [torch.stack(own) for own in zip(*ended, strict=True)][: len(state)]
         if input.dim() == 2:
-            y, state = y.squeeze(1), [s.squeeze(1) for s in state]
-        return y.transpose(0, steps_axis), (state[0], state[1]) if is_lstm else state[0]
+            x, last = x.squeeze(1), [s.squeeze(1) for s in last]
+        return x.transpose(0, steps_axis), (last[0], last[1]) if is_lstm else last[0]
 
 
 @quantizes(nn.LSTM)

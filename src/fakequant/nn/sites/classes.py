@@ -1,10 +1,7 @@
 """The classes of modules that own sites, and of modules that such owners call: see `sites.py`.
 
-Owners of sites whose `forward` calls more functions while torch traces it: see `sites.py`.
-
 Vision transformers resize their table of positions in a trace, also where it has the right size already, so that the
-trace takes images of any size. Such calls compute with parameters alone. No plan has them, because the model does not
-call them otherwise.
+trace takes images of any size. Such calls compute with parameters alone, and no plan has them.
 """
 
 from __future__ import annotations
@@ -42,17 +39,9 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
     """The result of an owner: where its calls do not fit the plan, those with parameters alone do not count.
 
     Where they do not fit either, and the planned calls are among them in one way alone, the others stay in float, as a
-    mask that is added in a trace alone. What earlier tries called has no use in the trace. The error stays if one wrote
-    to a tensor that was there before.
-
-    Args:
-        run: calls the owner's `forward` under the mode that is made by its argument.
-        module: the owner.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-
-    Raises:
-        SiteError: the calls do not fit without those either; the error of the first try.
+    mask that is added in a trace alone. What earlier tries called has no use in the trace. The SiteError of the first
+    try stays if the calls never fit, or a try wrote to a tensor that was there before. `run` calls the owner's
+    `forward` under the mode that its argument makes.
     """
     before = [*_tensors((args, kwargs)), *module.buffers()]
     versions = [x._version for x in before]
@@ -67,8 +56,11 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
             pass
         called: list[str] = []
         run(partial(_Listing, called))
-        places = _embedding(module, called)
-        if places is None or [x._version for x in before] != versions:
+        planned = SiteMode(cast("Sites", module._modules[SITES]), module).steps
+        places = _earliest(planned, called)
+        last = [len(called) - 1 - place for place in _earliest(planned[::-1], called[::-1])][::-1]
+        is_unique = len(places) == len(planned) and places == last
+        if not is_unique or [x._version for x in before] != versions:
             raise error from None
         return run(partial(_Aligned, places))
 
@@ -122,15 +114,8 @@ class _Aligned(SiteMode):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _embedding(module: nn.Module, called: Sequence[str]) -> list[int] | None:
-    """The places of the planned calls among those of a trace; None if there is no way, or more than one."""
-    planned = SiteMode(cast("Sites", module._modules[SITES]), module).steps
-    first = _earliest(planned, called)
-    last = [len(called) - 1 - place for place in _earliest(planned[::-1], called[::-1])][::-1]
-    return first if len(first) == len(planned) and first == last else None
-
-
 def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
+    """The first places of the planned calls among those of a trace."""
     places: list[int] = []
     for place, name in enumerate(called):
         if len(places) < len(planned) and planned[len(places)] == name:
@@ -246,7 +231,13 @@ def _owner_class(cls: type[Any]) -> type[Any]:
 
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
+        def run(make: MakeMode) -> Any:
+            mode = make(self._modules[SITES], self)
+            with mode:
+                result = inner(self, *args, **kwargs)
+            mode.finish()
+            return result
+
         return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
 
     # In the class, which torch's `getattr` along a path asks before a wrapper's `__getattr__` can answer from inside.
@@ -254,19 +245,14 @@ def _owner_class(cls: type[Any]) -> type[Any]:
     return _subclass(cls, "owner", unseen(forward), {SITES: own, **_without_sites(cls)})
 
 
-def _with_quantizers(sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: MakeMode) -> Any:
-    mode = make(sites, module)
-    with mode:
-        result = inner(module, *args, **kwargs)
-    mode.finish()
-    return result
-
-
 def _without_sites(cls: type[Any]) -> dict[str, Any]:
     """Methods of an owner that give its modules without its sites, as its own `forward` expects them."""
 
     def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
-        running = _is_running(self)  # what moves or trains a model needs them all
+        # What moves or trains a model needs the sites; only the owner's own `forward` does not expect them.
+        depth = torch._C._len_torch_function_stack()
+        mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+        running = isinstance(mode, SiteMode) and mode.sites is self._modules.get(SITES)
         return ((name, child) for name, child in cls.named_children(self) if not (running and name == SITES))
 
     methods: dict[str, Any] = {"named_children": named_children}
@@ -297,13 +283,6 @@ def _without_sites(cls: type[Any]) -> dict[str, Any]:
 def _others(module: nn.Module) -> dict[str, nn.Module]:
     """The modules of a container without its sites."""
     return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether the `forward` of an owner is what runs now."""
-    depth = torch._C._len_torch_function_stack()
-    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
-    return isinstance(mode, SiteMode) and mode.sites is module._modules.get(SITES)
 
 
 def _shielded_class(cls: type[Any]) -> type[Any]:

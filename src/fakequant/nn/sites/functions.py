@@ -50,7 +50,8 @@ def of_tensordot(args: Args, kwargs: Kwargs) -> str:
     first, second = ascii_letters[: a.dim()], [*ascii_letters[a.dim() : a.dim() + b.dim()]]
     for one, other in zip(of_a, of_b, strict=True):
         second[other] = first[one]
-    return _equation(first, "".join(second))
+    shared = {*first} & {*second}
+    return f"{first},{''.join(second)}->{''.join(index for index in (*first, *second) if index not in shared)}"
 
 
 def of_vecdot(args: Args, kwargs: Kwargs) -> str:
@@ -114,11 +115,6 @@ def _first_two(args: Args, kwargs: Kwargs, first: Sequence[str], second: Sequenc
     """Two tensors by their places, or by their keywords."""
     named = [next((kwargs[name] for name in names if name in kwargs), None) for names in (first, second)]
     return [args[place] if place < len(args) else named[place] for place in (0, 1)]
-
-
-def _equation(first: str, second: str) -> str:
-    shared = {*first} & {*second}
-    return f"{first},{second}->{''.join(index for index in first + second if index not in shared)}"
 
 
 class Trait(Flag):
@@ -369,19 +365,6 @@ def _objects(name: str) -> Iterable[tuple[Any, Any, bool]]:
         yield found, getattr(operator, name), False
 
 
-def _inplace_position(function: Callable[..., Any]) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function in C, which has no such argument
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def _swapped(operands: tuple[SiteOperand, ...]) -> tuple[SiteOperand, ...]:
-    first, second = operands
-    return replace(first, position=second.position, keywords=()), replace(second, position=first.position, keywords=())
-
-
 def _table() -> dict[Any, CalledAs]:
     table: dict[Any, CalledAs] = {}
     for function in _FUNCTIONS:
@@ -391,8 +374,17 @@ def _table() -> dict[Any, CalledAs]:
                 if swapped:
                     if len(operands) != 2 or (_PRODUCT in function.traits) != (function.name == "matmul"):
                         continue
-                    operands = _swapped(operands)
-                table[found] = CalledAs(function, operands, plain, _inplace_position(found))
+                    left, right = operands
+                    operands = (
+                        replace(left, position=right.position, keywords=()),
+                        replace(right, position=left.position, keywords=()),
+                    )
+                try:
+                    names = list(inspect.signature(found).parameters)
+                except (TypeError, ValueError):  # a function in C, which has no argument `inplace`
+                    names = []
+                position = names.index("inplace") if "inplace" in names else None
+                table[found] = CalledAs(function, operands, plain, position)
             table |= _operators(function, name)
     # `torch.embedding` takes the table first; `F.embedding` and what calls it take the indices first.
     for name in ("embedding", "embedding_bag"):
@@ -412,10 +404,7 @@ def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
 def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
     """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
 
-    Args:
-        equation: as for `torch.einsum`.
-        name: of the operand.
-        place: its term of the equation; None if the name ends in it.
+    `place` is its term of the equation; None if the name ends in it.
 
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
     SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
@@ -468,10 +457,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
-    """The canonical names that a rule's names of functions stand for.
-
-    Raises:
-        ConfigError: a name that stands for none; the nearest are offered.
+    """The canonical names of a rule's names of functions; a ConfigError, with the nearest, for a name of none.
 
     >>> sorted(canonical_ops(["sdpa", "add"]))
     ['add', 'scaled_dot_product_attention']

@@ -98,10 +98,14 @@ class _Linear(SiteProduct, MatrixProduct):
 
 
 class _MatMul(_Linear, TurnedProduct):
-    """input @ weight, with a weight [in, out]."""
+    """input @ weight, with a weight [in, out]; `addmm` adds a bias, or that times a number."""
 
     def added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return _added_by_addmm(self.layer.function, args, kwargs)
+        if self.layer.function != "addmm":
+            return None
+        bias = args[0] if args else kwargs.get("input")
+        factors = (*args[3:], *(kwargs[name] for name in ("beta", "alpha") if name in kwargs))
+        return bias if all(factor == 1 for factor in factors) else (bias, *factors)
 
 
 class _LeftMatMul(_Linear):
@@ -173,15 +177,6 @@ class _TransposedConvolution(_Convolution, TransposedWindowProduct):
     @staticmethod
     def in_and_out(first: int, second: int, groups: int) -> tuple[int, int]:
         return first, second * groups
-
-
-def _added_by_addmm(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `addmm` adds, or that times a number; other products of matrices add nothing."""
-    if function != "addmm":
-        return None
-    bias = args[0] if args else kwargs.get("input")
-    factors = (*args[3:], *(kwargs[name] for name in ("beta", "alpha") if name in kwargs))
-    return bias if all(factor == 1 for factor in factors) else (bias, *factors)
 
 
 _CLASSES: dict[tuple[str, str], type[Product]] = {

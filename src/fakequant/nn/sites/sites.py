@@ -103,13 +103,10 @@ def attend(
     return attend_in_parts(partial(matmul, how), probabilities, query, key, value, *given, **others)
 
 
-def _linear(how: Backward | None, factors: Factors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    return multiplied(LinearSum(), how, factors["input"], factors["weight"], bias)
-
-
 TRAINED: dict[str, Callable[..., Tensor]] = {
-    "linear": _linear,
+    "linear": lambda how, factors, args, kwargs: multiplied(
+        *(LinearSum(), how, factors["input"], factors["weight"]), args[2] if len(args) > 2 else kwargs.get("bias")
+    ),
     "matmul": lambda how, factors, *_: matmul(how, factors["input"], factors["other"]),
     "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
@@ -156,9 +153,15 @@ class Site(Watched, Trained):
         places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
         names = tuple([name for name, _, _ in places])
         if names != self.operands:
-            raise SiteError(_other_operands(mode.sites.owner, self, names))
+            raise SiteError(
+                f"{module_name(mode.sites.owner)}: a call of {self.function} has other operands than planned: float "
+                f"tensors are {', '.join(names) or 'none'}, planned were {', '.join(self.operands)}. Run the model as "
+                "with the example that was given to fakequant.prepare, or prepare it with an example that takes this "
+                "path"
+            )
         self._refuse_other_weights(mode, places)
-        self._show_operands(places, args, kwargs)
+        if self.is_watched:
+            self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
         before = [holder[key] for _, holder, key in places]
         for name, holder, key in places:
@@ -173,7 +176,13 @@ class Site(Watched, Trained):
         replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
         if written is not None and (replaced or _first(args, kwargs) is not written):
             func = called.without_writing(func, args, kwargs)
-        if (computed := self._trained()) is None:
+        probabilities = self._modules.get("probabilities")
+        computed: Callable[..., Any] | None = None
+        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
+            computed = partial(attend, probabilities)
+        elif is_trained(self.gradient):
+            computed = TRAINED.get(self.function)
+        if computed is None:
             result = func(*args, **kwargs)
         else:
             factors = {name: Factor(holder[key], x) for (name, holder, key), x in zip(places, before, strict=True)}
@@ -186,17 +195,6 @@ class Site(Watched, Trained):
             result = written.copy_(result)
         return result
 
-    def _trained(self) -> Callable[..., Any] | None:
-        """What computes the function of its factors: for probabilities or gradients that are quantized."""
-        probabilities = self._modules.get("probabilities")
-        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
-            return partial(attend, probabilities)
-        return TRAINED.get(self.function) if is_trained(self.gradient) else None
-
-    def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
-        if self.is_watched:
-            self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
-
     def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
         """Raise if an operand is another parameter than the planned one, whose scales would not fit it."""
         for name, holder, key in places:
@@ -205,7 +203,14 @@ class Site(Watched, Trained):
                 inner, _, attribute = path.rpartition(".")
                 planned = mode.module.get_submodule(inner)._parameters.get(attribute)
                 if planned is not None and planned is not found:
-                    raise SiteError(_other_weight(mode, self, path, found))
+                    named = mode.module.named_parameters()
+                    own = next((name for name, one in named if one is found), "another parameter")
+                    raise SiteError(
+                        f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the call at this "
+                        f"place was planned with {path}, whose scales do not fit it: a branch calls the same functions "
+                        "in the same order. Move each branch into a module of its own, or leave the function in float "
+                        "by a rule"
+                    )
 
 
 class Sites(nn.Module):
@@ -483,21 +488,4 @@ def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = Fa
         "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
         f"whose length changes, into a module of its own; or leave the functions in float by {float_rule(sites)}"
         f"{'' if came else '. torch.fx.symbolic_trace shows no calls: use torch.export'}"
-    )
-
-
-def _other_weight(mode: SiteMode, site: Site, path: str, found: nn.Parameter) -> str:
-    name = next((name for name, one in mode.module.named_parameters() if one is found), "another parameter")
-    return (
-        f"{module_name(mode.sites.owner)}: a call of {site.function} reads {name}, and the call at this place was "
-        f"planned with {path}, whose scales do not fit it: a branch calls the same functions in the same order. Move "
-        "each branch into a module of its own, or leave the function in float by a rule"
-    )
-
-
-def _other_operands(owner: str, site: Site, names: tuple[str, ...]) -> str:
-    return (
-        f"{module_name(owner)}: a call of {site.function} has other operands than planned: float tensors are "
-        f"{', '.join(names) or 'none'}, planned were {', '.join(site.operands)}. Run the model as with the example "
-        "that was given to fakequant.prepare, or prepare it with an example that takes this path"
     )

@@ -82,10 +82,7 @@ def formats() -> dict[str, Format]:
 
 
 def parse_format(fmt: str | Format) -> Format:
-    """The format of a name; a format is returned as it is.
-
-    Raises:
-        SpecError: no format has the name; the nearest names are offered, or what reads a longer text.
+    """The format of a name, or a format itself; else a SpecError, with the nearest names or what reads a longer text.
 
     >>> parse_format("uint4")
     IntegerFormat(low=0, high=15)

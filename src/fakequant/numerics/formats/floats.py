@@ -1,8 +1,7 @@
-"""Small binary floats.
+"""Formats: integers, tables, small binary floats and powers of two.
 
-Sources: arXiv 2209.05433 and OCP OFP8 1.0 (8 bits), OCP Microscaling 1.0 (4 and 6 bits), arXiv 2206.02915 (fnuz).
-
-Source: ONNX QuantizeLinear.
+Sources: ONNX QuantizeLinear (integers), arXiv 2209.05433 and OCP OFP8 1.0 (8 bits), OCP Microscaling 1.0 (4 and 6),
+arXiv 2206.02915 (fnuz).
 """
 
 from __future__ import annotations
@@ -420,12 +419,7 @@ def integers_of(format: Format) -> torch.dtype:
 
 
 def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
-    """Raise where codes are none of a format, or of another shape.
-
-    Raises:
-        ShapeError: codes of another shape.
-        QParamsError: codes of another dtype, or that the format does not have.
-    """
+    """Raise a ShapeError for codes of another shape, a QParamsError for another dtype or codes beyond the format."""
     if tuple(codes.shape) != tuple(shape):
         raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(shape)}")
     if codes.dtype is not format.storage:
@@ -471,7 +465,15 @@ class FloatFormat(Format):
                 f"FloatFormat {self.label!r}: IEEE tells NaN from infinity by the mantissa, which has no bits; use "
                 "Specials.NAN_ONLY or NONE"
             )
-        object.__setattr__(self, "grid", self._grid())
+        # The pattern of the largest number: all bits set, less those that are no numbers.
+        pattern = (1 << self.bits - 1) - 1
+        pattern -= {Specials.IEEE: 1 << self.mantissa_bits, Specials.NAN_ONLY: 1}.get(self.specials, 0)
+        field, mantissa = divmod(pattern, 1 << self.mantissa_bits)
+        significand = mantissa + (1 << self.mantissa_bits if field else 0)
+        largest = significand * 2.0 ** (max(field, 1) - self.exponent_bias - self.mantissa_bits)
+        negative_zero = self.specials is not Specials.NEGATIVE_ZERO_IS_NAN
+        grid = Grid(-largest, largest, self.mantissa_bits, 1 - self.exponent_bias, negative_zero)
+        object.__setattr__(self, "grid", grid)
         if not self.quant_max:
             raise SpecError(
                 f"FloatFormat {self.label!r} has no number but 0 with E={self.exponent_bits}, M={self.mantissa_bits}, "
@@ -494,16 +496,6 @@ class FloatFormat(Format):
     @property
     def exponent_bias(self) -> int:
         return (1 << self.exponent_bits - 1) - 1 if self.bias is None else self.bias
-
-    def _grid(self) -> Grid:
-        # The pattern of the largest number: all bits set, less those that are no numbers.
-        pattern = (1 << self.bits - 1) - 1
-        pattern -= {Specials.IEEE: 1 << self.mantissa_bits, Specials.NAN_ONLY: 1}.get(self.specials, 0)
-        field, mantissa = divmod(pattern, 1 << self.mantissa_bits)
-        significand = mantissa + (1 << self.mantissa_bits if field else 0)
-        largest = significand * 2.0 ** (max(field, 1) - self.exponent_bias - self.mantissa_bits)
-        negative_zero = self.specials is not Specials.NEGATIVE_ZERO_IS_NAN
-        return Grid(-largest, largest, self.mantissa_bits, 1 - self.exponent_bias, negative_zero)
 
     @property
     def storage(self) -> torch.dtype:

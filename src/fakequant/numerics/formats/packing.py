@@ -32,18 +32,16 @@ def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         np.add(part, np.uint8(plus % 256), out=wide[: len(part), :count])
-        found = _halved(wide[: len(part)], bits) if _TOGETHER % bits == 0 else _joined(wide[: len(part)], bits)
-        packed[start : start + step] = found[:, : packed.shape[1]]
+        numbers, width = wide[: len(part)], bits
+        if _TOGETHER % bits:
+            numbers = _joined(numbers, bits)
+        else:
+            while width < _TOGETHER:  # pairs become one byte until it is full
+                pairs = numbers.view("<u2")
+                pairs |= pairs >> np.uint16(_TOGETHER - width)
+                numbers, width = pairs.astype(np.uint8), 2 * width
+        packed[start : start + step] = numbers[:, : packed.shape[1]]
     return torch.from_numpy(packed).reshape(*patterns.shape[:-1], packed.shape[1])
-
-
-def _halved(wide: Array, bits: int) -> Array:
-    """The numbers of bytes, which are overwritten: pairs become one byte until it is full."""
-    while bits < _TOGETHER:
-        pairs = wide.view("<u2")
-        pairs |= pairs >> np.uint16(_TOGETHER - bits)
-        wide, bits = pairs.astype(np.uint8), 2 * bits
-    return wide
 
 
 def _joined(wide: Array, bits: int) -> Array:
@@ -83,7 +81,10 @@ def unpack(stored: Tensor, bits: int, count: int) -> Tensor:
 def unpack_bytes(stored: Tensor, bits: int, count: int) -> Tensor:
     """The first numbers of `pack`, as uint8 [..., count], on the device of the bytes, by torch operations alone."""
     if _TOGETHER % bits:
-        return _separated(stored, bits)[..., :count]
+        parts = pad(stored, (0, -stored.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
+        word = (parts << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(-1, keepdim=True)
+        numbers = word >> torch.arange(0, _TOGETHER * bits, bits, device=stored.device) & (1 << bits) - 1
+        return numbers.flatten(-2).to(torch.uint8)[..., :count]
     width = _TOGETHER
     while width > bits:  # a number of two halves becomes two of one half, the lower one first
         width //= 2
@@ -91,11 +92,3 @@ def unpack_bytes(stored: Tensor, bits: int, count: int) -> Tensor:
         pairs = (pairs | pairs << _TOGETHER - width) & ((1 << width) - 1) * 0x0101
         stored = viewed(pairs, torch.uint8)
     return stored[..., :count]
-
-
-def _separated(stored: Tensor, bits: int) -> Tensor:
-    """Numbers as uint8 [..., n] of bytes in which `bits` bytes hold eight of them."""
-    whole = pad(stored, (0, -stored.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
-    word = (whole << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(-1, keepdim=True)
-    numbers = word >> torch.arange(0, _TOGETHER * bits, bits, device=stored.device) & (1 << bits) - 1
-    return numbers.flatten(-2).to(torch.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.numerics.granularity import Granularity, Tiles
+from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, dequantize, input_range, seed_of
@@ -111,7 +111,11 @@ class CpuKernels(Kernels):
         super().__init__(kind, backend)
         self.dtype, rectified = compute_dtype(kind.dtype), kind.variant == RELU
         self.is_packed = kind.stride == self.layout.packed_stride
-        self.descriptor = _descriptor(self.spec, self.dtype, self.layout.tiles, rectified)
+        # The tiles, the format, the arithmetic, whether there are a ReLU, offsets, exact scales, see chunks.h.
+        fmt, lattice = self.spec.format, (self.spec.offset is not None, self.spec.scale.is_exact)
+        fields = *self.layout.tiles, *grid_fields(fmt.grid), _ARITHMETIC[self.spec.arithmetic], rectified, *lattice
+        fields = *fields, *table_fields(fmt, self.dtype)
+        self.descriptor = torch.tensor(fields, dtype=torch.float64, device="cpu")
         identity = self.spec.gradient is Gradient.IDENTITY
         self.mask = _EVERYWHERE if rectified and identity else _MASK[self.spec.gradient]
         self.rule: Tensor | None = None
@@ -247,14 +251,6 @@ class CpuKernels(Kernels):
         words = torch.empty(self.layout.shape, dtype=torch.int32, device="cpu")
         torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
         return self.layout.pack(words)
-
-
-def _descriptor(spec: QuantSpec, computed: torch.dtype, tiles: Tiles, rectified: bool) -> Tensor:
-    """The tiles, the format, the arithmetic, whether there are a ReLU, offsets, exact scales, see chunks.h."""
-    table = table_fields(spec.format, computed)
-    lattice = spec.offset is not None, spec.scale.is_exact
-    fields = *tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *lattice, *table
-    return torch.tensor(fields, dtype=torch.float64, device="cpu")
 
 
 def _measured(x: Tensor, layout: Layout) -> Range:
