@@ -78,9 +78,16 @@ class Code:
         fq.calibrate(quantized, made, unseen="float")
         fq.ptq.improve(quantized, made, "fast")
         """
-        own, lines = self.preparation, ["import copy", "import fakequant as fq", "", self._made()]
-        lines.append("quantized = copy.deepcopy(model).eval()")
-        example, part = self._example(), "" if own.inputs is None else f", inputs={_shown(own.inputs, 'inputs')}"
+        own, made = self.preparation, "made = [*batches]"
+        if self.held:
+            last = f" or number > {self.held[-1]}" if self.held[-1] + EVERY < self.count else ""
+            rule = f"number % {EVERY} != 1{last}"
+            made = f"made = [batch for number, batch in enumerate(batches) if {rule}]  # the others judged"
+        lines = ["import copy", "import fakequant as fq", "", made, "quantized = copy.deepcopy(model).eval()"]
+        example, part = "", "" if own.inputs is None else f", inputs={_shown(own.inputs, 'inputs')}"
+        if own.example is not None:
+            is_cut = self.inputs is None and isinstance(own.example, (tuple, list))
+            example = f"made[0][:{len(own.example)}]" if is_cut else "made[0]"
         if own.folds:
             lines.append(f"fq.fuse_batch_norm(quantized, {example}{part})")
         given = f", {example}{part}" if example else ""
@@ -93,19 +100,6 @@ class Code:
         if way.steps:
             lines.append(f'fq.ptq.improve(quantized, made, "{way.steps}"{rest})')
         return "\n".join(lines)
-
-    def _made(self) -> str:
-        if not self.held:
-            return "made = [*batches]"
-        last = f" or number > {self.held[-1]}" if self.held[-1] + EVERY < self.count else ""
-        rule = f"number % {EVERY} != 1{last}"
-        return f"made = [batch for number, batch in enumerate(batches) if {rule}]  # the others judged"
-
-    def _example(self) -> str:
-        example = self.preparation.example
-        if example is None:
-            return ""
-        return f"made[0][:{len(example)}]" if self.inputs is None and isinstance(example, (tuple, list)) else "made[0]"
 
 
 def _shown(value: Any, name: str) -> str:
@@ -192,8 +186,12 @@ class SearchOrder:
         for tier in range(len(TIERS)):
             for number, size in enumerate(self.sizes[: self.met]):
                 tried = self._of(tier, size)
-                for place, way in enumerate(tried):
-                    yield way, self._follows(tier, number, len(tried) - place - 1)
+                larger = len(self.sizes[: self.met]) - number - 1
+                later = [f"{larger} larger size{'s' * (larger > 1)}"] if larger else []
+                later += TIERS[tier + 1 :]
+                for more, way in zip(reversed(range(len(tried))), tried, strict=True):
+                    parts = [*([f"{more} more of this size"] if more else []), *later]
+                    yield way, f"then at most: {', '.join(parts)}" if parts else "the last"
                 if self.meets(self.best_of(size.presets)):
                     self.met = number
                     break
@@ -255,14 +253,6 @@ class SearchOrder:
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
-
-    def _follows(self, tier: int, number: int, left: int) -> str:
-        """What may follow a way."""
-        sizes = len(self.sizes[: self.met]) - number - 1
-        parts = [f"{left} more of this size"] if left else []
-        parts += [f"{sizes} larger size{'s' * (sizes > 1)}"] if sizes else []
-        parts += TIERS[tier + 1 :]
-        return f"then at most: {', '.join(parts)}" if parts else "the last"
 
 
 _HEADER = ("", "preset", "method", "improve", "bits", "MB", "{}", "seconds")
@@ -482,7 +472,13 @@ def advise(  # noqa: PLR0913  all but the first two by name
     check_float_model(model, "advise", "advise(model, batches)", "try presets on")
     check_metric(metric, "advise")
     check_budget("floor", floor, any_number=True)
-    kinds = find_engine(target).kinds if presets is None else _kinds_of(presets)
+    if presets is None:
+        kinds: Sequence[Sequence[str]] = find_engine(target).kinds
+    elif isinstance(presets, str) or not isinstance(presets, Sequence) or not presets:
+        raise ConfigError(f"presets takes a list of names, got {shown(presets)}; write presets=['int8', 'fp8']")
+    else:  # in two kinds: with inputs of few bits, and without
+        names = list(dict.fromkeys(find_preset(name).name for name in presets))
+        kinds = [[name for name in names if quantizes_inputs(name) is has_inputs] for has_inputs in (True, False)]
     if work is not None:
         check_path(work, "advise(model, batches, work='search')")
     folder = None if work is None else writable_folder(work)
@@ -492,7 +488,9 @@ def advise(  # noqa: PLR0913  all but the first two by name
     scorer = None if metric is None else named(metric)
     trials = Trials(model, held_out, scorer, preparation, mask, times=False)
     trials.check()
-    exact = _float_score(trials)
+    exact = trials.score(model)
+    if exact is not None and not math.isfinite(exact):
+        raise ConfigError(f"metric(model) gives {exact} for the float model; it must be a finite number")
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - MAY_LOSE * abs(exact)
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
@@ -504,14 +502,6 @@ def advise(  # noqa: PLR0913  all but the first two by name
         interrupted = search.run()
         code = Code(preparation, [*held_out.held.numbered], len(given), inputs, forward, mask)
         return search.advice(code, target, str(held_out), interrupted)
-
-
-def _kinds_of(presets: Sequence[str]) -> list[list[str]]:
-    """Presets of the user's, in two kinds: with inputs of few bits, and without."""
-    if isinstance(presets, str) or not isinstance(presets, Sequence) or not presets:
-        raise ConfigError(f"presets takes a list of names, got {shown(presets)}; write presets=['int8', 'fp8']")
-    names = list(dict.fromkeys(find_preset(name).name for name in presets))
-    return [[name for name in names if quantizes_inputs(name) is has_inputs] for has_inputs in (True, False)]
 
 
 def _preparation(
@@ -532,14 +522,6 @@ def _preparation(
     with evaluating(model):
         folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
     return Preparation(example, inputs, target, folds)
-
-
-def _float_score(trials: Trials) -> float | None:
-    """The metric of the float model; None without one."""
-    found = trials.score(trials.model)
-    if found is not None and not math.isfinite(found):
-        raise ConfigError(f"metric(model) gives {found} for the float model; it must be a finite number")
-    return found
 
 
 class _VariantSearch:

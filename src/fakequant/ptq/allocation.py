@@ -168,7 +168,19 @@ class Scores:
         """
         if over not in ("bits", "operations"):
             raise ConfigError(f'expected over="bits" or "operations", got {over!r}')
-        groups = [(group, self._of_group(group)) for group in self.ties]
+        groups = list[tuple[Sequence[str], dict[str, Score]]]()  # layers that get one choice, and what each costs them
+        for group in self.ties:
+            scored = [self.layers[layer] for layer in group]
+            names = [name for name in scored[0] if all(name in own for own in scored)]
+            sums = {
+                name: Score(
+                    sum(own[name].loss for own in scored),
+                    sum(own[name].bits for own in scored),
+                    sum(own[name].operations for own in scored),
+                )
+                for name in names
+            }
+            groups.append((group, sums))
         costs = [{name: getattr(score, over) for name, score in own.items()} for _, own in groups]
         largest = sum(max(own.values()) for own in costs)
         unit = max(gcd(*(cost for own in costs for cost in own.values())), -(-largest // _UNITS))
@@ -178,7 +190,9 @@ class Scores:
         best[0] = 0.0
         taken = []
         for (_, own), size in zip(groups, sizes, strict=True):
-            tried = torch.stack([_shifted(best, size[name]) + score.loss for name, score in own.items()])
+            padded = torch.cat([torch.full((capacity,), torch.inf, dtype=best.dtype), best])
+            shifted = (padded[capacity - size[name] : len(padded) - size[name]] for name in own)
+            tried = torch.stack([one + own[name].loss for one, name in zip(shifted, own, strict=True)])
             best, chosen = tried.min(0)
             taken.append(chosen)
         found, least = [], float("inf")
@@ -245,18 +259,6 @@ class Scores:
         named = [f"{own[layer] / self.weights[layer]:.2f} in {layer} as {mix.choices[layer]}" for layer in large]
         return f": {', '.join(named)}"
 
-    def _of_group(self, group: Sequence[str]) -> dict[str, Score]:
-        """The scores of layers that get one choice."""
-        names = [name for name in self.layers[group[0]] if all(name in self.layers[layer] for layer in group)]
-        return {
-            name: Score(
-                sum(self.layers[layer][name].loss for layer in group),
-                sum(self.layers[layer][name].bits for layer in group),
-                sum(self.layers[layer][name].operations for layer in group),
-            )
-            for name in names
-        }
-
     def _traced(self, place: int, groups: Any, sizes: list[dict[str, int]], taken: list[Tensor]) -> Allocation:
         """The mix that led to a place of the last table."""
         choices: dict[str, str] = {}
@@ -301,10 +303,6 @@ def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
     if not number or not (any_number or float(value) >= 0):
         kind = "a number" if any_number else "a positive number"
         raise ConfigError(f"{name}={value!r:.40}: a budget is {kind}, such as {name}={_BUDGETS[name]}")
-
-
-def _shifted(values: Tensor, places: int) -> Tensor:
-    return torch.cat([torch.full((places,), torch.inf, dtype=values.dtype), values[: len(values) - places]])
 
 
 _PROBES = 16

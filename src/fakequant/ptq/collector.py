@@ -173,8 +173,9 @@ class ChosenLayersFolder:
             ) from error
         if other := [what for what in self._run if held.get(what) != self._run[what]]:
             other = [what for what in other if what != _OUTPUT] or other  # it follows from the others
+            changed = " and ".join(f"another {what}" for what in other)
             raise CheckpointError(
-                f"{path.parent} holds a run of improve with {_listed(other)}; continue with what it had, or give "
+                f"{path.parent} holds a run of improve with {changed}; continue with what it had, or give "
                 "another folder"
             )
         return found
@@ -193,10 +194,6 @@ def remove_finished(folder: Path) -> None:
 def _is_whole(data: bytes) -> bool:
     """Whether the content of a file begins with the digest of the rest, as those of `ChosenLayersFolder` do."""
     return hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST]
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(f"another {name}" for name in names)
 
 
 def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
@@ -234,6 +231,10 @@ def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) ->
     with unchanged(model), evaluating(model), disabled(model), torch.no_grad():
         torch.manual_seed(0)
         output = batches.run_first(model)
+    try:
+        of_output = digest(output)
+    except NoDigestError:  # such as a cache beside the logits
+        of_output = digest(named_tensors(output))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return {
         "version of fakequant": __version__,
@@ -241,15 +242,8 @@ def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) ->
         "set of batches": of_batches,
         "list of steps": ", ".join(steps),
         "mask": digest([mask for mask in batches.masks.values() if mask is not None]),
-        _OUTPUT: _of_output(output),
+        _OUTPUT: of_output,
     }
-
-
-def _of_output(output: Any) -> str:
-    try:
-        return digest(output)
-    except NoDigestError:  # such as a cache beside the logits
-        return digest(named_tensors(output))
 
 
 Calls = Mapping[int, list[LayerCall]]
@@ -300,17 +294,6 @@ _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the flo
 _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
-def _of_few_rows(rows: int, columns: int) -> list[str]:
-    """How many more examples are wanted."""
-    if rows >= ROWS_PER_CHANNEL * columns:
-        return []
-    more = -(-ENOUGH_ROWS * columns // rows)
-    return [
-        f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more, and no channel "
-        f"is divided; give {more} times as many examples"
-    ]
-
-
 class Collector:
     """What the layers of a model get at their stages, and the sums over it.
 
@@ -341,7 +324,14 @@ class Collector:
 
     def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
-        own = self._choose_input_together(stage, steps_of(stage.name))
+        group, steps = self._processes.group, steps_of(stage.name)
+        if group is None:
+            own = self.choose_input(stage, steps)
+        else:  # the first process chooses
+            values = self.choose_input(stage, steps).values() if group.rank() == 0 else {}
+            own = InputChoice.of(self._processes.all(values)[0], self._layers[stage.name])
+            if group.rank():
+                self.put_input(stage, own)
         product, choice = self._layers[stage.name], self._ahead.choice(stage, wanted, self._processes)
         if choice is None:
             names = [stage.name, *self._alike(stage)]
@@ -351,7 +341,12 @@ class Collector:
             return own, None
         count, without = Parts.of(product).count, choice.rows.count(0)
         remarks = [_OTHER_ROWS] if not choice.with_drift and any(self._processes.all(wanted is not None)) else []
-        remarks += _of_few_rows(min(filter(None, choice.rows)), product.columns // count)
+        rows, columns = min(filter(None, choice.rows)), product.columns // count
+        if rows < ROWS_PER_CHANNEL * columns:
+            remarks.append(
+                f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more, and no "
+                f"channel is divided; give {-(-ENOUGH_ROWS * columns // rows)} times as many examples"
+            )
         if (zeros := structured_zeros(product.tensor)) is not None:
             remarks.append(f"its zeros stay, {float(zeros.float().mean()):.0%} of its weight")
         remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
@@ -396,16 +391,16 @@ class Collector:
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
         """The unmasked tokens of a layer's unquantized inputs, for each call by the number of the batch."""
         layer = self._layers[stage.name]
+
+        def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+            selected = self._batches.mask.select
+            found = {id(x): layer.with_axis(selected(stage.name, layer.layer, x, mask)) for x in inputs}
+            return tuple(found[id(x)] for x in inputs)  # those that are one tensor stay one
+
         return {
-            number: [self._unmasked(stage.name, layer.inputs(call), self._batches.masks[number]) for call in calls]
+            number: [unmasked(layer.inputs(call), self._batches.masks[number]) for call in calls]
             for number, calls in stage.calls.items()
         }
-
-    def _unmasked(self, name: str, inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
-        """The unmasked tokens of the inputs of a call; those that are one tensor stay one."""
-        layer = self._layers[name]
-        found = {id(x): layer.with_axis(self._batches.mask.select(name, layer.layer, x, mask)) for x in inputs}
-        return tuple(found[id(x)] for x in inputs)
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
         """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
@@ -433,16 +428,6 @@ class Collector:
                 return InputChoice(chosen.transform, chosen.params, left)
         return InputChoice(None, params, left)
 
-    def _choose_input_together(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
-        group = self._processes.group
-        if group is None:
-            return self.choose_input(stage, steps)
-        values = self.choose_input(stage, steps).values() if group.rank() == 0 else {}
-        own = InputChoice.of(self._processes.all(values)[0], self._layers[stage.name])
-        if group.rank():
-            self.put_input(stage, own)
-        return own
-
     def put_input(self, stage: Stage, chosen: InputChoice) -> None:
         """Give the layers of a stage what was chosen for their input."""
         group = self._take_same_input(stage)
@@ -456,11 +441,15 @@ class Collector:
         layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
         if stage.name in self._with_input:
             return []
-        alike = [
-            name for name in names if name not in self._with_input and _takes_same_input(self._layers[name], layer)
-        ]
+        own, alike = layer.input_quantizer, list[str]()
+        for name in names:
+            other = self._layers[name].input_quantizer
+            if own is None or other is None or other.learned is not None or name in self._with_input:
+                continue
+            same = (other.spec, other.dynamic, other.pinned) == (own.spec, own.dynamic, own.pinned)
+            if same and self._layers[name].makes_same_rows(layer):
+                alike.append(name)
         self._with_input |= {stage.name, *alike}
-        own = layer.input_quantizer
         if own is not None and own.by_value is not None:  # `improve` says so
             return []
         if own is None or own.pinned or own.learned is not None or own.mode is Mode.OFF:
@@ -470,10 +459,20 @@ class Collector:
     def sums(self, stage: Stage, wanted: Stage | None) -> Iterator[InputSums]:
         """For each matrix of a weight the sums of its quantized inputs."""
         product, own = self._layers[stage.name], self.inputs(stage)
-        seen = self._of_sibling(stage)
+        seen: _ReadSums | None = None
+        if self._last is not None:  # whether it got the same inputs and made the same rows of them
+            last, earlier, sums = self._last
+            now = stage.all_calls
+            same = len(now) == len(earlier) and all(a.has_input_of(b) for a, b in zip(now, earlier, strict=True))
+            if same and self._sees_same(self._layers[last], product, now[0]):
+                seen = sums
+            del earlier, sums
         self._last = None  # what it holds is freed before new sums are made
         seen = None if None in self._processes.all(seen and True) else seen
-        others = self._float_inputs(stage, wanted, own)
+        others = {} if wanted is None else self.inputs(wanted)
+        is_alike = tree_map(_shape, others) == tree_map(_shape, own)
+        if not all(self._processes.all(is_alike)):  # a process has none, or rows that cannot be compared with its own
+            others = {}
         with_drift = any(self._processes.all(bool(others)))
         calls = self._calls(stage, own, others) if with_drift or seen is None else []
         if product.is_stack:  # one matrix at a time
@@ -546,15 +545,23 @@ class Collector:
     ) -> InputSums:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
-        weights = _weights(product, parts, seen.reads)
+        weight = product.tensor.detach()
+        if product.is_stack:
+            matrices: Sequence[Tensor] = [product.matrix(weight[place]) for place in seen.reads]
+        else:
+            matrices = parts.split(product.matrix(weight)).chunk(len(seen.reads))
+        shape = product.groups * parts.count, -1, product.columns // parts.count
+        weights = [own.reshape(shape) for own in matrices]  # [groups, outputs, columns]
         gathered = [HalvedSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
         for call in calls:
             assert call.floats is not None
             beside = added.get(call.number)
             with input_named(product.row_name(stage.name), call.number):
                 for sums, read, weight in zip(gathered, seen.reads, weights, strict=True):
-                    floats = product.pieces(_transformed(product, call.floats[read]))
-                    for x, wanted in zip(product.pieces(call.rounded[read]), floats, strict=True):
+                    floats = call.floats[read]
+                    if product.input_transform is not None:
+                        floats = product.input_transform(floats)
+                    for x, wanted in zip(product.pieces(call.rounded[read]), product.pieces(floats), strict=True):
                         rows, others = (parts.rows(product.rows(own)) for own in (x, wanted))
                         count = rows.shape[1]
                         sums.add_drift(rows, others, weight, None if beside is None else beside[:, :count])
@@ -562,16 +569,6 @@ class Collector:
         self._merge(gathered, product)
         found = [sums.joined() for sums in gathered]
         return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
-
-    def _float_inputs(
-        self, stage: Stage, wanted: Stage | None, own: Mapping[int, list[tuple[Tensor, ...]]]
-    ) -> Mapping[int, list[tuple[Tensor, ...]]]:
-        """The inputs in the float model; none if a process has none, or rows that cannot be compared with its own."""
-        found = {} if wanted is None else self.inputs(wanted)
-        is_alike = tree_map(_shape, found) == tree_map(_shape, own)
-        if all(self._processes.all(is_alike)):
-            return found
-        return {}
 
     def _reads(self, product: MatrixProduct, calls: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
         """The places of the inputs for which there are sums: one if all inputs are one tensor in all processes.
@@ -582,20 +579,26 @@ class Collector:
         reads = first_places([*zip(*self._processes.all(own), strict=True)], product.reads)
         return reads[:1] if len({*reads}) == 1 else reads
 
-    def _of_sibling(self, stage: Stage) -> _ReadSums | None:
-        """The sums of the last layer if it got the same inputs and made the same rows of them."""
-        if self._last is None:
-            return None
-        last, calls, sums = self._last
-        one, other, seen = self._layers[last], self._layers[stage.name], stage.all_calls
-        same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
-        return sums if same and self._sees_same(one, other, seen[0]) else None
-
     def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
         """Whether two layers multiply the same rows of the input of a call."""
-        alike = one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count
+        if not (one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count):
+            return False
+        first, second = one.input_transform, other.input_transform
+        if first is None or second is None:
+            if first is not second:
+                return False
+        elif type(first) is not type(second) or not all(map(torch.equal, first.buffers(), second.buffers())):
+            return False
+        own, others = one.input_quantizer, other.input_quantizer
+        if own is None or others is None:
+            return own is others
+        if (own.spec, own.dynamic, own.mode) != (others.spec, others.dynamic, others.mode):
+            return False
         with call_again(call.bins):
-            return alike and _same_transform(one, other) and _same_quantizer(one, other, call.first)
+            return own.dynamic or all(
+                (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+                for a, b in zip(own.qparams(call.first)[:2], others.qparams(call.first)[:2], strict=True)
+            )
 
 
 class _Call(NamedTuple):
@@ -617,16 +620,6 @@ class _ReadSums(NamedTuple):
     sums: list[InputSums]
 
 
-def _weights(product: MatrixProduct, parts: Parts, reads: Sequence[int]) -> list[Tensor]:
-    """The matrices [groups, outputs, columns] that multiply the inputs at some places."""
-    weight = product.tensor.detach()
-    if product.is_stack:
-        found: Sequence[Tensor] = [product.matrix(weight[place]) for place in reads]
-    else:
-        found = parts.split(product.matrix(weight)).chunk(len(reads))
-    return [own.reshape(product.groups * parts.count, -1, product.columns // parts.count) for own in found]
-
-
 def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:
     """For each column, the place of the first one that equals it.
 
@@ -638,38 +631,3 @@ def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ..
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def _transformed(layer: MatrixProduct, x: Tensor) -> Tensor:
-    return x if layer.input_transform is None else layer.input_transform(x)
-
-
-def _takes_same_input(one: MatrixProduct, other: MatrixProduct) -> bool:
-    """Whether two layers with the same input tensor can have one transform and one range for it."""
-    first, second = one.input_quantizer, other.input_quantizer
-    return (
-        first is not None
-        and second is not None
-        and (first.spec, first.dynamic, first.pinned) == (second.spec, second.dynamic, second.pinned)
-        and first.learned is None
-        and one.makes_same_rows(other)
-    )
-
-
-def _same_transform(one: MatrixProduct, other: MatrixProduct) -> bool:
-    first, second = one.input_transform, other.input_transform
-    if first is None or second is None:
-        return first is second
-    return type(first) is type(second) and all(map(torch.equal, first.buffers(), second.buffers()))
-
-
-def _same_quantizer(one: MatrixProduct, other: MatrixProduct, x: Tensor) -> bool:
-    first, second = one.input_quantizer, other.input_quantizer
-    if first is None or second is None:
-        return first is second
-    if (first.spec, first.dynamic, first.mode) != (second.spec, second.dynamic, second.mode):
-        return False
-    return first.dynamic or all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(first.qparams(x)[:2], second.qparams(x)[:2], strict=True)
-    )

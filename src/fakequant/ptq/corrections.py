@@ -14,7 +14,7 @@ from fakequant.distributed import Ranks, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantized.folded import FoldedNorm
-from fakequant.ptq.stream import Stage, Stream, call_order, check_side_by_side
+from fakequant.ptq.stream import Stream, call_order, check_side_by_side
 from fakequant.restore import restore_on_error, state_of
 
 
@@ -53,24 +53,6 @@ def reestimate_batch_norm(
     check_model(model, "reestimate_batch_norm", "reestimate_batch_norm(model, batches)")
     refuse_sharded(model, "estimate the statistics of")
     given = Batches(batches, "reestimate_batch_norm", inputs=inputs, forward=forward).kept()
-    norms = _norms(model)
-    with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
-        recorded = call_order(model, norms, given)
-        check_side_by_side(model, norms, given, recorded)
-        with Stream(model, norms, given, recorded) as stages:
-            for stage in stages:
-                if stage.is_first:
-                    _sums(stage).set(norms[stage.name])
-    if repeated := recorded.parts(Ranks(None))[1]:
-        warn_user(
-            f"{repeated[0]} is called several times in a batch: its earlier calls, which later statistics depend on, "
-            "had the old ones; call reestimate_batch_norm again until its results settle",
-            CalibrationWarning,
-        )
-    return [name for name in norms if name in recorded.order]
-
-
-def _norms(model: nn.Module) -> dict[str, nn.Module]:
     norms: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
@@ -83,16 +65,26 @@ def _norms(model: nn.Module) -> dict[str, nn.Module]:
         )
     if not norms:
         raise ConfigError("the model has no batch normalisation with statistics; call this before they are merged")
-    return norms
-
-
-def _sums(stage: Stage) -> _Sums:
-    found = _Sums(stage.name)
-    for number, calls in stage.calls.items():
-        with input_named(stage.name, number):
-            for call in calls:
-                found.add(call.first)
-    return found
+    with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
+        recorded = call_order(model, norms, given)
+        check_side_by_side(model, norms, given, recorded)
+        with Stream(model, norms, given, recorded) as stages:
+            for stage in stages:
+                if not stage.is_first:
+                    continue
+                sums = _Sums(stage.name)
+                for number, calls in stage.calls.items():
+                    with input_named(stage.name, number):
+                        for call in calls:
+                            sums.add(call.first)
+                sums.set(norms[stage.name])
+    if repeated := recorded.parts(Ranks(None))[1]:
+        warn_user(
+            f"{repeated[0]} is called several times in a batch: its earlier calls, which later statistics depend on, "
+            "had the old ones; call reestimate_batch_norm again until its results settle",
+            CalibrationWarning,
+        )
+    return [name for name in norms if name in recorded.order]
 
 
 class _Sums:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_float_model
-from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
@@ -151,11 +151,26 @@ def equalize(
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
     recording = record(model, outputs.run)
     found = find_neighbors(model, recording, layers.keys(), layers.keys())
-    pairs, rows = _pairs(model, found, layers, Unreached(model, recording))
+    unreached, shared = Unreached(model, recording), shared_parameters(model)
+    pairs, rows = list[_Pair](), list[EqualizedPair]()
+    for maker, readers in found.readers.items():
+        row = EqualizedPair(layers[maker], tuple(layers[reader] for reader in readers))
+        channels = cast("Tensor", maker._parameters["weight"]).shape[0]
+        why = _why_not(maker, readers, found, shared) or unreached.why_not(channels)
+        if why is None:
+            pairs.append(_Pair(maker, readers, row))
+        else:
+            rows.append(replace(row, note=why))
     restore = state_of(layers)
 
     def error() -> float:
-        quantized = _quantized(model, given, config)
+        quantized = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
+            prepare(quantized, config)
+            if not quantizers(quantized):
+                raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
+            calibrate(quantized, given, forward=given.run, progress=False, unseen="float")
         return outputs.of(quantized).mean
 
     with restore_on_error(restore):
@@ -170,37 +185,10 @@ def equalize(
     return Equalization(before, after, rows)
 
 
-def _quantized(model: nn.Module, batches: KeptBatches, config: Config | str) -> nn.Module:
-    """A copy of a float model, prepared and calibrated."""
-    quantized = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
-        prepare(quantized, config)
-        if not quantizers(quantized):
-            raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
-        calibrate(quantized, batches, forward=batches.run, progress=False, unseen="float")
-    return quantized
-
-
 class _Pair(NamedTuple):
     maker: nn.Module
     readers: list[nn.Module]
     row: EqualizedPair
-
-
-def _pairs(
-    model: nn.Module, found: Neighbors, names: dict[nn.Module, str], unreached: Unreached
-) -> tuple[list[_Pair], list[EqualizedPair]]:
-    shared, pairs, stay = shared_parameters(model), list[_Pair](), list[EqualizedPair]()
-    for maker, readers in found.readers.items():
-        row = EqualizedPair(names[maker], tuple(names[reader] for reader in readers))
-        channels = cast("Tensor", maker._parameters["weight"]).shape[0]
-        why = _why_not(maker, readers, found, shared) or unreached.why_not(channels)
-        if why is None:
-            pairs.append(_Pair(maker, readers, row))
-        else:
-            stay.append(replace(row, note=why))
-    return pairs, stay
 
 
 def _why_not(maker: nn.Module, readers: list[nn.Module], found: Neighbors, shared: set[nn.Parameter]) -> str | None:
@@ -228,7 +216,10 @@ def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
     for _ in range(_ROUNDS):
         furthest = 0.0
         for pair in pairs:
-            factor = _factor(*_ranges(pair, weights))
+            made = weights[pair.maker].abs().flatten(1).amax(1)  # the largest magnitude of each channel's weights
+            read = [along_inputs(weights[r], r).unsqueeze(-1).flatten(3).abs() for r in pair.readers]
+            after = torch.stack([own.amax((1, 3)).flatten() for own in read]).amax(0)
+            factor = torch.where((made > 0) & (after > 0), (made / after).sqrt(), 1.0).clamp(1 / _BOUND, _BOUND)
             weights[pair.maker] = weights[pair.maker] / factor.view(-1, *(1 for _ in weights[pair.maker].shape[1:]))
             for reader in pair.readers:
                 weights[reader] = (along_inputs(weights[reader], reader) * of_inputs(factor, reader)).flatten(0, 1)
@@ -243,16 +234,3 @@ def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
             if (bias := pair.maker._parameters.get("bias")) is not None:
                 bias.copy_(bias.double() / factors[pair.row.layer])
     return {name: float(torch.maximum(factor, 1 / factor).max()) for name, factor in factors.items()}
-
-
-def _ranges(pair: _Pair, weights: dict[nn.Module, Tensor]) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of each channel's weights before and after it, float64 [channels]."""
-    made = weights[pair.maker].abs().flatten(1).amax(1)
-    read = [along_inputs(weights[r], r).unsqueeze(-1).flatten(3).abs().amax((1, 3)).flatten() for r in pair.readers]
-    return made, torch.stack(read).amax(0)
-
-
-def _factor(made: Tensor, read: Tensor) -> Tensor:
-    """What the channels are divided by; 1 for a channel without weights on one side."""
-    factor = (made / read).sqrt()
-    return torch.where((made > 0) & (read > 0), factor, 1.0).clamp(1 / _BOUND, _BOUND)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -201,12 +201,15 @@ def improved(  # noqa: PLR0913  all but the first five by name
             undone = judge.keep_what_helps(changed, choices.state_of)
             result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
             judge.put_into(result, "improve")
-        result.notes += [
-            *_by_value(layers.values(), steps),
-            *_parted(stages.parted),
-            *remarks_of(result.layers),
-            *_chosen_by_part(stages.reached_later),
-        ]
+        result.notes += _by_value(layers.values(), steps)
+        if stages.parted:
+            first = layer_of(stages.parted)
+            result.notes.append(f'"drift" was left out from {first} on: the float model calls other layers')
+        result.notes += remarks_of(result.layers)
+        if later := listed([layer_of(path) for path in stages.reached_later]):
+            result.notes.append(
+                f"{later}: chosen by a part of the batches; the others call layers in another order, and reach it later"
+            )
         result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
     return result
 
@@ -252,7 +255,20 @@ class _LayerLoop:
         sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
         with stages:
             for stage, wanted in track(stages, f"choosing weights, {sums}", len(order), progress):
-                self._add(stage, wanted, stages.keep)
+                name, product = stage.name, self._layers[stage.name]
+                number, no_bias = len(self.results), self._why_no_bias(name)
+                earlier = self._finished.get(number, name, product)
+                own, choice = earlier or self._collector.choose(stage, wanted, self._steps_of)
+                if choice is None:
+                    continue
+                if earlier is not None:
+                    self._collector.put_input(stage, own)
+                stages.keep(name, [product.parameter, product.bias[0]])
+                write(product.row_name(name), product, choice)
+                if earlier is None:
+                    self._finished.put(number, name, own, choice)
+                remarks = [*choice.result.remarks, *([f'the step "bias" was left out: {no_bias}'] if no_bias else [])]
+                self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
     def state_of(self, layer: nn.Module) -> Restore:
         """What restores a layer, its weights and their biases as they are now."""
@@ -266,23 +282,6 @@ class _LayerLoop:
     def _steps_of(self, name: str) -> tuple[str, ...]:
         no_bias = self._why_no_bias(name) is not None
         return tuple(step for step in self._steps if not (no_bias and step == "bias"))
-
-    def _add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
-        """Choose the layer of a stage, and write what was chosen; `keep` is called before that."""
-        name, product = stage.name, self._layers[stage.name]
-        number, no_bias = len(self.results), self._why_no_bias(name)
-        earlier = self._finished.get(number, name, product)
-        own, choice = earlier or self._collector.choose(stage, wanted, self._steps_of)
-        if choice is None:
-            return
-        if earlier is not None:
-            self._collector.put_input(stage, own)
-        keep(name, [product.parameter, product.bias[0]])
-        write(product.row_name(name), product, choice)
-        if earlier is None:
-            self._finished.put(number, name, own, choice)
-        remarks = [*choice.result.remarks, *([f'the step "bias" was left out: {no_bias}'] if no_bias else [])]
-        self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
 
 def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
@@ -311,16 +310,6 @@ def _by_value(products: Iterable[MatrixProduct], steps: Sequence[str]) -> list[s
         return []
     where = f"inputs with ranges by {', '.join(sorted(held))}"
     return [f"{', '.join(left)}: left out for {where}; call improve before calibrate with by="]
-
-
-def _parted(path: str) -> list[str]:
-    return [f'"drift" was left out from {layer_of(path)} on: the float model calls other layers'] if path else []
-
-
-def _chosen_by_part(paths: Iterable[str]) -> list[str]:
-    if not (names := listed([layer_of(path) for path in paths])):
-        return []
-    return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
 
 
 def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:

@@ -18,7 +18,6 @@ from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibr
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
 from fakequant.model.presets import presets
-from fakequant.model.presets import presets as named_presets
 from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import fuse_found, fusions_of
 from fakequant.model.weights import (
@@ -36,7 +35,6 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import SITES
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import fill_empty_groups
-from fakequant.numerics.spec import QuantSpec
 from fakequant.ptq.improvement import improve
 from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE, TRIED_ON
 from fakequant.ptq.trial import METHODS, Aim, Change, ChangeTrials, NextStep, Tried
@@ -180,7 +178,16 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
     held = list(held)
     last = [one.collected.method for one in held[:1] if one.collected is not None]
     names = sorted((*METHODS, "entropy"), key=lambda method: method not in last)
-    return [method for method in names if all(_gives(one, method) for one in held)]
+
+    def gives(one: Quantizer, method: str) -> bool:
+        calibrator = _calibrator(one, method)
+        return (
+            calibrator is not None
+            and one.scale is not None
+            and torch.equal(_scale(calibrator).to(one.scale.device), one.scale)
+        )
+
+    return [method for method in names if all(gives(one, method) for one in held)]
 
 
 def weight_methods_of(model: nn.Module) -> list[str | None]:
@@ -193,19 +200,17 @@ def weight_methods_of(model: nn.Module) -> list[str | None]:
     for method in dict.fromkeys([None, "max", *METHODS, "entropy"]):
         same = total = 0
         for path, one in held.items():
-            found = _scale_of(tensors[path], one.quantizer.spec, method)
+            weight, spec = tensors[path], one.quantizer.spec
+            if is_searched(spec, method):
+                found = nearest_params(weight, spec).scale
+            else:
+                calibrator = make_calibrator(method or "max", spec)
+                calibrator.observe(weight)
+                found = _scale(calibrator)
             same, total = same + int((found == one.quantizer.scale).sum()), total + found.numel()
         if same >= _MOST * total:
             return [method]
     return []
-
-
-def _scale_of(weight: Tensor, spec: QuantSpec, method: str | None) -> Tensor:
-    if is_searched(spec, method):
-        return nearest_params(weight, spec).scale
-    calibrator = make_calibrator(method or "max", spec)
-    calibrator.observe(weight)
-    return _scale(calibrator)
 
 
 def keeps_enough(quantizer: Quantizer, method: str) -> bool:
@@ -222,11 +227,6 @@ def _calibrator(quantizer: Quantizer, method: str) -> Calibrator | None:
     except ConfigError:  # it collected less
         return None
     return calibrator
-
-
-def _gives(quantizer: Quantizer, method: str) -> bool:
-    calibrator, scale = _calibrator(quantizer, method), quantizer.scale
-    return calibrator is not None and scale is not None and torch.equal(_scale(calibrator).to(scale.device), scale)
 
 
 def _scale(calibrator: Calibrator) -> Tensor:
@@ -264,7 +264,10 @@ def made_by(model: nn.Module) -> Provenance | None:
     """
     if has_sites(model):
         return None
-    held = {layer: _held(layer) for layer in quantized_layers(model).values()}
+    held = dict[QuantizedLayer, dict[str, TensorConfig]]()
+    for layer in quantized_layers(model).values():
+        own = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+        held[layer] = {name: TensorConfig(q.spec, q.dynamic) for name, q in own.items() if q is not None}
     floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
     for preset in presets().values():
         if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
@@ -294,11 +297,6 @@ def rule_of(preset: Config, layer: nn.Module) -> Rule:
 def _bits(rule: Rule) -> list[int]:
     """The bits of a weight and of an input, 0 for one in float."""
     return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
-
-
-def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:
-    held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
-    return {name: TensorConfig(q.spec, q.dynamic) for name, q in held.items() if q is not None}
 
 
 def requantize(model: nn.Module, preset: Config) -> None:
@@ -454,7 +452,11 @@ class _Changes:
     def take_ranges(self, batches: KeptBatches, method: str | None = None) -> None:
         """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
         if (key := id(batches)) not in self._seen:
-            self._seen[key] = self._collected(batches)
+            found = quantizers(self.model)
+            owners = [self.model.get_submodule(layer_of(name)) for name in found]
+            with restore_after(ranges_of(found.values(), owners)):
+                used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
+            self._seen[key] = {name: one for name, one in used.items() if found[name].kind is Kind.INPUT}
         recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
 
     def of_ranges(self) -> Iterator[Change]:
@@ -467,7 +469,14 @@ class _Changes:
         if self.known.command is not None and not self.fresh:  # the command would choose or train weights anew
             return
         if self._inputs and self.method is None:
-            yield Change("Calibrate the inputs by another method", "", _refuse_unknown)
+
+            def refuse(_: KeptBatches) -> None:
+                raise ConfigError(
+                    "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so "
+                    "that methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
+                )
+
+            yield Change("Calibrate the inputs by another method", "", refuse)
             return
         for method in METHODS if self._inputs else ():
             if method not in self._methods:
@@ -544,7 +553,12 @@ class _Changes:
                 code = self.made_by.code(skip=(path,)) if self.made_by else call
                 held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
                 code = self._code(self._anew(code), float=path)
-                yield Change(f"Leave {path} in float", code, lambda _, held=held: _set_off(held))
+
+                def make(_: KeptBatches, held: Sequence[Quantizer] = held) -> None:
+                    for one in held:
+                        one.mode = Mode.OFF
+
+                yield Change(f"Leave {path} in float", code, make)
 
     def of_size(self) -> Iterator[Change]:
         """A large layer with the weights of the others, if these have fewer bits."""
@@ -560,25 +574,27 @@ class _Changes:
         left = [path for path in self.made_by.skip if path != largest]
         own = [str(one.spec) for one in self.model.get_submodule(largest).children() if isinstance(one, Quantizer)]
         for weight in dict.fromkeys([spec, TensorConfig("int8 per_channel(0)")]):
-            alone = _weights_alone(weight)
+            rules = {name.lower(): preset.layer_rules[0] for name, preset in presets().items()}
+            alone = next((name for name, own in rules.items() if own.input is None and own.weight == weight), None)
             if str(weight) in own or (self.known.command is not None and alone is None):
                 continue
+
+            def narrow(_: KeptBatches, weight: TensorConfig | None = weight) -> None:
+                rule = Rule(largest, weight=weight)
+                layer = self.model.get_submodule(largest)
+                if isinstance(layer, QuantizedLayer):
+                    requantize_layer(layer, rule, largest)
+                else:
+                    quantize_layer(layer, rule, largest)
+
             config = f'fq.presets.{self.made_by.preset.name}.with_rule(fq.Rule("{largest}", weight="{weight}"))'
             code = self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})")
             yield Change(
                 f"Give {largest}, which has {size / bits:.0%} of the bytes of all layers, the weights {weight}",
                 self._code(code, rule=f"{largest}={alone}"),
-                partial(self._narrow, largest, Rule(largest, weight=weight)),
+                narrow,
                 Aim.SIZE,
             )
-
-    def _narrow(self, path: str, rule: Rule, _: KeptBatches) -> None:
-        """Quantize a layer by a rule, which may be quantized already."""
-        layer = self.model.get_submodule(path)
-        if isinstance(layer, QuantizedLayer):
-            requantize_layer(layer, rule, path)
-        else:
-            quantize_layer(layer, rule, path)
 
     def _code(self, python: str, **changed: Any) -> str:
         """The code of a change, in the language of the user."""
@@ -601,35 +617,6 @@ class _Changes:
         return calibrate(
             self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
         )
-
-    def _collected(self, batches: KeptBatches) -> dict[str, Calibrator]:
-        """What a calibration on batches collects of the inputs; the ranges stay."""
-        found = quantizers(self.model)
-        owners = [self.model.get_submodule(layer_of(name)) for name in found]
-        with restore_after(ranges_of(found.values(), owners)):
-            used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
-        return {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
-
-
-def _weights_alone(weight: TensorConfig | None) -> str | None:
-    """The preset that quantizes weights in this way, and nothing else; None if there is none."""
-    for name, preset in named_presets().items():
-        rule = preset.layer_rules[0]
-        if rule.input is None and rule.weight == weight:
-            return name.lower()
-    return None
-
-
-def _refuse_unknown(_: KeptBatches) -> None:
-    raise ConfigError(
-        "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so that "
-        "methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
-    )
-
-
-def _set_off(held: Sequence[Quantizer]) -> None:
-    for one in held:
-        one.mode = Mode.OFF
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int] | None:

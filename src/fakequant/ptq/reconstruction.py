@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import Choice, write
 from fakequant.ptq.solvers.problem import WeightGrid, of_elements
 from fakequant.ptq.solvers.sums import MOST_DRIFT
-from fakequant.ptq.stream import CallOrder, FloatTwin, LayerCall, Stage, call_order, check_side_by_side
+from fakequant.ptq.stream import FloatTwin, LayerCall, Stage, call_order, check_side_by_side
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import attributes_of, in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name
@@ -58,13 +58,9 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
         names[parameter]: weight
         for weight in weights
         if (parameter := weight.parameter) is not None and weight.tensor is parameter and used[parameter] == 1
-        if parameter not in fixed and not _moves(weight)
+        if parameter not in fixed
+        if not (weight.quantizer.dynamic or weight.quantizer.pinned or weight.quantizer.learned is not None)
     }
-
-
-def _moves(weight: Product) -> bool:
-    quantizer = weight.quantizer
-    return quantizer.dynamic or quantizer.pinned or quantizer.learned is not None
 
 
 class LearnedWeight:
@@ -86,7 +82,13 @@ class LearnedWeight:
             sides = WeightGrid(self.spec, self._params, self._weight.shape).neighbours(matrix)
             self._low, high = (side.reshape(self._weight.shape) for side in sides)
             self._gap = high - self._low
-            self._range = self._whole_range()
+            # From the largest values that the operator gives.
+            hi, lo = (
+                library.measure(self._rounded(torch.full_like(self._weight, end), self._params), self.spec.granularity)
+                for end in (_MOST, -_MOST)
+            )
+            amax = torch.where(hi.hi > 0, hi.hi, -lo.lo)
+            self._range = Range(-amax, amax) if self.spec.symmetric else Range(lo.lo, hi.hi)
         self.factor = torch.ones_like(self._range.hi, requires_grad=True)
         """What each group's range is multiplied by."""
         self.rounding = torch.zeros_like(self._weight)
@@ -95,19 +97,6 @@ class LearnedWeight:
             share = torch.where(self._gap > 0, (self._weight - self._low) / self._gap, 0.0).clamp(0, 1)
             self.rounding = ((share - _LOW) / (_HIGH - share)).log()
         self.rounding.requires_grad_()
-
-    def _whole_range(self) -> Range:
-        """The range of each group, from the largest values that the operator gives."""
-        hi = library.measure(
-            self._rounded(torch.full_like(self._weight, _MOST), self._params), self.spec.granularity
-        ).hi
-        lo = library.measure(
-            self._rounded(torch.full_like(self._weight, -_MOST), self._params), self.spec.granularity
-        ).lo
-        if not self.spec.symmetric:
-            return Range(lo, hi)
-        amax = torch.where(hi > 0, hi, -lo)
-        return Range(-amax, amax)
 
     def _rounded(self, x: Tensor, params: QParams) -> Tensor:
         return library.fake_quantize(x, params, self.spec)
@@ -259,7 +248,12 @@ def reconstruct_block(
             "input, and at least one of all"
         )
     weights = learnable_weights(block, fixed) if chosen.rounding or chosen.ranges else {}
-    steps = _learnable_inputs(block) if chosen.inputs else []
+    steps = [  # the quantizers of activations with a scale that can be learned
+        quantizer
+        for quantizer in (quantizers(block).values() if chosen.inputs else ())
+        if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None
+        if quantizer.spec.is_plain and not (quantizer.dynamic or quantizer.pinned)
+    ]
     saved = state_of([block])
     with restore_on_error(saved), in_eval_mode(block):
         found = _Learning(block, list(zip(inputs, targets, strict=True)), chosen, weights, steps)
@@ -273,16 +267,6 @@ def reconstruct_block(
         else:
             saved()
     return LayerResult("", before / found.energy, after / found.energy)
-
-
-def _learnable_inputs(block: nn.Module) -> list[Quantizer]:
-    """The quantizers of activations with a scale that can be learned."""
-    return [
-        quantizer
-        for quantizer in quantizers(block).values()
-        if quantizer.kind is Kind.INPUT and quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None
-        if quantizer.spec.is_plain and not (quantizer.dynamic or quantizer.pinned)
-    ]
 
 
 class _AtOneRate(NamedTuple):
@@ -347,10 +331,12 @@ class _Learning:
         tensors = [tensor for group in groups for tensor in group.tensors]
         before = best = self.loss()
         kept = [tensor.detach().clone() for tensor in tensors]
-        order = _drawn(len(self._examples), iterations, seed)
+        generator, count = torch.Generator().manual_seed(seed), len(self._examples)
+        rounds = [torch.randperm(count, generator=generator) for _ in range(math.ceil(iterations / count))]
+        order = torch.cat(rounds)[:iterations].tolist()  # all inputs in a drawn order, again and again
         options = [{"params": group.tensors, "lr": 0.0} for group in groups]
         optimizer = torch.optim.SGD(options, lr=1.0) if self._preset.sign else torch.optim.Adam(options)
-        unit = self._count() / max(before, 1e-30)
+        unit = max(1, sum(learned.rounding.numel() for learned in self._learned.values())) / max(before, 1e-30)
         for step, number in enumerate(order):
             self._step(tensors, self._examples[number], unit, step / iterations)
             for group, options_of in zip(groups, optimizer.param_groups, strict=True):
@@ -393,22 +379,12 @@ class _Learning:
             groups.append(_AtOneRate([step], preset.inputs * size, float(step.detach().min()) * 0.2))
         return [group for group in groups if group.tensors]
 
-    def _count(self) -> int:
-        return max(1, sum(learned.rounding.numel() for learned in self._learned.values()))
-
     def write(self) -> None:
         """Put the values into the weights."""
         for name, weight in self._weights.items():
             with torch.no_grad():
                 params, values = self._learned[name].params(), self._learned[name].hard()
             write(name.rpartition(".")[0], weight, Choice(params, values, None, LayerResult(name)))
-
-
-def _drawn(count: int, iterations: int, seed: int) -> list[int]:
-    """Numbers of inputs: all of them in a drawn order, again and again."""
-    generator = torch.Generator().manual_seed(seed)
-    rounds = [torch.randperm(count, generator=generator) for _ in range(math.ceil(iterations / count))]
-    return torch.cat(rounds)[:iterations].tolist()
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -493,33 +469,22 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         result.take_back(name for name, block in found.items() if block in undone)
         judged.put_into(result, "reconstruct")
         result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
-        result.notes += _notes(others, recorded, late) + _notes_of_fixed(weights, fixed)
-    return result
-
-
-def _notes(others: Sequence[str], recorded: CallOrder, late: Sequence[str]) -> list[str]:
-    """Which blocks learn another target than what the float model gives."""
-    notes = list[str]()
     if others:
-        notes.append(
+        result.notes.append(
             f"{listed(others)}: learn what they give in float for their quantized inputs, because the float model "
             "calls other blocks there, or gives them other rows"
         )
     if late:
-        notes.append(
+        result.notes.append(
             f"{len(late)} of {len(recorded.order)} blocks, from {module_name(late[0])} on, learn what they give in "
             "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
         )
-    return notes
-
-
-def _notes_of_fixed(weights: Mapping[str, Product], fixed: Mapping[nn.Parameter, str]) -> list[str]:
-    """Which weights keep their values, and why."""
-    return remarks_of(
+    result.notes += remarks_of(
         LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])
         for path, weight in weights.items()
         if weight.parameter is not None and weight.parameter in fixed
     )
+    return result
 
 
 def _learned(
@@ -586,17 +551,16 @@ def _targets(
     name: str, block: nn.Module, calls: Sequence[LayerCall], in_float: Callable[[Callable[[], list[Any]]], list[Any]]
 ) -> list[Tensor]:
     """What a block gives in float for calls."""
-    outputs = in_float(lambda: [_called(block, call) for call in calls])
+
+    def called(call: LayerCall) -> Any:
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))  # which the block may write into
+        with call.surroundings():
+            return block(*args, **kwargs)
+
+    outputs = in_float(lambda: [called(call) for call in calls])
     if without := [output for output in outputs if not float_tensors(output)]:
         raise ConfigError(f"the block {name!r} returns a {type(without[0]).__name__} without a float tensor")
     return [float_tensors(output)[0] for output in outputs]
-
-
-def _called(block: nn.Module, call: LayerCall) -> Any:
-    """What a block gives for a copy of the arguments of a call, which it may write into."""
-    args, kwargs = copy.deepcopy((call.args, call.kwargs))
-    with call.surroundings():
-        return block(*args, **kwargs)
 
 
 def _is_alike(one: Stage, other: Stage) -> bool:

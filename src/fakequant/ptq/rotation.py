@@ -126,7 +126,23 @@ class _StreamWalk:
         if not (_makes(module) or is_vector_norm(module)):
             return
         if entered:
-            self._enter(one, module)
+            value = self._values.get(one.inputs[0]) if one.inputs else None
+            if value is not None:
+                group = self.root(value.group)
+                if isinstance(module, nn.Linear) and value.head and isinstance(value.maker, nn.Linear):
+                    self.heads.append(Heads(value.maker, module, value.head))
+                elif isinstance(module, nn.Linear):
+                    if group.readers.get(module, value.norm) is not value.norm:
+                        group.read_by.append(f"{one.path}, with and without a normalisation before it,")
+                    group.readers[module] = value.norm
+                    self._drop_heads(value)
+                elif is_vector_norm(module) and value.norm is None:
+                    group.norms[module] = None
+                    self._drop_heads(value)
+                else:
+                    self.read(one.inputs[0], one.path)
+            for other in one.inputs[1:]:
+                self.read(other, one.path)
             self._running += 1
             return
         self._running -= 1
@@ -138,26 +154,6 @@ class _StreamWalk:
         value = self._values.get(one.inputs[0]) if one.inputs else None
         if value is not None and value.norm is None:
             self._values[one.output] = _Value(value.group, norm=module)
-
-    def _enter(self, one: ModuleCall, module: nn.Module) -> None:
-        first, rest = one.inputs[:1], one.inputs[1:]
-        value = self._values.get(first[0]) if first else None
-        if value is not None:
-            group = self.root(value.group)
-            if isinstance(module, nn.Linear) and value.head and isinstance(value.maker, nn.Linear):
-                self.heads.append(Heads(value.maker, module, value.head))
-            elif isinstance(module, nn.Linear):
-                if group.readers.get(module, value.norm) is not value.norm:
-                    group.read_by.append(f"{one.path}, with and without a normalisation before it,")
-                group.readers[module] = value.norm
-                self._drop_heads(value)
-            elif is_vector_norm(module) and value.norm is None:
-                group.norms[module] = None
-                self._drop_heads(value)
-            else:
-                self.read(first[0], one.path)
-        for other in rest:
-            self.read(other, one.path)
 
     def call(self, call: FunctionCall) -> None:
         """Note what a function makes of values; within layers nothing needs to be known."""
@@ -422,12 +418,22 @@ class _Rotation:
         made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
         _turn(_made_by(one.makers, width), made)
         for reader, norm in one.readers.items():
-            if norm is not None:
-                _add_shift(cast("nn.Linear", reader), forms[norm])
+            if norm is not None and forms[norm].shift is not None:  # it goes into the bias of the reader
+                layer = cast("nn.Linear", reader)
+                bias = layer.weight.double() @ cast("Tensor", forms[norm].shift)
+                if layer.bias is None:
+                    layer.bias = nn.Parameter(bias.to(layer.weight.dtype))
+                else:
+                    layer.bias.copy_(layer.bias.double() + bias)
             read = rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device)
             _turn([(cast("nn.Parameter", reader.weight), 1)], read)
-        for norm, form in forms.items():
-            _clear(self._model, norm, form)
+        for norm, form in forms.items():  # its division by the root mean square is left
+            if not isinstance(norm, nn.LayerNorm):
+                cast("nn.Parameter", norm.weight).data.fill_(form.plain)
+                continue
+            plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+            for path in [path for path, own in self._model.named_modules(remove_duplicate=False) if own is norm]:
+                self._model.set_submodule(path, plain)
 
     @torch.no_grad()
     def _rotate_heads(self, one: Heads) -> None:
@@ -487,17 +493,6 @@ def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tup
     return found
 
 
-def _add_shift(reader: nn.Linear, form: _Form) -> None:
-    """Put the shift of the preceding normalisation into a layer's bias."""
-    if form.shift is None:
-        return
-    bias = reader.weight.double() @ form.shift
-    if reader.bias is None:
-        reader.bias = nn.Parameter(bias.to(reader.weight.dtype))
-    else:
-        reader.bias.copy_(reader.bias.double() + bias)
-
-
 class _Form(NamedTuple):
     """A normalisation's gain and shift, applied after it divides each row by its size."""
 
@@ -536,13 +531,3 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
         if is_unit and float((turned - found @ rotation).norm()) <= _SAME * float(found.norm()):
             return _Form(gain + (1 - plain), None, plain)
     return None
-
-
-def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
-    """Reduce a normalisation to its division by the root mean square."""
-    if isinstance(norm, nn.LayerNorm):
-        plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
-        for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is norm]:
-            model.set_submodule(path, plain)
-    else:
-        cast("nn.Parameter", norm.weight).data.fill_(form.plain)

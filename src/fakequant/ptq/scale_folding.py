@@ -191,9 +191,29 @@ def fold_scales(
     makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
     recording = record(model, outputs.run)
     found = find_neighbors(model, recording, makers.keys(), layers.keys())
-    groups, notes = _groups(found, makers, shared_parameters(model), Unreached(model, recording))
+    shared, unreached = shared_parameters(model), Unreached(model, recording)
+    groups, notes = list[_Group](), dict[nn.Module, str]()
+    for maker, readers in found.readers.items():
+        width = cast("ChannelScale", readers[0].input_transform).scale.numel()
+        why = _why_not(maker, readers, found, shared) or unreached.why_not(width)
+        if why is None:
+            groups.append(_Group(maker, readers))
+        else:
+            notes |= dict.fromkeys(readers, f"{makers[maker]}: {why}")
     with restore_on_error(state_of([*layers, *makers])):
-        notes |= _fold(groups, makers, outputs)
+        forms = _forms(groups, outputs)
+        for group in groups:
+            if group.maker not in forms:
+                notes |= dict.fromkeys(group.layers, f"{makers[group.maker]}: its output is no multiple of its weight")
+        fitting = [group for group in groups if group.maker in forms]
+
+        def put(folded: Sequence[_Group]) -> None:
+            for group in folded:
+                _put(group, forms[group.maker])
+
+        restore = state_of([module for group in fitting for module in (group.maker, *group.layers)])
+        for group, why in outputs.keep(fitting, put, restore)[1]:
+            notes |= dict.fromkeys(group.layers, why)
     into = {layer: makers[group.maker] for group in groups for layer in group.layers if layer not in notes}
     for layer in layers:
         if layer not in into:
@@ -214,20 +234,6 @@ def _weight(module: nn.Module) -> Tensor | None:
     return weight if is_vector else None
 
 
-def _groups(
-    found: Neighbors, makers: dict[nn.Module, str], shared: set[nn.Parameter], unreached: Unreached
-) -> tuple[list[_Group], dict[nn.Module, str]]:
-    groups, notes = list[_Group](), dict[nn.Module, str]()
-    for maker, readers in found.readers.items():
-        width = cast("ChannelScale", readers[0].input_transform).scale.numel()
-        why = _why_not(maker, readers, found, shared) or unreached.why_not(width)
-        if why is None:
-            groups.append(_Group(maker, readers))
-        else:
-            notes |= dict.fromkeys(readers, f"{makers[maker]}: {why}")
-    return groups, notes
-
-
 def _why_not(maker: nn.Module, readers: Sequence[Any], found: Neighbors, shared: set[nn.Parameter]) -> str | None:
     held = [p for p in maker._parameters.values() if p is not None]
     scales = [reader.input_transform.scale for reader in readers]
@@ -246,35 +252,9 @@ def _why_not(maker: nn.Module, readers: Sequence[Any], found: Neighbors, shared:
     return None
 
 
-def _times(weight: Tensor, scale: Tensor) -> Tensor:
-    return weight * scale
-
-
-def _plus_one_times(weight: Tensor, scale: Tensor) -> Tensor:
-    return (1 + weight) * scale - 1
-
-
 _Form = Callable[[Tensor, Tensor], Tensor]
-_FORMS: tuple[_Form, ...] = (_times, _plus_one_times)
+_FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight, scale: (1 + weight) * scale - 1)
 """What normalisations multiply by: their weight, or 1 + weight."""
-
-
-def _fold(groups: Sequence[_Group], makers: dict[nn.Module, str], outputs: OutputCheck) -> dict[nn.Module, str]:
-    """Fold all scales, or those that keep the model's function; why the others stay, by layer."""
-    forms, notes = _forms(groups, outputs), dict[nn.Module, str]()
-    for group in groups:
-        if group.maker not in forms:
-            notes |= dict.fromkeys(group.layers, f"{makers[group.maker]}: its output is no multiple of its weight")
-    fitting = [group for group in groups if group.maker in forms]
-
-    def put(folded: Sequence[_Group]) -> None:
-        for group in folded:
-            _put(group, forms[group.maker])
-
-    restore = state_of([module for group in fitting for module in (group.maker, *group.layers)])
-    for group, why in outputs.keep(fitting, put, restore)[1]:
-        notes |= dict.fromkeys(group.layers, why)
-    return notes
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:

@@ -12,7 +12,7 @@ import _thread
 import contextvars
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -292,44 +292,39 @@ def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptB
             if left.things or len(seen) == 1:  # a model that has written nothing by then writes nothing
                 left = values.changes()
     found.order = sorted(last, key=last.__getitem__)
-    found.siblings = _siblings(seen)
-    return found
-
-
-def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
-    """The layers that read the same tensors as a layer in every batch, itself among them."""
     groups: dict[Any, list[str]] = {}
     for name in dict.fromkeys(name for own in seen for name in own):
         groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
-    return {name: group for group in groups.values() for name in group}
+    found.siblings = {name: group for group in groups.values() for name in group}
+    return found
 
 
 @contextmanager
 def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
     """Have all calls of layers seen before they run."""
+
+    def show(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._are_functorch_transforms_active():
+            name = layer_of(name) if name.endswith("_quantizer") else name
+            raise ConfigError(
+                f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of "
+                "which no input can be kept. Let it call the layer on the whole batch, or prepare the model with "
+                f"skip=({name!r},)"
+            )
+        see(name, LayerCall.of(args, kwargs))
+
     hooks = []
     try:
         for name, layer in layers.items():
             hooks.append(
                 layer.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
+                    lambda _, args, kwargs, name=name: show(name, args, kwargs), with_kwargs=True
                 )
             )
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-    if torch._C._are_functorch_transforms_active():
-        name = layer_of(name) if name.endswith("_quantizer") else name
-        raise ConfigError(
-            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
-            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
-            f"skip=({name!r},)"
-        )
-    return LayerCall.of(args, kwargs)
 
 
 _MOST_WORKERS = 2048
@@ -452,12 +447,12 @@ class Stream:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        run_to_the_end(self._end)
+        def end() -> None:
+            for lane in self.lanes:
+                lane.end()
+            self._stack.close()
 
-    def _end(self) -> None:
-        for lane in self.lanes:
-            lane.end()
-        self._stack.close()
+        run_to_the_end(end)
 
     def __iter__(self) -> Iterator[Stage]:
         while (stage := self.advance()) is not None:
@@ -471,11 +466,17 @@ class Stream:
             for lane in self.lanes:
                 if lane.may_go:
                     lane.go()
-        _give_back()
+        # Glibc keeps up to 64 MB of freed memory per thread: eight batches take 4.4 blocks of an encoder if it is given
+        # back, and 6.2 otherwise (`benchmarks.accuracy.memory --texts 64`).
+        with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
+            ctypes.CDLL(None).malloc_trim(0)
         waiting = [lane for lane in self.lanes if lane.at is not None]
         if not waiting:
             return None
-        name = self._next(waiting)
+        # The earliest layer before which all batches wait that will reach it; else the earliest.
+        names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
+        complete = (one for one in names if all(lane.at == one or not lane.reaches(one) for lane in waiting))
+        name = next(complete, names[0])
         here = [lane for lane in waiting if lane.at == name]
         for lane in here:
             lane.may_go = True
@@ -488,12 +489,6 @@ class Stream:
         """Whether a batch waits before a layer, or will call it again."""
         return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
 
-    def _next(self, waiting: list[_BatchThread]) -> str:
-        """The earliest layer before which all batches wait that will reach it; else the earliest."""
-        names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
-        complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
-        return next(complete, names[0])
-
     def _seen(self, name: str, call: LayerCall) -> None:
         lane = _LANE.get()
         if lane in self.lanes:
@@ -503,15 +498,6 @@ class Stream:
         lane = _LANE.get()
         if lane in self.lanes:
             lane.added[name] = value
-
-
-def _give_back() -> None:
-    """Give freed memory back to the system: glibc keeps up to 64 MB per thread.
-
-    Eight batches take 4.4 blocks of an encoder with it, and 6.2 without (`benchmarks.accuracy.memory --texts 64`).
-    """
-    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Ended(BaseException):
@@ -547,7 +533,8 @@ class _BatchThread:
     def _run(self) -> None:
         try:
             if not self._is_ended:  # an interrupt came while the thread started
-                with torch.no_grad(), self._around():
+                device = self._device if self._device.type != "cpu" else nullcontext()
+                with torch.no_grad(), device, torch.cuda.stream(self._stream):  # torch keeps these for each thread
                     self._context.run(self._call)
         except _Ended:
             pass
@@ -560,12 +547,6 @@ class _BatchThread:
             self._is_over = True
             self._pauses.put(None)
             self._ends.put(None)
-
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        """A context with what torch keeps for each thread: the default device, and the stream of the caller."""
-        with self._device if self._device.type != "cpu" else nullcontext(), torch.cuda.stream(self._stream):
-            yield
 
     def go(self) -> None:
         """Run until the last call of the next layer, or to the end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
@@ -88,7 +88,12 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
     """
     shared = shared_parameters(model)
     found = {own: f"layers share its {'weight' if own.dim() > 1 else 'bias'}" for own in shared}
-    readers, own_biases = weight_readers(model, recording), _biases_of_steps(model)
+    readers, paths = weight_readers(model, recording), {module: path for path, module in model.named_modules()}
+    own_biases = {  # that a layer adds at every step, with its path
+        bias: paths[own.layer]
+        for own in quantized_weights(model).values()
+        if isinstance(own, MatrixProduct) and own.has_steps and (bias := own.bias[0]) is not None
+    }
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:
             reader = readers[weight.layer] or "the model"
@@ -101,33 +106,18 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
     return found
 
 
-def _biases_of_steps(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The biases that a layer adds at every step, with its path."""
-    paths = {module: path for path, module in model.named_modules()}
-    products = [own for own in quantized_weights(model).values() if isinstance(own, MatrixProduct) and own.has_steps]
-    return {bias: paths[own.layer] for own in products if (bias := own.bias[0]) is not None}
-
-
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters with several names in a model, and parameters whose memory overlaps."""
     held = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
-    return {parameter for parameter, count in held.items() if count > 1} | _in_one_memory([*held])
-
-
-def _in_one_memory(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters whose memory overlaps with that of another, as after `one.data = other.data`."""
-    found, end, last = set[nn.Parameter](), 0, None
-    held = [own for own in parameters if not (is_lazy(own) or own.is_meta or is_sharded(own))]
-    spans = [(*_span(own), own) for own in held if own.numel()]
-    for start, stop, own in sorted(spans, key=lambda span: span[:2]):
+    found, end, last = {parameter for parameter, count in held.items() if count > 1}, 0, None
+    spans = list[tuple[int, int, nn.Parameter]]()  # from the first byte to that after the last one
+    for own in held:
+        if not (is_lazy(own) or own.is_meta or is_sharded(own)) and own.numel():
+            last_value = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+            spans.append((own.data_ptr(), own.data_ptr() + (last_value + 1) * own.element_size(), own))
+    for start, stop, own in sorted(spans, key=lambda span: span[:2]):  # memory overlaps after `one.data = other.data`
         if last is not None and start < end:
             found |= {last, own}
         if stop > end:
             end, last = stop, own
     return found
-
-
-def _span(parameter: nn.Parameter) -> tuple[int, int]:
-    """The first byte of a parameter, and that after its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size()

@@ -17,6 +17,7 @@ _FIRST_POWER, _LAST_POWER = 20.0, 2.0  # of the regularizer, from first to last 
 _WARM = 0.2  # share of the iterations without a regularizer
 
 
+@torch.no_grad()
 def adaround(
     target: Tensor,
     moments: Tensor,
@@ -60,18 +61,10 @@ def adaround(
     if not bool(moments.isfinite().all()):
         raise CalibrationError("the sums of inputs are not finite")
     before = _losses(start, target, moments)
-    with torch.no_grad():
-        chosen = _learned(target, moments, grid, start, before, (iterations, rate, weight))
-    better = _losses(chosen, target, moments) < before
-    return torch.where(better[:, None], chosen, start.to(target.dtype))
-
-
-def _learned(
-    target: Tensor, moments: Tensor, grid: WeightGrid, start: Tensor, before: Tensor, how: tuple[int, float, float]
-) -> Tensor:
-    iterations, rate, weight = how
-    wanted = target.float()
-    low, high = _pairs(wanted, grid, start.float())
+    wanted, first = target.float(), start.float()
+    low, high = grid.neighbours(wanted)
+    further = (first < low) | (first > high)  # then the start is one of the two values
+    low, high = grid.neighbours(torch.where(further, torch.nextafter(first, wanted), wanted))
     gap = high - low
     share = torch.where(gap > 0, (wanted - low) / gap, 0.0).clamp(0, 1)
     learned = ((share - _LOW) / (_HIGH - share)).log()  # the sigmoid's inverse, stretched
@@ -91,14 +84,9 @@ def _learned(
             slope -= weight * 2 * power * side.sign() * side.abs() ** (power - 1)
         learned.grad = (slope * (stretched == share) * sigmoid * (1 - sigmoid) * (_HIGH - _LOW)).float()
         optimizer.step()
-    return torch.where(learned >= 0, high, low).to(target.dtype)
-
-
-def _pairs(target: Tensor, grid: WeightGrid, start: Tensor) -> tuple[Tensor, Tensor]:
-    """The two values between which each value is learned; the start is one of them if it is further away."""
-    low, high = grid.neighbours(target)
-    further = (start < low) | (start > high)
-    return grid.neighbours(torch.where(further, torch.nextafter(start, target), target))
+    chosen = torch.where(learned >= 0, high, low).to(target.dtype)
+    better = _losses(chosen, target, moments) < before
+    return torch.where(better[:, None], chosen, start.to(target.dtype))
 
 
 def _losses(values: Tensor, target: Tensor, moments: Tensor) -> Tensor:

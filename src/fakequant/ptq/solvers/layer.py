@@ -100,7 +100,9 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
 
     searched = ranges(about)
     solving = [step for step in SOLVERS if step in steps]
-    zeros = _kept_zeros(float_weight, parts.split(matrix.nearest))
+    zeros = structured_zeros(float_weight)
+    if zeros is not None and bool(parts.split(matrix.nearest).flatten(1)[zeros].any()):
+        zeros = None  # the format has no 0
     grid, how = WeightGrid(spec, searched, float_weight.shape, zeros), _How(bias is not None, share=1.0)
     if sums.halves:
         nearest, grids = WeightGrid(spec, own, float_weight.shape), [grid, grid]
@@ -142,12 +144,6 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     return Choice(parts.join_params(params), parts.join(values), change, result, *seen)
 
 
-def _kept_zeros(weight: Tensor, nearest: Tensor) -> Tensor | None:
-    """Zeros that are a structure; None where the format has no 0."""
-    zeros = structured_zeros(weight)
-    return None if zeros is None or bool(nearest.flatten(1)[zeros].any()) else zeros
-
-
 class _Tried(NamedTuple):
     """Parameters and values of a weight, and what they lose."""
 
@@ -174,32 +170,17 @@ class _Part(NamedTuple):
         return self.problem.weight[self.group]
 
     @property
-    def moments(self) -> Tensor:
-        """Damped, with a matrix of their own."""
-        return self.problem.moments(self.group)
-
     def start(self) -> Tensor:
         """The values to go on from."""
         return self.grid.nearest(self.weight) if self.before is None else self.before
 
 
-def _gptq(p: _Part) -> tuple[Tensor, float]:
-    problem = p.problem
-    return gptq_and_loss(p.weight, problem.sums.moments[p.group], p.grid, problem.damping, problem.pull(p.group))
-
-
-def _descend(p: _Part) -> Tensor:
-    return descend(p.weight, p.start(), p.moments, p.grid, pull=p.problem.pull(p.group))
-
-
-def _adaround(p: _Part) -> Tensor:
-    return adaround(p.problem.target(p.group), p.moments, p.grid, p.start())
-
-
 SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {
-    "gptq": _gptq,
-    "descend": _descend,
-    "adaround": _adaround,
+    "gptq": lambda p: gptq_and_loss(
+        p.weight, p.problem.sums.moments[p.group], p.grid, p.problem.damping, p.problem.pull(p.group)
+    ),
+    "descend": lambda p: descend(p.weight, p.start, p.problem.moments(p.group), p.grid, pull=p.problem.pull(p.group)),
+    "adaround": lambda p: adaround(p.problem.target(p.group), p.problem.moments(p.group), p.grid, p.start),
 }
 """The steps that choose codes, in their order; each goes on from the values of the one before it."""
 
@@ -271,11 +252,15 @@ class _HeldOut:
 
     def best(self, steps: Sequence[str], *, with_bias: bool) -> _How:
         """How values lose least on rows that did not choose them. With many rows only the damping is in question."""
+
+        def rounded(_: InputSums, grid: WeightGrid) -> Tensor:
+            return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
+
         tried, solves, bias = dict[_How, float](), bool(self._solver), with_bias
         if self._is_few or not solves:
             for own in (with_bias, False) if with_bias else (False,):
-                tried[_How(own, "nearest")] = self._lost(own, self._nearest, self._rounded)
-                tried[_How(own, "ranges")] = self._lost(own, self._ranges, self._rounded)
+                tried[_How(own, "nearest")] = self._lost(own, self._nearest, rounded)
+                tried[_How(own, "ranges")] = self._lost(own, self._ranges, rounded)
             bias = min(tried, key=tried.__getitem__).with_bias
         has_drift = self._halves[0].drift is not None
         for share in ((1.0, None, 0.0) if self._is_few and has_drift else (None,)) if solves else ():
@@ -290,9 +275,6 @@ class _HeldOut:
             damping = further()
             dampings[damping] = self._lost_by(found._replace(damping=damping))
         return found._replace(damping=min(dampings, key=dampings.__getitem__))
-
-    def _rounded(self, _: InputSums, grid: WeightGrid) -> Tensor:
-        return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
 
     def _lost_by(self, how: _How) -> float:
         """The error of solved values on the rows of the other halves."""

@@ -129,7 +129,12 @@ class InputSums:
     def moments(self) -> Tensor:
         """The sum of x x^T over the rows x, float64 [groups, columns, columns]; its lower half is made when asked."""
         if not self._is_whole:
-            _mirror(self._moments)
+            moments, columns = self._moments, self._moments.shape[1]
+            for start in range(0, columns, _SQUARE):
+                rows = slice(start, start + _SQUARE)
+                moments[:, rows, rows].copy_(moments[:, rows, rows].triu() + moments[:, rows, rows].triu(1).mT)
+                for later in range(start + _SQUARE, columns, _SQUARE):
+                    moments[:, later : later + _SQUARE, rows] = moments[:, rows, later : later + _SQUARE].mT
             self._is_whole = True
         return self._moments
 
@@ -288,16 +293,6 @@ def _add_products(sums: Tensor, one: Tensor, other: Tensor, *, upper: bool = Fal
     for start in range(0, one.shape[2], width):
         rows, first = slice(start, start + width), start if upper else 0
         sums[:, rows, first:] += one[:, :, rows].mT @ other[:, :, first:]
-
-
-def _mirror(moments: Tensor) -> None:
-    """Copy the upper half of matrices to the lower one, in squares that stay in a cache."""
-    columns = moments.shape[1]
-    for one in range(0, columns, _SQUARE):
-        rows = slice(one, one + _SQUARE)
-        moments[:, rows, rows].copy_(moments[:, rows, rows].triu() + moments[:, rows, rows].triu(1).mT)
-        for other in range(one + _SQUARE, columns, _SQUARE):
-            moments[:, other : other + _SQUARE, rows] = moments[:, rows, other : other + _SQUARE].mT
 
 
 def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tensor:

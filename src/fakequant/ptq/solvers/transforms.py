@@ -68,7 +68,14 @@ class Parts:
         shares = groups[1:] == (1,) * (len(shape) - 1)
         levels = [(spec.granularity, shape), *((own, groups) for own in spec.shared_granularities)]
         cuts = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
-        counts = [n for n in cuts if n == 1 or all(_keeps_groups(n, *level, shares=shares) for level in levels)]
+
+        def keeps_groups(count: int, granularity: Granularity, shape: Shape) -> bool:
+            """Whether parts of a tensor cut no group but one that holds all, or a row that shares its scale."""
+            groups, rows = granularity.group_shape(shape), granularity.block_shape(shape)[0]
+            whole = shares or (shape[1] % groups[1] == 0 and groups[1] % count == 0)
+            return max(groups) == 1 or (rows == 1 and whole)
+
+        counts = [n for n in cuts if n == 1 or all(keeps_groups(n, *level) for level in levels)]
         enough = [n for n in counts if columns * columns // n <= _MOST]
         return cls((enough or counts[-1:])[0], shares_scales=shares)
 
@@ -118,13 +125,6 @@ def memory(products: Iterable[MatrixProduct]) -> int:
         matrices = _MATRICES + (_OF_HALVES if product.columns <= WIDEST_HALVED else 0)
         most = max(most, 8 * matrices * product.groups * parts * (product.columns // parts) ** 2)
     return most
-
-
-def _keeps_groups(count: int, granularity: Granularity, shape: Shape, *, shares: bool) -> bool:
-    """Whether parts of a tensor [out, in, ...] cut no group but one that holds all, or a row that shares its scale."""
-    groups, rows = granularity.group_shape(shape), granularity.block_shape(shape)[0]
-    whole = shares or (shape[1] % groups[1] == 0 and groups[1] % count == 0)
-    return max(groups) == 1 or (rows == 1 and whole)
 
 
 def _each(params: QParams, change: Any) -> QParams:
@@ -184,7 +184,7 @@ def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts, sha
         ranges = (Range(whole.lo * own, whole.hi * own) for own in multiples)
         params = (choose_qparams(own, spec, shared=shared) for own in ranges)
         errors = (library.fake_quantize(weight, own, spec).float() - exact for own in params)
-        found = (_of_groups(error, spec, inside).reshape(whole.lo.shape) for error in errors)
+        found = (_group_errors(error, spec, inside).reshape(whole.lo.shape) for error in errors)
         return torch.stack([parts.tied(own, torch.sum) for own in found]).nan_to_num(torch.inf)
 
     likely = factors.reshape(-1, *[1] * whole.lo.dim()).expand(-1, *whole.lo.shape)
@@ -211,19 +211,15 @@ def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
     return blocks.permute(0, 3, 1, 2).float()
 
 
-def _of_groups(error: Tensor, spec: QuantSpec, inside: Tensor) -> Tensor:
+def _group_errors(error: Tensor, spec: QuantSpec, inside: Tensor) -> Tensor:
     """The errors d H d^T of groups, float64, for those of a weight; `inside`: H, or its diagonals [..., 1, columns]."""
     rows = error.reshape(len(inside), -1, inside.shape[1], inside.shape[3]).transpose(1, 2)
     shares = (rows * inside if inside.shape[2] == 1 else rows @ inside).mul_(rows)
     groups = spec.granularity.group_shape(error.shape)
     if groups[0] == len(error) and math.prod(groups[1:]) == inside.shape[1]:  # a run of a row is a group
         return shares.sum(3, dtype=torch.float64).transpose(1, 2)
-    return _per_group(shares.double().transpose(1, 2).reshape(error.shape), spec)
-
-
-def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
-    blocks = spec.granularity.block_shape(values.shape)
-    axes = block_axes(values.shape, blocks)
+    blocks, values = spec.granularity.block_shape(error.shape), shares.double().transpose(1, 2).reshape(error.shape)
+    axes = block_axes(error.shape, blocks)
     return blocked(values, blocks).sum(axes) if axes else values
 
 
@@ -267,13 +263,19 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
     assert quantizer is not None
     spec = quantizer.spec
     seen = [whole_range([calls], spec) for calls in inputs]
-    others, widest = others_of(seen), max(range(len(seen)), key=lambda place: _width(seen[place]))
+    widths, others = [float((found.hi - found.lo).max()) for found in seen], others_of(seen)
+    widest = widths.index(max(widths))
     judged = {place: others[place] for place in sampled(len(inputs))} | {widest: seen}
     given = quantizer.qparams(inputs[0][0])
 
     def loss(params: Callable[[Sequence[Range]], QParams]) -> float:
-        tried = [(layer, params(own), x) for place, own in judged.items() for x in inputs[place] for layer in layers]
-        return sum(_output_error(layer, spec, own, x) for layer, own, x in tried)
+        total = 0.0
+        for place, own in judged.items():
+            for x in inputs[place]:
+                error = library.fake_quantize(x, params(own), spec) - x
+                for layer in layers:
+                    total += float(layer.product(layer.tensor, error).double().square().sum())
+        return total
 
     losses = [loss(lambda _: given)]
     losses += [loss(lambda own, f=f: _scaled(own, f, spec)) for f in _INPUT_FACTORS]
@@ -281,10 +283,6 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
     if losses[best] >= CLEARLY * losses[0]:
         return given, losses[0], losses[0]
     return _scaled(seen, _INPUT_FACTORS[best - 1], spec), losses[0], losses[best]
-
-
-def _width(found: Range) -> float:
-    return float((found.hi - found.lo).max())
 
 
 def joined_range(seen: Sequence[Range]) -> Range:
@@ -295,12 +293,6 @@ def joined_range(seen: Sequence[Range]) -> Range:
 def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
     whole = joined_range(seen)
     return choose_qparams(Range(whole.lo * factor, whole.hi * factor), spec)
-
-
-def _output_error(layer: MatrixProduct, spec: QuantSpec, params: QParams, x: Tensor) -> float:
-    """The squared error of the output after quantizing the input."""
-    error = library.fake_quantize(x, params, spec) - x
-    return float(layer.product(layer.tensor, error).double().square().sum())
 
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -368,7 +360,20 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
             found.insert(0, family[best])
     if not found:
         return Transformed(None, plain, plain)
-    return _best(layers, inputs, found)
+    before, quantizer = _loss_now(layers, inputs), _quantizer(layers)
+    for candidate in found:  # the first one that loses less by its searched range, on all batches
+        restore, params = state_of(layer.layer for layer in layers), None
+        put(layers, candidate.whole)
+        if not quantizer.dynamic:
+            own = [[candidate.whole(x) for x in calls] for calls in inputs]
+            set_params(layers, choose_qparams(whole_range(own, quantizer.spec), quantizer.spec))
+            params = searched_input(layers, own)[0]
+            set_params(layers, params)
+        after = _loss_now(layers, inputs)
+        if after < CLEARLY * before:
+            return Transformed(candidate.whole, before, after, params, candidate.step)
+        restore()
+    return Transformed(None, before, before)
 
 
 def _families(
@@ -382,27 +387,33 @@ def _families(
     if not rotations:
         return
     yield rotations
-    if smoothing:
-        size = next((own.whole.options()["block"] for own in found[:1] if own.step == "rotate"), 0)
-        yield [_rotated(layers, own, size or rotations[-1].whole.options()["block"]) for own in smoothing[::2]]
-
-
-def _rotated(layers: Sequence[MatrixProduct], smoothing: _Candidate, size: int) -> _Candidate:
-    """A smoothing, and a rotation of blocks of some size after it."""
+    if not smoothing:
+        return
+    size = next((own.whole.options()["block"] for own in found[:1] if own.step == "rotate"), 0)
+    size = size or rotations[-1].whole.options()["block"]
 
     def after(scale: Any) -> InputTransform:
-        found = ScaledHadamard.of(layers[0].layer, block=size)
-        found.scale = scale.scale
-        return found
+        turned = ScaledHadamard.of(layers[0].layer, block=size)
+        turned.scale = scale.scale
+        return turned
 
-    return _Candidate(after(smoothing.whole), lambda place: after(smoothing.without(place)), "rotate")
+    yield [
+        _Candidate(after(own.whole), lambda place, own=own: after(own.without(place)), "rotate")
+        for own in smoothing[::2]
+    ]
 
 
 def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candidate]:
     """Divisions of channels by factors, with alphas for each input; none where few rows tell how large channels get."""
     axis = -(layers[0].tensor.dim() - 1)
-    largest = [torch.stack([_largest(x, axis) for x in calls]).amax(0) for calls in inputs]
-    of_weights = torch.stack([_largest_of_weight(layer) for layer in layers]).amax(0)
+    largest = [
+        torch.stack([x.abs().movedim(axis, -1).flatten(0, -2).amax(0).float() for x in calls]).amax(0)
+        for calls in inputs
+    ]
+    weights = [  # of each layer by group and input channel
+        own.tensor.abs().reshape(own.groups, -1, own.tensor.shape[1], own.tensor[0, 0].numel()) for own in layers
+    ]
+    of_weights = torch.stack([own.amax((1, 3)).flatten().float() for own in weights]).amax(0)
     rows = sum(x.numel() for calls in inputs for x in calls) // len(of_weights)
     if rows < ROWS_PER_CHANNEL * len(of_weights):
         return []
@@ -435,24 +446,6 @@ def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
     return [_Candidate(own, lambda _, own=own: own, "rotate") for own in found]
 
 
-def _best(layers: Sequence[MatrixProduct], inputs: Inputs, candidates: Iterable[_Candidate]) -> Transformed:
-    """The first candidate that loses less by its searched range than the own one on all batches."""
-    before, quantizer = _loss_now(layers, inputs), _quantizer(layers)
-    for candidate in candidates:
-        restore, params = state_of(layer.layer for layer in layers), None
-        put(layers, candidate.whole)
-        if not quantizer.dynamic:
-            own = [[candidate.whole(x) for x in calls] for calls in inputs]
-            set_params(layers, choose_qparams(whole_range(own, quantizer.spec), quantizer.spec))
-            params = searched_input(layers, own)[0]
-            set_params(layers, params)
-        after = _loss_now(layers, inputs)
-        if after < CLEARLY * before:
-            return Transformed(candidate.whole, before, after, params, candidate.step)
-        restore()
-    return Transformed(None, before, before)
-
-
 @torch.no_grad()
 def put(layers: Sequence[MatrixProduct], transform: InputTransform) -> None:
     """Give layers a transform of their input, and their weights what undoes it."""
@@ -478,15 +471,14 @@ class _Judge:
     def __init__(self, layers: Sequence[MatrixProduct], inputs: Inputs) -> None:
         self._layers, self._inputs, self._others = layers, inputs, others_of(range(len(inputs)))
         self._places = sampled(len(inputs))
-        self._wanted = {place: [self._products(x) for x in inputs[place]] for place in self._places}
+        self._wanted = {
+            place: [[own.product(own.tensor, x) for own in layers] for x in inputs[place]] for place in self._places
+        }
         spec = _quantizer(layers).spec
         by_tensor = all(set(spec.granularity.group_shape(x.shape)) == {1} for calls in inputs for x in calls)
         axis = -(layers[0].tensor.dim() - 1)
         self._ends = [[_ends(x, axis) for x in calls] for calls in inputs] if by_tensor else inputs
         """What has the range of the inputs by one scale for each channel."""
-
-    def _products(self, x: Tensor) -> list[Tensor]:
-        return [layer.product(layer.tensor, x) for layer in self._layers]
 
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
         """The squared error by the transforms for the batches that judge."""
@@ -563,14 +555,3 @@ def _ends(x: Tensor, axis: int) -> Tensor:
     """The smallest and the largest value of each channel, as an input of two positions."""
     ends = x.movedim(axis, -1).flatten(0, -2).aminmax(dim=0)
     return torch.stack(ends).reshape(2, -1, *[1] * (-axis - 1))
-
-
-def _largest(x: Tensor, axis: int) -> Tensor:
-    return x.abs().movedim(axis, -1).flatten(0, -2).amax(0).float()
-
-
-def _largest_of_weight(layer: MatrixProduct) -> Tensor:
-    """The largest magnitude of the weights of each input channel."""
-    groups = layer.groups
-    parts = layer.tensor.abs().reshape(groups, -1, layer.tensor.shape[1], layer.tensor[0, 0].numel())
-    return parts.amax((1, 3)).flatten().float()
