@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from fakequant.delivery import deliver, read, verify_delivery
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets
-    from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
-    from fakequant.model.analysis.summary import summary, unquantized
+    from fakequant.model.analysis.in_float import unquantized
+    from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
+    from fakequant.model.analysis.summary import summary
     from fakequant.model.bake import bake_weights, fold, store_codes, store_floats
     from fakequant.model.calibration.calibrate import calibrate, recalibrate
     from fakequant.model.execution import set_execution
@@ -146,7 +147,7 @@ _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.delivery": ("deliver", "read", "verify_delivery"),
     "fakequant.export": ("export_onnx", "verify_onnx"),
-    "fakequant.model.analysis.analysis": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),
     "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.state": (
@@ -159,7 +160,8 @@ _MEMBERS = {
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
     "fakequant.model.weights": ("disabled",),
-    "fakequant.model.analysis.summary": ("unquantized", "summary"),
+    "fakequant.model.analysis.in_float": ("unquantized",),
+    "fakequant.model.analysis.summary": ("summary",),
     "fakequant.model.prepare": ("prepare",),
     "fakequant.model.sites.sites": ("site_plan",),
     "fakequant.model.sites.targets": ("Target",),

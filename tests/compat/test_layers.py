@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from fakequant.compat.pytorch_quantization.nn.modules import _utils
 from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
 from fakequant.compat.pytorch_quantization import nn as quant_nn
-from fakequant.compat.pytorch_quantization.nn.modules import _utils
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from tests.support.bits import assert_same_bits
 

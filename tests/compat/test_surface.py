@@ -5,13 +5,13 @@ import inspect
 
 import pytest
 import torch
+from fakequant.compat.pytorch_quantization.nn.modules import _utils, quant_rnn
 from torch import nn
 
 from fakequant.compat import install, pytorch_quantization
 from fakequant.compat.pytorch_quantization import nn as quant_nn
 from fakequant.compat.pytorch_quantization import quant_modules, tensor_quant
 from fakequant.compat.pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, _Calibrator
-from fakequant.compat.pytorch_quantization.nn.modules import _utils, quant_rnn
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 CLASS_OF = {f"{kind}{d}d" for kind in ("Conv", "ConvTranspose") for d in (1, 2, 3)}

@@ -20,8 +20,9 @@ from fakequant.data.batches import example_arguments, run_batch, select_inputs
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
-from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
-from fakequant.model.analysis.summary import summary, unquantized
+from fakequant.model.analysis.in_float import unquantized
+from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
+from fakequant.model.analysis.summary import summary
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.prepare import prepare
 from fakequant.model.training.qat import Schedule, finetune

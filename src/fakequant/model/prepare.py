@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, shown, warn_user
-from fakequant.model.analysis.summary import (
+from fakequant.model.analysis.in_float import (
     gradients_in_float,
     left_in_float,
     operations_of,

@@ -21,7 +21,7 @@ from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import tell
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder
-from fakequant.model.analysis.summary import html_result, parameter_bytes
+from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.config import find_preset
 from fakequant.model.run.outputs import decibels
 from fakequant.model.training.fuse import fusions_of
@@ -44,7 +44,7 @@ from fakequant.ptq.trial import (
     quantizes_inputs,
 )
 from fakequant.registry import import_waiting
-from fakequant.text import table
+from fakequant.text import html_result, table
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ from fakequant.data.digest import digest, function_digest
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError, shown, warn_renamed
 from fakequant.files import check_path, output_errors, writable_file
-from fakequant.model.analysis.summary import html_result
 from fakequant.model.presets import find_preset
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.improvement import checked_steps
 from fakequant.ptq.judging import EVERY
 from fakequant.ptq.trial import Compared, Trials, Variant, has_static_inputs, keep_row, kept_rows
-from fakequant.text import table
+from fakequant.text import html_result, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fakequant.errors import renamed
-from fakequant.model.analysis.summary import html_result
-from fakequant.text import listed, module_name, table
+from fakequant.text import html_result, listed, module_name, table
 
 MISSED = "no batch that chooses weights reaches it"
 TAKEN_BACK = "nearest: its choice does not lower the error of the output on the batches that judge"

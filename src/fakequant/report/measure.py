@@ -15,7 +15,7 @@ from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram, outside_of_transforms
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.batches import Batches, Forward, KeptBatches
-from fakequant.model.analysis.analysis import run_all, sensitivity
+from fakequant.model.analysis.sensitivity import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, decibels, float_tensors

@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
-from fakequant.model.analysis.summary import breakable
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS
 from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells, checked_in
 from fakequant.report.sections import SECTIONS, decibels, folded, grade, measured, paragraphs, ranked, table
+from fakequant.text import breakable
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #d0d7de; --zebra: #f6f8fa;

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fakequant.export import VerifyReport
 from fakequant.export.verification.verdict import OPTIMISED_ERROR
-from fakequant.model.analysis.summary import breakable, html_table
 from fakequant.ptq.trial import Compared
 from fakequant.report.data import (
     DECIBELS,
@@ -25,6 +24,7 @@ from fakequant.report.data import (
     checked_in,
 )
 from fakequant.report.measure import CHOSEN, readable
+from fakequant.text import breakable, html_table
 
 _COLOURS = ("var(--mark)", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2")
 """The colours of Okabe and Ito, distinct to colour-blind readers; every range also has its own dashes."""

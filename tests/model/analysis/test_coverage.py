@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fakequant as fq
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
-from fakequant.model.analysis.summary import weights_of
+from fakequant.model.weights import weights_of
 from fakequant.nn import Mode, quantizers
 from tests.support.models import small_net
 

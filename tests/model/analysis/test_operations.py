@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis.summary import operations, summary, unquantized
+from fakequant.model.analysis.in_float import operations, unquantized
+from fakequant.model.analysis.summary import summary
 from fakequant.model.config import Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.run.recorded import has

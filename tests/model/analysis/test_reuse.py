@@ -10,7 +10,7 @@ from torch import nn
 import fakequant as fq
 from examples.demo.digits import Net
 from examples.demo.text import Transformer
-from fakequant.model.analysis.analysis import ReusedOutputs
+from fakequant.model.analysis.sensitivity import ReusedOutputs
 from fakequant.model.run.outputs import Power, decibels
 from fakequant.nn import Add, Mode, QuantizedLayer
 from tests.support.bits import assert_same_bits

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import VerificationError
-from fakequant.model.analysis.summary import html_result
-from fakequant.text import listed, table
+from fakequant.text import html_result, listed, table
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -19,7 +19,6 @@ from fakequant.data.arguments import Metric, check_metric, check_model, measured
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.analysis.summary import html_result
 from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
 from fakequant.model.unregistered import warn_of_new_layers
@@ -30,7 +29,7 @@ from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sites.sites import Site
 from fakequant.nn.wrappers import accepts_wrapped_model, cached_weights
 from fakequant.restore import forwards_of, restore_after, state_of
-from fakequant.text import table
+from fakequant.text import html_result, table
 
 
 class _RecordedCall(NamedTuple):

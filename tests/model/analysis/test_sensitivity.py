@@ -11,7 +11,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
+from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
