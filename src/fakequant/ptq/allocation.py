@@ -242,22 +242,24 @@ class Scores:
             nearest = f"the fewest bit operations for a multiply-accumulate are {curve[0].operations_per_product:.4g}"
         elif bits is not None:
             fitting = [point for point in curve if point.bits <= bits * point.weights][-1:]
-            large = self._largest(curve[0], bits)
-            nearest = f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight, scales included{large}"
+            mix = curve[0]  # with the layers by which it exceeds the budget most
+            own = {layer: self.layers[layer][name].bits for layer, name in mix.choices.items() if self.weights[layer]}
+            excess = sorted(own, key=lambda layer: bits * self.weights[layer] - own[layer])
+            large = [layer for layer in excess[:_NAMED] if own[layer] > bits * self.weights[layer]]
+            named = [f"{own[layer] / self.weights[layer]:.2f} in {layer} as {mix.choices[layer]}" for layer in large]
+            nearest = f"the smallest mix has {mix.bits_per_weight:.3f} bits per weight, scales included"
+            nearest += f": {', '.join(named)}"
         else:
             fitting = [point for point in curve if point.size <= (size or 0.0)][-1:]
-            nearest = f"the smallest mix has {curve[0].size:,} bytes{_of_these(self.in_float)}"
+            nearest = f"the smallest mix has {curve[0].size:,} bytes"
+            if self.in_float:
+                rest = sorted(self.in_float.items(), key=lambda item: -item[1])
+                shown = ", ".join(f"{size:,} in {module_name(name)}" for name, size in rest[:_NAMED])
+                more = f" and the others in {len(rest) - _NAMED} more modules" if len(rest) > _NAMED else ""
+                nearest += f", of which {sum(self.in_float.values()):,} stay in float ({shown}{more})"
         if not fitting:
             raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
         return fitting[0]
-
-    def _largest(self, mix: Allocation, bits: float) -> str:
-        """A text that names the layers by which a mix exceeds a budget most."""
-        own = {layer: self.layers[layer][name].bits for layer, name in mix.choices.items() if self.weights[layer]}
-        excess = sorted(own, key=lambda layer: bits * self.weights[layer] - own[layer])
-        large = [layer for layer in excess[:_NAMED] if own[layer] > bits * self.weights[layer]]
-        named = [f"{own[layer] / self.weights[layer]:.2f} in {layer} as {mix.choices[layer]}" for layer in large]
-        return f": {', '.join(named)}"
 
     def _traced(self, place: int, groups: Any, sizes: list[dict[str, int]], taken: list[Tensor]) -> Allocation:
         """The mix that led to a place of the last table."""
@@ -283,16 +285,6 @@ def _stay_in_float(why_float: Mapping[str, str]) -> list[str]:
     """A text that names the first layers that stay in float; none if there are none."""
     named = [f"{module_name(layer)} ({why})" for layer, why in why_float.items()]
     return [f"{len(why_float)} stay in float: {listed(named, _NAMED)}"] if why_float else []
-
-
-def _of_these(in_float: Mapping[str, int]) -> str:
-    """A text of how many bytes stay in float, with the modules that hold most of them."""
-    if not in_float:
-        return ""
-    largest = sorted(in_float.items(), key=lambda item: -item[1])[:_NAMED]
-    named = ", ".join(f"{size:,} in {module_name(name)}" for name, size in largest)
-    more = f" and the others in {len(in_float) - _NAMED} more modules" if len(in_float) > _NAMED else ""
-    return f", of which {sum(in_float.values()):,} stay in float ({named}{more})"
 
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
@@ -571,12 +563,29 @@ def _scores(
             if not callable(chosen):
                 raise ConfigError(f'expected measure="kl", ("kl", axis) or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
+
+    def score(layer: Any, loss: float, products: int, weights: int) -> Score:
+        weight, x = layer.weight_quantizer.spec, layer.input_quantizer
+        bits = spec_bits(weight, tuple(layer.weight.shape))
+        each = weight.format.bits * (32 if x is None else x.spec.format.bits)
+        return Score(loss, bits.codes + bits.scales if weights else 0, products * each)
+
     products = {layer: ran.multiplications[layer] for layer in layers}
-    weights, found = _weights(layers, reached), dict[str, dict[str, Score]]()
+    weights, found, seen = dict[str, int](), dict[str, dict[str, Score]](), set[nn.Parameter]()
+    for name in reached:
+        parameter = _parameter(layers[name])
+        weights[name] = 0 if parameter in seen else layers[name].weight.numel()
+        seen |= set() if parameter is None else {parameter}
+    in_float, seen = dict[str, int](), {own for layer in reached if (own := _parameter(layers[layer])) is not None}
+    for path, module in model.named_modules():
+        rest = set(module.parameters(recurse=False)) - seen
+        seen |= rest
+        if rest:
+            in_float[path] = sum(p.numel() * p.element_size() for p in rest)
     for layer in reached:
         twins = {name: twin.get_submodule(layer) for name, twin in quantized.items()}
         found[layer] = {
-            name: _score(own, float(arriving[layer, name].square().mean()), products[layer], weights[layer])
+            name: score(own, float(arriving[layer, name].square().mean()), products[layer], weights[layer])
             for name, own in twins.items()
             if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None
         }
@@ -587,7 +596,7 @@ def _scores(
         arriving,
         products,
         _left(model, reached, ran),
-        _bytes_in_float(model, [layers[layer] for layer in reached]),
+        in_float,
         frozenset(layer for layer in reached if _parameter(layers[layer]) is None),
     )
 
@@ -595,16 +604,6 @@ def _scores(
 def _parameter(layer: nn.Module) -> nn.Parameter | None:
     """The weight of a layer; None where it is computed."""
     return layer._parameters.get("weight")
-
-
-def _weights(layers: Mapping[str, Any], reached: Sequence[str]) -> dict[str, int]:
-    """How many weights each layer has; 0 where an earlier one holds the same parameter."""
-    found, seen = dict[str, int](), set[nn.Parameter]()
-    for name in reached:
-        parameter = _parameter(layers[name])
-        found[name] = 0 if parameter in seen else layers[name].weight.numel()
-        seen |= set() if parameter is None else {parameter}
-    return found
 
 
 def _ties(layers: Mapping[str, Any], siblings: Mapping[str, Sequence[str]]) -> list[list[str]]:
@@ -618,17 +617,6 @@ def _ties(layers: Mapping[str, Any], siblings: Mapping[str, Sequence[str]]) -> l
         joined = list(dict.fromkeys(other for name in group for other in found[name]))
         found |= dict.fromkeys(joined, joined)
     return [list(group) for group in dict.fromkeys(map(tuple, found.values()))]
-
-
-def _bytes_in_float(model: nn.Module, scored: Sequence[nn.Module]) -> dict[str, int]:
-    """The bytes of all other parameters than the weights of layers with scores, by the module that holds them."""
-    found, seen = dict[str, int](), {_parameter(layer) for layer in scored}
-    for path, module in model.named_modules():
-        own = set(module.parameters(recurse=False)) - seen
-        seen |= own
-        if own:
-            found[path] = sum(p.numel() * p.element_size() for p in own)
-    return found
 
 
 def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
@@ -651,21 +639,6 @@ def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dic
         return "the first batch does not reach it" if _is_scored(module) else f"a {type(module).__name__} has no score"
 
     return {name: why(module) for name, module in matrices.items()}
-
-
-def _score(layer: Any, loss: float, products: int, weights: int) -> Score:
-    """The score of a quantized layer.
-
-    Args:
-        layer: quantized.
-        loss: of the model's output.
-        products: how many multiply-accumulates it has for the first batch.
-        weights: how many weights it has; 0 where an earlier layer holds them.
-    """
-    weight, x = layer.weight_quantizer.spec, layer.input_quantizer
-    bits = spec_bits(weight, tuple(layer.weight.shape))
-    each = weight.format.bits * (32 if x is None else x.spec.format.bits)
-    return Score(loss, bits.codes + bits.scales if weights else 0, products * each)
 
 
 def _is_scored(module: nn.Module) -> bool:

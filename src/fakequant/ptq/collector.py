@@ -481,7 +481,12 @@ class Collector:
                 yield self._with_drift(stage, calls, one, {}) if with_drift else stacked(one.sums)
             return
         if seen is None:
-            seen = self._sums(stage, calls, self._reads(product, [one.inputs for one in calls]))
+            # Where the tensors at two places are the same in all calls, both read the first; one place is enough
+            # if all inputs are one tensor in all processes.
+            read_at = [tuple(id(one.inputs[place]) for one in calls) for place in product.reads]
+            everywhere = self._processes.all(first_places(read_at, product.reads))
+            reads = first_places([*zip(*everywhere, strict=True)], product.reads)
+            seen = self._sums(stage, calls, reads[:1] if len({*reads}) == 1 else reads)
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, stage.all_calls, seen
         yield self._with_drift(stage, calls, seen, self._added(stage, wanted)) if with_drift else stacked(seen.sums)
@@ -569,15 +574,6 @@ class Collector:
         self._merge(gathered, product)
         found = [sums.joined() for sums in gathered]
         return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
-
-    def _reads(self, product: MatrixProduct, calls: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
-        """The places of the inputs for which there are sums: one if all inputs are one tensor in all processes.
-
-        Where the tensors at two places are the same in all calls, it is the first of them.
-        """
-        own = first_places([tuple(id(inputs[place]) for inputs in calls) for place in product.reads], product.reads)
-        reads = first_places([*zip(*self._processes.all(own), strict=True)], product.reads)
-        return reads[:1] if len({*reads}) == 1 else reads
 
     def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
         """Whether two layers multiply the same rows of the input of a call."""

@@ -252,13 +252,18 @@ class _LayerLoop:
 
     def make(self, stages: FloatTwin, order: Sequence[str], progress: bool | None) -> None:
         """Choose the layers of all stages."""
+
+        def steps_of(name: str) -> tuple[str, ...]:
+            no_bias = self._why_no_bias(name) is not None
+            return tuple(step for step in self._steps if not (no_bias and step == "bias"))
+
         sums = f"in up to {memory(self._layers[path] for path in order) / 1e9:.1f} GB"
         with stages:
             for stage, wanted in track(stages, f"choosing weights, {sums}", len(order), progress):
                 name, product = stage.name, self._layers[stage.name]
                 number, no_bias = len(self.results), self._why_no_bias(name)
                 earlier = self._finished.get(number, name, product)
-                own, choice = earlier or self._collector.choose(stage, wanted, self._steps_of)
+                own, choice = earlier or self._collector.choose(stage, wanted, steps_of)
                 if choice is None:
                     continue
                 if earlier is not None:
@@ -278,10 +283,6 @@ class _LayerLoop:
         product = self._layers[name]
         bias = product.bias[0]
         return None if "bias" not in self._steps else product.why_no_bias if bias is None else self._fixed.get(bias)
-
-    def _steps_of(self, name: str) -> tuple[str, ...]:
-        no_bias = self._why_no_bias(name) is not None
-        return tuple(step for step in self._steps if not (no_bias and step == "bias"))
 
 
 def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:

@@ -380,7 +380,14 @@ class _Rotation:
         if why is None and (one.maker.out_features % one.size or one.reader.in_features % one.size):
             why = "its heads are not next to each other"
         if why is None:
-            why = self._try([one.maker, one.reader], lambda: self._rotate_heads(one))
+
+            def turn() -> None:
+                made = _made_by([one.maker], one.maker.out_features)
+                rotation = rotation_of(one.size, self._kind, self._generator)
+                with torch.no_grad():
+                    _turn([*made, (cast("nn.Parameter", one.reader.weight), 1)], rotation)
+
+            why = self._try([one.maker, one.reader], turn)
         return self._row("heads", one.size, [one.maker], [one.reader], why)
 
     def _row(self, what: str, width: int, makers: list[Any], readers: list[Any], why: str | None) -> Rotated:
@@ -434,11 +441,6 @@ class _Rotation:
             plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
             for path in [path for path, own in self._model.named_modules(remove_duplicate=False) if own is norm]:
                 self._model.set_submodule(path, plain)
-
-    @torch.no_grad()
-    def _rotate_heads(self, one: Heads) -> None:
-        turned = [*_made_by([one.maker], one.maker.out_features), (cast("nn.Parameter", one.reader.weight), 1)]
-        _turn(turned, rotation_of(one.size, self._kind, self._generator))
 
 
 def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:

@@ -649,7 +649,13 @@ class FloatTwin:
 
     def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
         while (stage := self._quantized.advance()) is not None:
-            wanted = self._advance(stage)
+            wanted = None  # the stage of the float model, if it is of the same layer
+            if self._float is not None:
+                wanted = self.in_float(self._float.advance)
+                if not stage.is_like(wanted):
+                    self._float, wanted, self.parted = None, None, stage.name  # the stream ends with the context
+                present = self._parts[stage.name]
+                self._values = {part: own for part, own in self._values.items() if part is present or self._runs(part)}
             if stage.is_first:
                 yield stage, wanted if stage.name in self._with_float else None
             else:
@@ -657,18 +663,7 @@ class FloatTwin:
             for seen in filter(None, (stage, wanted)):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
 
-    def _advance(self, stage: Stage) -> Stage | None:
-        """The stage of the float model, if it is of the same layer."""
-        if self._float is None:
-            return None
-        wanted = self.in_float(self._float.advance)
-        if not stage.is_like(wanted):
-            self._float, wanted, self.parted = None, None, stage.name  # the stream ends with the context
-        present, runs = self._parts[stage.name], self._will_run
-        self._values = {part: own for part, own in self._values.items() if part is present or runs(part)}
-        return wanted
-
-    def _will_run(self, part: nn.Module) -> bool:
+    def _runs(self, part: nn.Module) -> bool:
         return self._float is not None and any(map(self._float.will_run, self._names[part]))
 
     def in_float(self, run: Callable[[], T]) -> T:

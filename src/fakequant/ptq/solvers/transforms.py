@@ -483,30 +483,28 @@ class _Judge:
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
         """The squared error by the transforms for the batches that judge."""
         total, last, weights, ranges = 0.0, None, list[Tensor](), dict[int, Range]()
+        quantizer = _quantizer(self._layers)
+        spec = quantizer.spec
         for place in self._places:
             own = transform(place)
             if own is not last or not weights:
                 weights, ranges, last = [_rounded_weight(layer, own) for layer in self._layers], {}, own
-            rounding = self._rounding(place, own, ranges)
+            params: QParams | None = None
+            if not quantizer.dynamic:  # by the range of the inputs of the others
+                inputs = self._ends if own is None or isinstance(own, ChannelScale) else self._inputs
+                for other in self._others[place]:
+                    if other not in ranges:
+                        ranges[other] = whole_range([[_by(own, x) for x in inputs[other]]], spec)
+                params = choose_qparams(joined_range([ranges[other] for other in self._others[place]]), spec)
             for x, outputs in zip(self._inputs[place], self._wanted[place], strict=True):
-                rounded = rounding(_by(own, x))
+                moved = _by(own, x)
+                if params is None:
+                    rounded = library.fake_quantize_dynamic(moved, spec)
+                else:
+                    rounded = library.fake_quantize(moved, params, spec)
                 for layer, weight, output in zip(self._layers, weights, outputs, strict=True):
                     total += float((layer.product(weight, rounded) - output).double().square().sum())
         return total
-
-    def _rounding(
-        self, place: int, transform: InputTransform | None, ranges: dict[int, Range]
-    ) -> Callable[[Tensor], Tensor]:
-        """What the quantizer does to the inputs of a batch, by the range of those of the others; `ranges`: of each."""
-        spec = _quantizer(self._layers).spec
-        if _quantizer(self._layers).dynamic:
-            return lambda x: library.fake_quantize_dynamic(x, spec)
-        inputs = self._ends if transform is None or isinstance(transform, ChannelScale) else self._inputs
-        for other in self._others[place]:
-            if other not in ranges:
-                ranges[other] = whole_range([[_by(transform, x) for x in inputs[other]]], spec)
-        params = choose_qparams(joined_range([ranges[other] for other in self._others[place]]), spec)
-        return lambda x: library.fake_quantize(x, params, spec)
 
     def keeps_function(self, transform: InputTransform) -> bool:
         """Whether a transform and its inverse in the weights give the outputs as before, up to rounding."""
