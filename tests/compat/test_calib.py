@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fakequant.compat.pytorch_quantization import calib, tensor_quant
+from fakequant.compat.pytorch_quantization import calib
 from fakequant.compat.pytorch_quantization.search import mse_amax
 from tests.support.compat_rules import (
     collected,
@@ -68,15 +68,6 @@ def test_equal_errors_give_the_first_middle():
     counts, edges = np.zeros(300, dtype=np.int64), np.arange(301, dtype=np.float32)
     counts[0] = 5  # which every threshold rounds to 0
     assert mse_amax(counts, edges, 2, False) == 128.5 == mse_by_loops(counts, edges, 2, False)
-
-
-def test_known_values():
-    torch.manual_seed(0)
-    calibrator = collected([torch.randn(1_000_000)])
-    found = {method: calibrator.compute_amax(method).item() for method in ("entropy", "mse", "percentile")}
-    assert [round(amax, 3) for amax in found.values()] == [4.508, 3.937, 3.887]
-    amax = collected([torch.arange(100.0)]).compute_amax("percentile", percentile=100)
-    assert amax.item() == pytest.approx(98.95, abs=0.01)
 
 
 def test_the_numpy_histogram():
@@ -292,9 +283,3 @@ def test_calibrate_weights(method, perchannel):
         np.testing.assert_array_equal(amax.ravel(), np.float32(wanted))
     with pytest.raises(TypeError, match="Unsupported calibration method entropy"):
         calib.calibrate_weights(modules, "entropy")
-
-
-def test_the_amax_that_is_found_quantizes():
-    x = torch.randn(1000)
-    amax = collected([x]).compute_amax("mse")
-    assert tensor_quant.fake_tensor_quant(x, amax).sub(x).square().mean() < 1e-3

@@ -11,7 +11,6 @@ import torch
 import yaml
 
 from fakequant.compat.pytorch_quantization import tensor_quant, utils
-from fakequant.compat.pytorch_quantization.specification import block_specification, format_of
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 DESCRIPTORS = [
@@ -29,6 +28,9 @@ DESCRIPTORS = [
     {"block_sizes": {0: 128, 1: 64, "type": "static", "scale_bits": 8, "scale_block_sizes": {-1: 256}}},
 ]
 
+OPTIONS = ["num_bits", "name", "fake_quant", "axis", "block_sizes", "learn_amax", "scale_amax", "calib_method"]
+OPTIONS += ["unsigned", "narrow_range", "dynamic"]
+
 
 @pytest.mark.parametrize("options", DESCRIPTORS, ids=str)
 def test_dict_yaml_copy_and_pickle_give_an_equal_descriptor(options):
@@ -40,11 +42,9 @@ def test_dict_yaml_copy_and_pickle_give_an_equal_descriptor(options):
         pickle.loads(pickle.dumps(descriptor)),
     ):
         assert other == descriptor
-        for name in ("num_bits", "name", "fake_quant", "axis", "block_sizes", "learn_amax", "scale_amax"):
-            assert getattr(other, name) == getattr(descriptor, name)
-            assert type(getattr(other, name)) is type(getattr(descriptor, name))
-        for name in ("calib_method", "unsigned", "narrow_range", "dynamic"):
-            assert getattr(other, name) == getattr(descriptor, name)
+        for name in OPTIONS:
+            ours, theirs = getattr(descriptor, name), getattr(other, name)
+            assert (theirs, type(theirs)) == (ours, type(ours))
         if descriptor.amax is None:
             assert other.amax is None
         else:
@@ -117,16 +117,9 @@ def test_printed_form(options, text):
 
 
 def test_the_predefined_descriptors():
-    axes = {
-        "PER_TENSOR": None,
-        "CONV1D_WEIGHT_PER_CHANNEL": 0,
-        "CONV2D_WEIGHT_PER_CHANNEL": 0,
-        "CONV3D_WEIGHT_PER_CHANNEL": 0,
-        "LINEAR_WEIGHT_PER_ROW": 0,
-        "CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL": 1,
-        "CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL": 1,
-        "CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL": 1,
-    }
+    axes = {"PER_TENSOR": None, "LINEAR_WEIGHT_PER_ROW": 0}
+    axes |= {f"CONV{d}D_WEIGHT_PER_CHANNEL": 0 for d in (1, 2, 3)}
+    axes |= {f"CONVTRANSPOSE{d}D_WEIGHT_PER_CHANNEL": 1 for d in (1, 2, 3)}
     for name, axis in axes.items():
         assert getattr(tensor_quant, f"QUANT_DESC_8BIT_{name}") == QuantDescriptor(num_bits=8, axis=axis)
     assert QuantDescriptor(num_bits=8, unsigned=True) == tensor_quant.QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR
@@ -200,32 +193,6 @@ def test_dynamic_and_blocks():
     assert QuantDescriptor(dynamic=True).dynamic
     assert QuantDescriptor.get_block_quant_axes_and_sizes({0: 8, -1: 16, "scale_bits": 8}) == {0: 8, -1: 16}
     assert QuantDescriptor.get_block_quant_axes_and_sizes(None) is None
-
-
-@pytest.mark.parametrize(
-    ("num_bits", "block_sizes", "text"),
-    [
-        (4, {-1: 128}, "int4 per_block(-1:128,pad) multiplier input_range"),
-        ((4, 3), {0: 8, 1: 8}, "float8_e4m3fn per_block(0:8,1:8,pad) multiplier input_range"),
-        (
-            (2, 1),
-            {-1: 32, "scale_bits": (8, 0)},
-            "float4_e2m1fn per_block(-1:32,pad) input_range scale=float8_e8m0fnu:ceil",
-        ),
-        (
-            (2, 1),
-            {-1: 16, "scale_bits": (4, 3)},
-            "float4_e2m1fn per_block(-1:16,pad) input_range scale=float8_e4m3fn@per_tensor",
-        ),
-        (
-            4,
-            {-1: 64, "scale_bits": 8, "scale_block_sizes": {-1: 256}},
-            "int4 per_block(-1:64,pad) input_range scale=uint8@per_block(-1:256,pad)",
-        ),
-    ],
-)
-def test_blocks_as_specifications(num_bits, block_sizes, text):
-    assert str(block_specification(format_of(num_bits), block_sizes)) == text
 
 
 AXES = [None, 0, -1, (0,), (1, 2), [0, 1, 2], (0, 0), (-1, 1), [], (0, -2)]

@@ -87,20 +87,21 @@ def test_enabled_it_is_torchs_layer_on_a_quantized_input(name, args, shape):
     assert_same(quantized(x), own(tensor_quant.fake_tensor_quant(x, 1.5, 4, False, False)))
 
 
+# Class and the layer of torch, arguments, input shape.
 RECURRENT = [
-    ("LSTM", (4, 6, 2), (5, 3, 4)),
-    ("LSTMCell", (4, 6), (3, 4)),
-    ("RNN", (4, 6), (5, 3, 4)),
-    ("RNNCell", (4, 6, True, "relu"), (3, 4)),
+    ("QuantLSTM", (4, 6, 2), (5, 3, 4)),
+    ("QuantLSTMCell", (4, 6), (3, 4)),
+    ("QuantRNN", (4, 6), (5, 3, 4)),
+    ("QuantRNNCell", (4, 6, True, "relu"), (3, 4)),
+    ("GRU", (4, 6), (5, 4)),
+    ("GRUCell", (4, 6), (5, 4)),
 ]
 
 
 @pytest.mark.parametrize(("name", "args", "shape"), RECURRENT, ids=str)
 def test_disabled_a_recurrent_layer_is_torchs(name, args, shape):
-    from fakequant.compat.pytorch_quantization.nn.modules import quant_rnn
-
-    quantized = getattr(quant_rnn, f"Quant{name}")(*args)
-    own = getattr(nn, name)(*args)
+    quantized = getattr(quant_nn.modules.quant_rnn, name)(*args)
+    own = getattr(nn, name.removeprefix("Quant"))(*args)
     own.load_state_dict(quantized.state_dict())
     x = torch.randn(shape)
     assert not torch.equal(outputs(quantized(x))[0], outputs(own(x))[0])
@@ -169,28 +170,6 @@ def test_lstm_cell_quantizes_input_with_state_and_both_weights():
     assert_same(cell(x), cell(x, (torch.zeros(3, 6), torch.zeros(3, 6))))
 
 
-@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
-def test_gru_is_quantized_too(name):
-    from fakequant.compat.pytorch_quantization.nn.modules import quant_rnn
-
-    layer = getattr(quant_rnn, name)(4, 6, quant_desc_input=QuantDescriptor(num_bits=3))
-    own = getattr(nn, name)(4, 6)
-    own.load_state_dict(layer.state_dict())
-    x = torch.randn(5, 4)
-    assert not torch.allclose(outputs(layer(x))[0], outputs(own(x))[0])
-    for quantizer in quantizers(layer):
-        quantizer.disable()
-    assert_same(layer(x), own(x))
-
-
-def test_names_are_those_of_the_float_layers_too():
-    for name, _, _ in WEIGHTED + [case for case in INPUT_ONLY if "Norm" not in case[0]]:
-        assert getattr(quant_nn, name) is getattr(quant_nn, f"Quant{name}")
-        assert issubclass(getattr(quant_nn, name), getattr(nn, name))
-    assert not hasattr(quant_nn, "InstanceNorm1d")
-    assert (quant_nn.LSTM, quant_nn.LSTMCell) == (quant_nn.QuantLSTM, quant_nn.QuantLSTMCell)
-
-
 def test_default_descriptors_are_copied_and_belong_to_their_class(monkeypatch):
     monkeypatch.setattr(quant_nn.QuantLinear, "default_quant_desc_input", quant_nn.QuantLinear.default_quant_desc_input)
     descriptor = QuantDescriptor(num_bits=4, calib_method="histogram")
@@ -213,19 +192,18 @@ def test_default_descriptors_are_copied_and_belong_to_their_class(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(fake_quant=False)), ValueError, "fake"),
-        (lambda: quant_nn.QuantLinear(2, 2, quant_desc_weight=QuantDescriptor(fake_quant=False)), ValueError, "fake"),
-        (lambda: quant_nn.QuantMaxPool1d(2, quant_desc_input=QuantDescriptor(fake_quant=False)), ValueError, "fake"),
+        *(
+            (lambda make=make, name=name: make(**{name: QuantDescriptor(fake_quant=False)}), ValueError, "fake")
+            for make, name in (
+                (lambda **given: quant_nn.QuantLinear(2, 2, **given), "quant_desc_input"),
+                (lambda **given: quant_nn.QuantLinear(2, 2, **given), "quant_desc_weight"),
+                (lambda **given: quant_nn.QuantMaxPool1d(2, **given), "quant_desc_input"),
+            )
+        ),
         (lambda: quant_nn.QuantMaxPool1d(2, quant_desc_weight=QuantDescriptor()), TypeError, "quant_desc_weight"),
-        (lambda: quant_nn.QuantLinear(2, 2, quant_desc_output=QuantDescriptor()), TypeError, "quant_desc_output"),
-        (lambda: quant_nn.QuantLinear(2, 2, colour="red"), TypeError, "colour"),
         (lambda: quant_nn.QuantLSTM(2, 2, proj_size=1), ValueError, "proj_size"),
         (lambda: quant_nn.QuantConvTranspose1d(1, 1, 1, padding_mode="reflect"), ValueError, "zeros"),
-        (
-            lambda: quant_nn.QuantLinear(2, 2).init_quantizer(QuantDescriptor(), QuantDescriptor()),
-            TypeError,
-            "__init__",
-        ),
+        (lambda: quant_nn.QuantLinear(2, 2).init_quantizer(*[QuantDescriptor()] * 2), TypeError, "__init__"),
     ],
 )
 def test_errors(make, error, words):

@@ -47,6 +47,15 @@ def in_torch(x, dy, scale, point, attributes):
     return y.detach(), mask, dx
 
 
+def assert_runs_as_torch(attached, x, attributes, of=(), **options):
+    """With the scale 0.1 and the zero point 3."""
+    dy = torch.randn(x.shape).to(x.dtype)
+    scale, point = torch.full(of, 0.1, dtype=x.dtype), torch.full(of, 3.0, dtype=x.dtype)
+    found = run(attached, x, scale, point, dy, **options)
+    for got, right in zip(found, in_torch(x, dy, scale, point, attributes), strict=True):
+        assert_same_bits(got, right)
+
+
 def hostile(dtype=torch.float32, elements=2000):
     """Ties of the scale 0.1 and their neighbours, and all that is special."""
     info, nan, inf = torch.finfo(dtype), float("nan"), float("inf")
@@ -91,28 +100,15 @@ def test_attached_functions_in_the_public_wheel(opset, level):
     for attributes in ({}, {"quant_min": -128, "quant_max": 127}, {"quant_max": 7500}):
         attached = attach_functions(training_step(attributes, opset))
         for x in (hostile(), torch.tensor(0.26), torch.empty(0), hostile()[:10].view(2, 5)):
-            dy = torch.randn(x.shape)
-            found = run(attached, x, np.float32(0.1), np.float32(3.0), dy, level=level)
-            for got, right in zip(found, in_torch(x, dy, 0.1, 3.0, attributes), strict=True):
-                assert_same_bits(got, right, opset)
+            assert_runs_as_torch(attached, x, attributes, level=level)
 
 
-@pytest.mark.parametrize("of", [(), (1,)], ids=str)
-def test_parameters_without_axes_or_of_one_element(of):
-    attached = attach_functions(training_step({}, of=of))
-    scale, point = torch.full(of, 0.1), torch.full(of, 3.0)
-    for x in (torch.tensor(0.26), hostile()):
-        dy = torch.randn(x.shape)
-        for got, right in zip(run(attached, x, scale, point, dy), in_torch(x, dy, scale, point, {}), strict=True):
-            assert_same_bits(got, right)
-
-
-def test_float16_is_computed_in_float32():
-    x = hostile(torch.float16)
-    dy, scale, point = torch.randn(x.shape).half(), torch.tensor(0.1).half(), torch.tensor(3.0).half()
+def test_float16_and_parameters_of_one_element():
+    """float16 is computed in float32."""
     attached = attach_functions(training_step({}, kind=TensorProto.FLOAT16))
-    for got, right in zip(run(attached, x, scale, point, dy), in_torch(x, dy, scale, point, {}), strict=True):
-        assert_same_bits(got, right)
+    assert_runs_as_torch(attached, hostile(torch.float16), {})
+    for x in (torch.tensor(0.26), hostile()):
+        assert_runs_as_torch(attach_functions(training_step({}, of=(1,))), x, {}, of=(1,))
 
 
 @pytest.mark.parametrize("attributes", [{}, {"quant_max": 15}], ids=str)
@@ -128,13 +124,11 @@ def test_the_reference_evaluator_gives_the_same(attributes):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_scale_of_zero_fails_when_the_model_runs(level):
-    attached = attach_functions(training_step({}))
-    for zero in (0.0, -0.0):
-        with pytest.raises(Exception, match="out of data bounds"):
-            run(
-                attached, np.ones(3, np.float32), np.float32(zero), np.float32(0.0), np.ones(3, np.float32), level=level
-            )
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_scale_of_zero_fails_when_the_model_runs(zero, level):
+    one = torch.ones(3)
+    with pytest.raises(Exception, match="out of data bounds"):
+        run(attach_functions(training_step({})), one, torch.tensor(zero), torch.tensor(0.0), one, level=level)
 
 
 def test_parameters_of_two_elements_fail_when_the_model_runs():
@@ -148,6 +142,13 @@ def test_parameters_of_two_elements_fail_when_the_model_runs():
 def test_without_the_functions_the_public_wheel_refuses_the_model():
     with pytest.raises(Exception, match="FakeQuant"):
         run(training_step({}), *[np.ones(1, np.float32)] * 4)
+
+
+def assert_quantizes(attached):
+    """y of the file is that of 4 bits without a sign."""
+    x, one = hostile()[:100], torch.ones(1)
+    y = run(attached, x, torch.tensor(0.1), torch.tensor(3.0), one)[0]
+    assert_same_bits(y, fake_quant(x, 0.1, 3.0, quant_max=15)[0])
 
 
 def test_a_kernel_of_the_runtime_is_preferred_to_a_function():
@@ -220,43 +221,32 @@ def test_nodes_in_a_subgraph_and_without_a_second_output():
     inner = helper.make_node("FakeQuant", ["x", "scale", "point"], ["quantized"], domain="com.microsoft", quant_max=15)
     result = [helper.make_tensor_value_info("quantized", TensorProto.FLOAT, None)]
     other = helper.make_node("Identity", ["x"], ["quantized"])
+    branches = {
+        "then_branch": helper.make_graph([inner], "then", [], result),
+        "else_branch": helper.make_graph([other], "else", [], result),
+    }
     nodes = [
         helper.make_node("ReduceSum", ["dy"], ["sum"], keepdims=0),
         helper.make_node("Cast", ["sum"], ["choice"], to=TensorProto.BOOL),
-        helper.make_node(
-            "If",
-            ["choice"],
-            ["y"],
-            then_branch=helper.make_graph([inner], "then", [], result),
-            else_branch=helper.make_graph([other], "else", [], result),
-        ),
-        helper.make_node("Equal", ["x", "x"], ["mask"]),
-        helper.make_node("Identity", ["dy"], ["dx"]),
+        helper.make_node("If", ["choice"], ["y"], **branches),
     ]
-    attached = attach_functions(model_of(nodes))
-    x = hostile()[:100]
-    y = run(attached, x, np.float32(0.1), np.float32(3.0), np.ones(1, np.float32))[0]
-    assert_same_bits(y, fake_quant(x, 0.1, 3.0, quant_max=15)[0])
+    assert_quantizes(attach_functions(model_of([*nodes, *REST])))
+
+
+REST = [helper.make_node("Equal", ["x", "x"], ["mask"]), helper.make_node("Identity", ["dy"], ["dx"])]
 
 
 def test_nodes_in_a_function_of_the_model_that_alone_knows_the_domain():
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     inner = helper.make_node("FakeQuant", ["x", "scale", "point"], ["y"], domain="com.microsoft", quant_max=15)
     block = helper.make_function("mine", "Block", ["x", "scale", "point"], ["y"], [inner], opsets)
-    nodes = [
-        helper.make_node("Block", ["x", "scale", "point"], ["y"], domain="mine"),
-        helper.make_node("Equal", ["x", "x"], ["mask"]),
-        helper.make_node("Identity", ["dy"], ["dx"]),
-    ]
-    model = model_of(nodes)
+    model = model_of([helper.make_node("Block", ["x", "scale", "point"], ["y"], domain="mine"), *REST])
     del model.opset_import[:]
     model.opset_import.extend([opsets[0], helper.make_opsetid("mine", 1)])
     model.functions.append(block)
     attached = attach_functions(model)
     assert {imported.domain for imported in attached.opset_import} == {"", "mine", "com.microsoft"}
-    x = hostile()[:100]
-    y = run(attached, x, np.float32(0.1), np.float32(3.0), np.ones(1, np.float32))[0]
-    assert_same_bits(y, fake_quant(x, 0.1, 3.0, quant_max=15)[0])
+    assert_quantizes(attached)
 
 
 def test_old_operator_sets_are_refused():

@@ -75,12 +75,6 @@ class TestInitialize:
         assert replaced() == REPLACED - {"Conv2d"}
         replacer.restore_float_modules()
 
-    def test_the_map_has_the_fields_that_scripts_read(self):
-        found = {entry.mod_name: (entry.orig_mod, entry.replace_mod) for entry in quant_modules._DEFAULT_QUANT_MAP}
-        assert set(found) == REPLACED
-        assert all(where is nn for where, _ in found.values())
-        assert quant_modules._quant_entry(nn, "Linear", quant_nn.QuantLinear) in quant_modules._DEFAULT_QUANT_MAP
-
 
 def test_onnx_export_is_enabled_in_its_context_only():
     def state():

@@ -17,25 +17,31 @@ from tests.support.compat_quantizers import X, quantizer
 
 
 class TestBlocks:
-    def test_dynamic_blocks_are_the_cores(self):
-        x = torch.randn(3, 40)
-        for sizes, num_bits, spec in (
-            ({-1: 16, "type": "dynamic"}, 4, "int4 per_block(-1:16,pad) multiplier"),
+    @pytest.mark.parametrize(
+        ("num_bits", "sizes", "spec"),
+        [
+            (4, {-1: 16}, "int4 per_block(-1:16,pad) multiplier"),
+            ((4, 3), {0: 8, 1: 8}, "float8_e4m3fn per_block(0:8,1:8,pad) multiplier"),
             (
-                {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
                 (2, 1),
+                {-1: 16, "scale_bits": (4, 3)},
                 "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
             ),
+            ((2, 1), {-1: 32, "scale_bits": (8, 0)}, "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"),
             (
-                {-1: 32, "type": "dynamic", "scale_bits": (8, 0)},
-                (2, 1),
-                "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil",
+                4,
+                {-1: 8, "scale_bits": 8, "scale_block_sizes": {-1: 32}},
+                "int4 per_block(-1:8,pad) scale=uint8@per_block(-1:32,pad)",
             ),
-        ):
-            q = quantizer(num_bits=num_bits, block_sizes=sizes)
-            assert_same_bits(q(x), fq.fake_quantize(x, spec))
-            q.amax = 1.0
-            assert_same_bits(q(x), fq.fake_quantize(x, spec))
+        ],
+        ids=str,
+    )
+    def test_dynamic_blocks_are_the_cores(self, num_bits, sizes, spec):
+        x = torch.randn(3, 40)
+        q = quantizer(num_bits=num_bits, block_sizes={**sizes, "type": "dynamic"})
+        assert_same_bits(q(x), fq.fake_quantize(x, spec))
+        q.amax = 1.0
+        assert_same_bits(q(x), fq.fake_quantize(x, spec))
 
     def test_static_blocks_are_calibrated(self):
         q = quantizer(num_bits=4, block_sizes={0: 2, -1: 16}, if_calib=True)
@@ -168,11 +174,6 @@ class TestLearning:
             y.sum().backward()
         Clip([-1.0, -1.0], [0.5, 2.0])(x.detach())
 
-    def test_a_learned_bound_is_one_number(self):
-        text = r"^clip_value_min/clip_value_max must be scalar for initilizing learnable range. clip_value_max is "
-        with pytest.raises(ValueError, match=text):
-            Clip(-1.0, [0.5, 2.0], learn_max=True)
-
     @pytest.mark.parametrize("learned", [False, True])
     @pytest.mark.parametrize("bound", ["1.0", None, {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]]])
     def test_a_bound_that_is_no_number_is_refused(self, bound, learned):
@@ -181,10 +182,12 @@ class TestLearning:
         with pytest.raises(TypeError, match=r"clip_value_max must be a number, or a tensor .* got"):
             Clip(-1.0, bound, learn_max=learned)
 
-    @pytest.mark.parametrize("bound", [torch.tensor(2.0), torch.ones(2), torch.nn.Parameter(torch.tensor(2.0))])
-    def test_a_learned_bound_is_no_tensor(self, bound):
+    @pytest.mark.parametrize(
+        "bound", [torch.tensor(2.0), torch.ones(2), torch.nn.Parameter(torch.tensor(2.0)), [0.5, 2.0]]
+    )
+    def test_a_learned_bound_is_one_number_and_no_tensor(self, bound):
         for learned in ("min", "max"):
-            with pytest.raises(ValueError, match=rf"must be scalar for .* clip_value_{learned} is a \w+ of shape"):
+            with pytest.raises(ValueError, match=rf"must be scalar for .* clip_value_{learned} is "):
                 Clip(bound, bound, **{f"learn_{learned}": True})
 
     @pytest.mark.parametrize(

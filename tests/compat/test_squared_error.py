@@ -102,56 +102,17 @@ def test_irregular_middles_make_it_slow_and_not_wrong(name):
     assert found == by_every_threshold(counts, edges, 8, False, 1, 3)
 
 
-def near(monkeypatch, counts, edges, num_bits=8):
-    """How many thresholds the search computes, and those that it finds near the best, of all [thresholds]."""
-    ends = torch.from_numpy(edges)
-    amax, rows, found = ((ends[1:] + ends[:-1]) / 2)[128:], [], [np.arange(len(edges) - 129)]
+@pytest.mark.parametrize("bins", [129, 257, 2048, 8192])
+def test_few_thresholds_are_computed(bins, monkeypatch):
+    rows = []
 
     def counted(x, amax, fmt):
         rows.append(len(x))
         return fake_quantize(x, amax, fmt)
 
-    with monkeypatch.context() as patch:
-        nearly_least = search._nearly_least
-        patch.setattr(search, "_nearly_least", lambda *given: found.append(nearly_least(*given)) or found[-1])
-        patch.setattr(search, "fake_quantize", counted)
-        assert mse_amax(counts, edges, num_bits, False) in amax[found[-1]]
-    return sum(rows), found[-1], amax
-
-
-@pytest.mark.parametrize("bins", [129, 192, 255, 256, 257, 385, 2048, 8192])
-def test_few_thresholds_are_computed(bins, monkeypatch):
-    computed, found, amax = near(monkeypatch, bell(bins), edges_of(bins, 1.0))
-    assert computed <= len(amax) + len(found)
-    assert computed < 500
-    assert 1 <= len(found) < 100
-    assert found.tolist() == sorted(set(found.tolist()))
-
-
-@pytest.mark.parametrize(("bins", "num_bits", "confusing"), [(500, 8, 0), (1023, 2, 1), (2048, 4, 0), (2048, 12, 0)])
-def test_all_that_sums_in_float32_may_confuse_are_near(bins, num_bits, confusing, monkeypatch):
-    # A third of what 128 additions and five more roundings can move.
-    confused = 2.0**-18
-    several = 0
-    for name in ("bell", "flat", "gaps", "sparse", "comb", "outlier"):
-        counts, edges = HISTOGRAMS[name](bins), edges_of(bins, 1.0)
-        _, found, amax = near(monkeypatch, counts, edges, num_bits)
-        ends = torch.from_numpy(edges)
-        centers, weights = (ends[1:] + ends[:-1]) / 2, torch.from_numpy(counts).double()
-        y = fake_quantize(centers.expand(len(amax), -1), amax[:, None], integer_format(num_bits))
-        errors = (y.double() - centers).square() @ weights
-        alike = (errors <= errors.min() * (1 + confused)).nonzero()[:, 0].tolist()
-        several += len(alike) > 1
-        assert set(alike) <= set(found.tolist())
-    assert several >= confusing, "nothing is there to be confused"
-
-
-def test_where_nothing_is_known_all_are_near(monkeypatch):
-    for unit in (1e18, 1e-12):
-        computed, found, amax = near(monkeypatch, np.full(300, 2**40), edges_of(300, unit))
-        assert computed == len(found) == len(amax)
-    # Without counts every error is 0.
-    assert len(near(monkeypatch, np.zeros(300, np.int64), edges_of(300, 1.0))[1]) == 172
+    monkeypatch.setattr(search, "fake_quantize", counted)
+    mse_amax(bell(bins), edges_of(bins, 1.0), 8, False)
+    assert sum(rows) < min(bins - 28, 500)
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)

@@ -186,8 +186,8 @@ def test_every_layer_takes_descriptors_by_keyword_and_has_defaults_per_class(nam
         assert layer.default_quant_desc_weight == QuantDescriptor(num_bits=8, axis=axis)
     setters = ["set_default_quant_desc_input", *["set_default_quant_desc_weight"] * weighted]
     assert all(inspect.ismethod(getattr(layer, setter)) for setter in setters)
-    if name.removeprefix("Quant") not in NORMS:
-        assert getattr(quant_nn, name.removeprefix("Quant")) is layer
+    named = None if name.removeprefix("Quant") in NORMS else layer
+    assert getattr(quant_nn, name.removeprefix("Quant"), None) is named
 
 
 def test_members_of_a_descriptor():
@@ -236,6 +236,7 @@ def test_the_map_of_replaced_layers():
     replaced = {(entry.orig_mod, entry.mod_name): entry.replace_mod for entry in quant_modules._DEFAULT_QUANT_MAP}
     kinds = {*WEIGHTED, *RECURRENT, *(name for name in POOLS if not name.startswith("Max"))}
     assert replaced == {(nn, name): getattr(quant_nn, f"Quant{name}") for name in kinds}
+    assert quant_modules._quant_entry(nn, "Linear", quant_nn.QuantLinear) in quant_modules._DEFAULT_QUANT_MAP
 
 
 def test_recurrent_layers_hold_lists_of_quantizers():

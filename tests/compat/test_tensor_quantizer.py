@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakequant.compat.pytorch_quantization import calib
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3, tensor_quant
 from tests.support.bits import assert_same_bits
 from tests.support.compat_quantizers import X, quantizer
@@ -304,8 +303,3 @@ class TestTorchFeatures:
             hidden: Tensor = layer(X)
             assert q(hidden).dtype == torch.bfloat16
             assert layer(q(X)).dtype == torch.bfloat16
-
-
-def test_calibrators_are_those_of_the_interface():
-    assert isinstance(quantizer()._calibrator, calib.MaxCalibrator)
-    assert isinstance(quantizer(calib_method="histogram")._calibrator, calib.HistogramCalibrator)

@@ -50,10 +50,7 @@ BY_HAND = {
     "slice_of_nothing": (one("Slice", [typed(-1, 8)], typed(-1, -1), dim=1, start=9), "Slice", "it Float32 [?, 0]"),
     "unbind_of_dynamic": (one("Unbind", [typed(-1, 8)], typed(8)), "Unbind", "cannot tell into how many parts"),
     "conv_dilation": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 8, 6), dilation=[0, 1]), "Conv2d", "dilation >= 1"),
-    "transposed_dilation": (one("ConvTranspose1d", [typed(2, 3, 5), typed(3, 2, 3)], typed(2, 2, 5), dilation=[0]),
-                            "ConvTranspose1d", "takes dilation >= 1"),
     "gather_type": (one("Gather", [X, typed(2)], typed(2, 8), dim=0), "Gather", "index [n] of Int64"),
-    "gather_rank": (one("Gather", [X, typed(2, 2, type=IRType.Int64)], typed(4, 8), dim=0), "Gather", "index [n]"),
     "select_dim": (one("Select", [X], typed(4), dim=-3, index=0), "Select", "dim -3 is out of range"),
     "sub_bool": (one("Sub", [X, typed(4, 8, type=IRType.Boolean)], X), "Sub", "takes numbers"),
     "gru_types": (one("GRUCell", [typed(4, 6), typed(4, 5), typed(15, 6, type=IRType.Half), typed(15, 5)],
@@ -65,9 +62,6 @@ BY_HAND = {
                                 cudnn_enabled=False), "BatchNorm", "model.eval()"),
     "batch_norm_types": (one("BatchNorm", [IMAGE, *[typed(3, type=IRType.Half)] * 4], IMAGE, training=False,
                              momentum=0.1, eps=1e-5, cudnn_enabled=False), "BatchNorm", "weight is Half"),
-    "batch_norm_mixed": (one("BatchNorm", [typed(2, 3, type=IRType.Half), *[typed(3)] * 3, typed(3, type=IRType.Half)],
-                             typed(2, 3, type=IRType.Half), training=False, momentum=0.1, eps=1e-5,
-                             cudnn_enabled=False), "BatchNorm", "running_var is Half"),
     "layer_norm_types": (one("LayerNorm", [X, typed(8, type=IRType.Half)], X, normalized_shape=[8]), "LayerNorm",
                          "weight is Half"),
     "group_norm_types": (one("GroupNorm", [IMAGE, typed(3, type=IRType.Float64)], IMAGE, num_groups=3), "GroupNorm",
@@ -75,8 +69,6 @@ BY_HAND = {
     "output_padding": (one("ConvTranspose1d", [typed(2, 3, 5), typed(3, 2, 3)], typed(2, 2, 8), output_padding=[1]),
                        "ConvTranspose1d", "output_padding below the stride 1"),
     "round_bool": (one("Round", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Round", "numbers"),
-    "floor_bool": (one("Floor", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Floor", "numbers"),
-    "abs_bool": (one("Abs", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Abs", "numbers"),
     "operator_of_dynamic": (one("aten.erfinv.default", [typed(-1, 3)], typed(9, type=IRType.Int64)), "aten.erfinv",
                             "make it Float32 [?, 3]"),
     "reshape": (one("Reshape", [X], typed(5, 7), shape=[5, 7]), "Reshape", "invalid for input of size 32"),
@@ -84,7 +76,6 @@ BY_HAND = {
     "slice": (one("Slice", [X], typed(4, 8), start=5), "Slice", "make it Float32 [0, 8]"),
     "add_broadcast": (one("Add", [X, typed(4, 7)], X), "Add", "broadcast a dimension of length 7"),
     "add_lacks": (one("Add", [X], X), "Add", "lacks the tensor 'other'"),
-    "add_too_many": (one("Add", [X, X, X], X), "Add", "1 more than it takes"),
     "add_attribute": (one("Add", [X, X], X, alfa=2), "Add", "no attribute 'alfa'"),
     "add_type": (one("Add", [X, X], typed(4, 8, type=IRType.Half)), "Add", "make it Float32"),
     "relu_type": (one("GELU", [typed(4, type=IRType.Int64)], typed(4, type=IRType.Int64)), "GELU", "floating-point"),
@@ -98,8 +89,6 @@ BY_HAND = {
     "tensor_as_size": (one("Reshape", [X, X], X, shape=[ir.Ref(1), 8]), "Reshape", "takes a value as 'shape'"),
     "operator_of_torch": (one("aten.logcumsumexp.default", [X], X, dim=7), "aten.logcumsumexp", "torch refuses it"),
     "bits_0": (one("FakeQuantization", [X], X, num_bits=0), "FakeQuantization", "from 1 to 32, got 0"),
-    "bits_33": (one("FakeQuantization", [X], X, num_bits=33), "FakeQuantization", "from 1 to 32, got 33"),
-    "scale_0": (one("FakeQuantization", [X], X, scale=0.0), "FakeQuantization", "scale must be a positive"),
     "scale_nan": (one("FakeQuantization", [X], X, scale=float("nan")), "FakeQuantization", "scale must be a positive"),
     "quantized_integers": (one("FakeQuantize", [typed(4, type=IRType.Int64)], typed(4, type=IRType.Int64), spec=SPEC),
                            "FakeQuantize", "quantizes floating-point numbers"),
@@ -113,8 +102,6 @@ BY_HAND = {
     "zero_size": (one("ReLU", [typed(0, 8)], typed(0, 8)), "x0", "has the dimension 0"),
     "zero_size_result": (one("ReLU", [X], typed(0, 8)), "ReLU", "has the dimension 0"),
     "no_outputs_of_op": (graph_of(IROp("ReLU", [], [0], []), X), "ReLU", "output_ids is empty"),
-    "negative_id": (graph_of(IROp("ReLU", [-1], [0], [X]), X), "ReLU", "id -1 is no integer >= 0"),
-    "text_id": (graph_of(IROp("ReLU", ["a"], [0], [X]), X), "ReLU", "id 'a' is no integer >= 0"),
     "two_outputs": (graph_of(IROp("ReLU", [1, 2], [0], [X, X]), X), "ReLU", "makes 1 values, but 2"),
     "types_missing": (graph_of(IROp("ReLU", [1], [0], []), X), "ReLU", "0 types of outputs"),
     "strange_attribute": (graph_of(IROp("ReLU", [1], [0], [X], {"a": object()}), X), "ReLU", "attribute cannot be"),
@@ -137,93 +124,42 @@ def test_invalid_by_hand(name):
         graph.to_torch()
 
 
-def network(name, preset):
-    model, x = quantized(name, preset)
-    return ir.capture(model, x)
-
-
 @pytest.fixture(scope="module")
 def captured():
-    return {name: network(name, "INT8") for name in ("CNN", "transformer")}
+    return {name: ir.capture(*quantized(name, "INT8")) for name in GRAPHS}
 
 
-def missing_input(op, graph):
-    op.input_ids[0] = 9999
-    return "t9999, which nothing makes"
-
-
-def repeated_output(op, graph):
-    op.output_ids[0] = next(iter(graph.inputs))
-    return "already"
-
-
-def later_input(op, graph):
-    op.input_ids[0] = graph.ops[-1].output_id
-    return "cycle"
-
-
-def wrong_shape(op, graph):
-    op.output_shape = [*op.output_shape, 3]
-    return "declares"
-
-
-def wrong_type(op, graph):
-    op.output_type = IRType.Int16
-    return "declares"
-
-
-def zero_size(op, graph):
-    op.output_shape = [0, *op.output_shape[1:]]
-    return "dimension 0"
-
-
-def wrong_attribute(op, graph):
-    op.attributes["no_such_thing"] = 1
-    return "no_such_thing"
-
-
-def no_inputs(op, graph):
-    op.input_ids = []
-    return ""
-
-
-def negative_output(op, graph):
-    op.output_ids[0] = -5
-    return "-5 is no integer >= 0"
-
-
-DAMAGE = (
-    *(missing_input, repeated_output, later_input, wrong_shape, wrong_type, zero_size, wrong_attribute, no_inputs),
-    negative_output,
-)
-
-
-DAMAGE_BY_NAME = {damage.__name__: damage for damage in DAMAGE}
+# What is changed in an operation, to what, and what a fault must say.
+DAMAGE = {
+    "missing input": ("input_ids", lambda op, graph: [9999, *op.input_ids[1:]], "t9999, which nothing makes"),
+    "later input": ("input_ids", lambda op, graph: [graph.ops[-1].output_id, *op.input_ids[1:]], "cycle"),
+    "no inputs": ("input_ids", lambda op, graph: [], ""),
+    "repeated output": ("output_ids", lambda op, graph: [next(iter(graph.inputs)), *op.output_ids[1:]], "already"),
+    "negative output": ("output_ids", lambda op, graph: [-5, *op.output_ids[1:]], "-5 is no integer >= 0"),
+    "wrong shape": ("output_shape", lambda op, graph: [*op.output_shape, 3], "declares"),
+    "zero size": ("output_shape", lambda op, graph: [0, *op.output_shape[1:]], "dimension 0"),
+    "wrong type": ("output_type", lambda op, graph: IRType.Int16, "declares"),
+    "wrong attribute": ("attributes", lambda op, graph: op.attributes | {"no_such_thing": 1}, "no_such_thing"),
+}
 GRAPHS = ["CNN", "transformer"]
 
 
-@sweep("damage, name", full(DAMAGE_BY_NAME, GRAPHS), full(DAMAGE_BY_NAME, GRAPHS[:1]), damage=DAMAGE_BY_NAME)
+@sweep("damage, name", full(DAMAGE, GRAPHS), full(DAMAGE, GRAPHS[:1]), damage=DAMAGE)
 def test_invalid_by_machine(name, damage, captured):
     """Every operation of a captured graph, damaged in every way, is rejected, named, and with the reason."""
-    graph = captured[name]
+    graph, (attribute, value, why) = captured[name], damage
     assert graph.validate()
     count = 0
     for place, op in enumerate(graph.ops):
-        if not op.input_ids and damage in (missing_input, later_input, no_inputs):
-            continue
-        if damage is later_input and place == len(graph.ops) - 1:
+        is_last = place == len(graph.ops) - 1
+        if attribute == "input_ids" and (not op.input_ids or (why == "cycle" and is_last)):
             continue
         damaged = graph.copy()
-        why = damage(damaged.ops[place], damaged)
+        setattr(damaged.ops[place], attribute, value(damaged.ops[place], damaged))
         faults = damaged.faults()
         assert any(op.op_type in fault and why in fault for fault in faults), (str(op), faults)
         count += 1
     assert count >= len(graph.ops) - 5
-
-
-def test_there_are_enough_invalid_graphs(captured):
-    by_machine = (len(DAMAGE) - 1) * sum(len(graph.ops) - 5 for graph in captured.values())
-    assert len(BY_HAND) + by_machine > 200
 
 
 def test_exchanged_operations_are_found(captured):
