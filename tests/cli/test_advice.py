@@ -42,18 +42,8 @@ def run(*arguments: object) -> str:
 
 
 def test_compare_prints_the_best_first_and_goes_on(recipe: Path, tmp_path: Path) -> None:
-    arguments = [
-        "compare",
-        recipe,
-        "--preset",
-        "MXFP4",
-        "--preset",
-        "w8a8",
-        "--improve",
-        "none",
-        "--out",
-        tmp_path / "rows",
-    ]
+    presets = ["--preset", "MXFP4", "--preset", "w8a8"]
+    arguments = ["compare", recipe, *presets, "--improve", "none", "--out", tmp_path / "rows"]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     first = result.stdout
     assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["MXFP4 mse", "INT8 mse"]  # as they come
@@ -74,12 +64,6 @@ def test_search_prints_a_preset_for_each_layer(recipe: Path) -> None:
     assert shlex.split(lines[3]) == [*given, *rules]
 
 
-def test_a_budget_that_nothing_fits_is_one_line(recipe: Path) -> None:
-    result = CliRunner().invoke(app, ["search", str(recipe), "--bits", "2"])
-    assert result.exit_code == 1
-    assert "no mix of these choices fits the budget" in result.stderr
-
-
 def test_search_by_a_floor_needs_evaluate(recipe: Path) -> None:
     result = CliRunner().invoke(app, ["search", str(recipe), "--floor", "2"])
     assert result.exit_code == 1
@@ -89,40 +73,15 @@ def test_search_by_a_floor_needs_evaluate(recipe: Path) -> None:
     assert "evaluate(model) gives 5; error of the output" in lines[2]
 
 
-def test_compare_draws_its_curve(recipe: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(
-        "compare",
-        recipe,
-        "--preset",
-        "w8a8",
-        "--improve",
-        "none",
-        "--plot",
-        tmp_path / "p.png",
-        "--over",
-        "milliseconds",
-    )
-    assert (tmp_path / "p.png").stat().st_size > 1000
-
-
 def test_pictures_and_rows_get_their_folders(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    given = [
-        "--preset",
-        "w8a8",
-        "--improve",
-        "none",
-        "--out",
-        tmp_path / "a" / "rows",
-        "--plot",
-        tmp_path / "b" / "p.svg",
-    ]
-    result = CliRunner().invoke(app, [str(argument) for argument in ("compare", recipe, *given, "-q")])
+    given = ["--preset", "w8a8", "--improve", "none", "--out", tmp_path / "a" / "rows", "--over", "milliseconds"]
+    words = "compare", recipe, *given, "--plot", tmp_path / "b" / "p.svg", "-q"
+    result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     assert (tmp_path / "a" / "rows").is_file()
-    assert (tmp_path / "b" / "p.svg").is_file()
+    assert (tmp_path / "b" / "p.svg").stat().st_size > 1000
 
 
 def test_a_plot_says_before_the_work_that_matplotlib_is_missing(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from typer.testing import CliRunner, Result
 
 from fakequant import cli
 from fakequant.cli.commands import app
-from fakequant.cli.job import Job, example_of, run
+from fakequant.cli.job import Job, run
 from fakequant.cli.recipe import load_recipe
-from fakequant.errors import ConfigError
 from fakequant.model.presets import find_preset, presets
 from fakequant.report.terminal import print_table
 from tests.support.recipes import EVALUATE, MARK, RECIPE, TRAIN
@@ -44,33 +42,6 @@ def assert_one_red_line(result: Result, *parts: str) -> None:
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_presets_are_found_in_any_case(name: str) -> None:
     assert find_preset(name) is find_preset(name.lower()) is find_preset(name.lower().replace("_", "-"))
-
-
-def test_unknown_preset_offers_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'int9'; did you mean .*INT8"):
-        find_preset("int9")
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (torch.ones(2, 6), (torch.ones(2, 6),)),
-        ((torch.ones(2, 6), "label"), (torch.ones(2, 6),)),
-        ({"input": torch.ones(2, 6)}, {"input": torch.ones(2, 6)}),
-        (UserDict(input=torch.ones(2, 6)), {"input": torch.ones(2, 6)}),
-    ],
-    ids=["tensor", "tuple with label", "dict", "mapping"],
-)
-def test_example_is_what_the_model_is_called_with(batch, expected) -> None:
-    class Model(torch.nn.Linear):
-        pass
-
-    model = Model(6, 2).train()
-    found = example_of(model, batch)
-    assert type(found) is type(expected)
-    assert len(found) == 1
-    assert model.training
-    assert not model._forward_pre_hooks
 
 
 # Commands that need no model
@@ -154,11 +125,6 @@ def test_an_unwritable_folder_is_found_before_the_recipe_runs(recipe, tmp_path: 
     assert_one_red_line(invoke("quantize", path, "--out", tmp_path / "file"), "cannot write to", "file")
     assert not (tmp_path / "executed").exists()
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-def test_a_recipe_that_lacks_a_function_is_one_line(recipe, tmp_path: Path) -> None:
-    result = invoke("quantize", recipe("def model(): ..."), "--out", tmp_path / "out")
-    assert_one_red_line(result, "tiny.py lacks the function calibration_batches()")
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -306,19 +272,8 @@ def test_a_file_that_is_not_ours_is_one_line(
     assert_one_red_line(invoke(command, path), "damaged.onnx")
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, command: str) -> None:
-    assert_one_red_line(invoke(command, tmp_path / "absent.onnx"), "absent.onnx")
-
-
 def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert_one_red_line(invoke("inspect", tmp_path), "holds no checkpoint")
-
-
-def test_a_damaged_checkpoint_is_one_line(done: tuple[Path, Path, Result], tmp_path: Path) -> None:
-    text = (done[1] / "checkpoint" / "fakequant.json").read_text()
-    (tmp_path / "fakequant.json").write_text(text[: len(text) // 2])
-    assert_one_red_line(invoke("inspect", tmp_path), "damaged")
 
 
 def test_without_evaluate_the_report_says_so(recipe, tmp_path: Path) -> None:

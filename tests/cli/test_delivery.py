@@ -80,10 +80,6 @@ def test_changed_codes_are_shown_and_give_the_status_1(recipe: Path) -> None:
     ("words", "text"),
     [
         (["verify", "FILE"], "give the recipe of it by --recipe"),
-        (
-            ["deliver", "RECIPE", "--out", "OUT", "--checkpoint", "CHECKPOINT", "--format", "safetensor"],
-            "unknown format",
-        ),
         (["deliver", "NO_RECIPE", "--out", "OUT", "--format", "safetensor"], "unknown format"),
         (["deliver", "RECIPE", "--out", "OUT", "--checkpoint", "OUT"], "holds no checkpoint"),
     ],

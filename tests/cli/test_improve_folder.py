@@ -28,7 +28,6 @@ def invoke(*words: object) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model, its tokenizer, and lines of text."""
     found = tmp_path / "model"
     llama().save_pretrained(found)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(200)}, unk_token="w0"))
@@ -69,8 +68,7 @@ def test_a_file_is_named_and_warnings_have_no_place(folder: Path, monkeypatch: p
     assert "cannot hold this model, however it is quantized: the tokenizer is a 'WordLevel'; files" in refused.output
     assert not (folder.parent / "out").exists()
     monkeypatch.setattr(gguf_tokenizer, "_tokenizer_of", lambda _: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(action="always"):
         done = invoke(*words)
     assert f"\nWritten: {folder.parent / 'out' / 'model.gguf'}. Read it: " in done.output
     assert "\nwarning: the file has no tokenizer" in done.output

@@ -126,11 +126,7 @@ MISTAKES = {
     "other columns": (LABELS, "accuracy=columns", r"row 1 of columns lacks text and label; .* this one has a, b"),
     "one column": (LABELS, "accuracy=lines.txt", r"row 1 of lines\.txt lacks text and label; a file of labels has"),
     "a row too short": (LABELS, "accuracy=short", r"row 2 of short lacks label; a file of labels has the columns"),
-    "unknown label": (
-        LABELS,
-        "accuracy=label",
-        r"row 1 of label has the label 'fair', .* knows 'bad', 'good', or",
-    ),
+    "unknown label": (LABELS, "accuracy=label", r"row 1 of label has the label 'fair', .* knows 'bad', 'good', or"),
     "no JSON": (LABELS, "accuracy=json", r"line 2 of json is no JSON: .*; each line is an object"),
     "open quotes": (LABELS, "accuracy=quotes", r"quotes is no CSV: .*; give CSV with a header, or JSON lines"),
     "a model of one label": (LABELS, "accuracy=rows.csv", r"two labels or more, and this one has 1"),

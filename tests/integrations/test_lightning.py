@@ -68,7 +68,6 @@ def loader(size=8):
 
 
 def fit(folder, module, *callbacks, ckpt_path=None, size=8, **settings):
-    """Each epoch, a checkpoint."""
     kept = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     one = pl.Trainer(
         max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -110,7 +109,6 @@ def test_a_killed_training_goes_on_to_the_bit(cls, settings, arguments, tmp_path
 
 
 def test_what_happens_at_its_step(tmp_path):
-    """Scales begin to move and batch statistics stop to, when a share of the steps is done."""
     seen = []
 
     class Watch(pl.Callback):

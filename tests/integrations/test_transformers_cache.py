@@ -46,7 +46,6 @@ def by_hand() -> Any:
 
 
 def generated(model: nn.Module, cache: Any, **further: Any) -> tuple[Tensor, Tensor]:
-    """Sequences and all logits."""
     found = model.generate(**tokens(), past_key_values=cache, **OPTIONS, **further)  # type: ignore[operator]
     return found.sequences, torch.stack(found.logits)
 

@@ -135,7 +135,6 @@ def test_a_checkpoint_of_other_settings_is_refused(settings, told, tmp_path, wri
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint of learned scales."""
     folder = tmp_path_factory.mktemp("written")
     trainer(folder, classifier(), [QATCallback("int8", CALIBRATION, scales=LEARNED)], max_steps=3).train()
     return str(folder / "checkpoint-3")

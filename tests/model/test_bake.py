@@ -12,8 +12,6 @@ TOKENS = torch.arange(12).view(3, 4) % 10
 
 
 class Language(nn.Module):
-    """A head that shares the weight of the embedding."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

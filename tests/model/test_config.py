@@ -53,31 +53,15 @@ def test_the_last_matching_rule_holds() -> None:
     ids=["name", "type"],
 )
 def test_a_rule_that_matches_nothing_raises(rule: Rule, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        prepare(small_net(), presets.INT8.with_rule(rule))
-
-
-def test_nothing_changes_when_a_rule_fails() -> None:
     model = small_net()
-    with pytest.raises(ConfigError):
-        prepare(model, presets.INT8.with_rule(Rule("nowhere")))
+    with pytest.raises(ConfigError, match=text):
+        prepare(model, presets.INT8.with_rule(rule))
     assert quantizers(model) == {}
     assert type(model.stem) is nn.Conv2d
 
 
-def test_a_model_without_layers_raises() -> None:
-    with pytest.raises(ConfigError, match="no layer that can be quantized"):
-        prepare(nn.Sequential(nn.ReLU()), presets.INT8)
-
-
 def test_an_optional_rule_may_match_nothing() -> None:
     prepare(small_net(), presets.INT8.with_rule(Rule("nowhere", optional=True)))
-
-
-def test_output_channels_of_transposed_convolutions() -> None:
-    model = prepare(small_net(), presets.INT8)
-    assert str(model.up._weight_quantizer.spec.granularity) == "per_channel(1)"
-    assert str(model.stem._weight_quantizer.spec.granularity) == "per_channel(0)"
 
 
 @dataclass(frozen=True)
@@ -138,8 +122,6 @@ def test_rules_name_subclasses_by_their_own_class_and_by_their_base() -> None:
 
 
 class Table(nn.Module):
-    """Weights that have no quantized form."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(2, 2))
@@ -154,17 +136,6 @@ def test_a_rule_may_leave_in_float_what_cannot_be_quantized() -> None:
         presets.INT8.with_rule(Rule("1", weight="int8")).resolve(model)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the rule '2' matches no layer"):
         presets.INT8.with_rule(Rule("2")).resolve(model)  # a norm has no weights
-
-
-def test_preparing_twice_raises() -> None:
-    model = prepare(small_net(), presets.INT8)
-    with pytest.raises(ConfigError, match=r"already prepared: it has 1\d quantizers, the first is stem\."):
-        prepare(model, presets.INT8)
-
-
-def test_tensor_config_text() -> None:
-    config = TensorConfig("uint8 per_token reciprocal", dynamic=True)
-    assert TensorConfig.parse(str(config)) == config
 
 
 def test_texts_stand_for_what_they_say() -> None:
@@ -208,20 +179,11 @@ def test_layers_may_be_given_as_classes() -> None:
     ("make", "text"),
     [
         (lambda: Rule(input=8), "a rule's input must be a TensorConfig, a QuantSpec, a text or None, got 8"),
-        (
-            lambda: Rule(layers=(nn.Linear(1, 1),)),
-            r"layers must be class names or classes, got Linear\(.*torch.nn.Linear",
-        ),
-        (lambda: Rule(layers=8), "layers must be class names or classes, got 8"),
-        (lambda: Config("c", ["stem"]), "made of rules, got 'stem'"),
+        (lambda: Rule(layers=(nn.Linear(1, 1),)), r"layers must be class names or classes, .*torch.nn.Linear"),
         (lambda: Config(Rule("a"), Rule("b")), "a text, got .*; write Config"),
-        (lambda: prepare(small_net(), "INT9"), "unknown preset 'INT9'; did you mean INT8"),
-        (
-            lambda: prepare(small_net(), Config("c", Rule(weight="int8 per_channel(5)"))),
-            r"stem: per_channel\(5\) on shape \(8, 1, 3, 3\): axis 5 is out of range",
-        ),
+        (lambda: prepare(small_net(), Config("c", Rule(weight="int8 per_channel(5)"))), r"stem: .*axis 5 is out of ra"),
     ],
-    ids=["rule", "layers", "number", "config", "two rules", "preset", "granularity"],
+    ids=["rule", "layers", "two rules", "granularity"],
 )
 def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -231,10 +193,7 @@ def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"name": "x", "rules": [{"pattern": "*", "exection": "integer"}]},
-            "unknown key 'exection' in a rule; did you",
-        ),
+        ({"name": "x", "rules": [{"pattern": "*", "exection": "integer"}]}, "unknown key 'exection' in a rule; did"),
         ({"name": "x", "rule": []}, "unknown key 'rule' in a configuration; did you mean"),
         ({"rules": []}, "needs a name"),
         ({"name": "x", "rules": ["int8"]}, "expected a dict as made by to_dict, got 'int8'"),
@@ -298,8 +257,7 @@ def test_weights_in_functions_say_which_target_or_rule_takes_them(cls: type[nn.M
 @pytest.mark.parametrize("script", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 4))])
 @pytest.mark.parametrize("inside", [False, True])
 def test_torchscript_says_to_prepare_what_was_written(script: Any, inside: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         net = script(nn.Sequential(nn.Linear(4, 4)).eval())
     model = nn.Sequential(net) if inside else net
     with pytest.raises(

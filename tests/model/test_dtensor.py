@@ -51,24 +51,26 @@ def whole(y):
     return y.full_tensor()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["dynamic", "parameters"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("spec", SPECS)
-def test_values_and_gradients_are_those_of_plain_tensors(mesh, x, spec, placement):
-    found = distribute_tensor(x, mesh, [placement]).requires_grad_()
-    right = x.clone().requires_grad_()
-    for one in (found, right):
-        fq.fake_quantize(one, spec).square().sum().backward()
-    assert_same_bits(whole(fq.fake_quantize(found.detach(), spec)), fq.fake_quantize(x, spec))
-    assert_same_bits(whole(found.grad), right.grad)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-def test_codes_are_those_of_plain_tensors(mesh, x, spec, placement):
-    codes, params = fq.quantize(distribute_tensor(x, mesh, [placement]), spec)
-    right_codes, right_params = fq.quantize(x, spec)
+def test_values_codes_and_gradients_are_those_of_plain_tensors(mesh, x, spec, placement, given):
+    params = fq.choose_qparams(x, spec)
+    options = {"scale": params.scale, "zero_point": params.zero_point} if given else {}  # plain, on every process
+    found, right = (
+        distribute_tensor(x, mesh, [placement]).requires_grad_(not given),
+        x.clone().requires_grad_(not given),
+    )
+    values = [fq.fake_quantize(one, spec, **options) for one in (found, right)]
+    assert_same_bits(whole(values[0]), values[1])
+    codes, params = fq.quantize(found.detach(), spec, **options)
+    right_codes, right_params = fq.quantize(x, spec, **options)
     assert_same_bits(whole(codes).view(torch.uint8), right_codes.view(torch.uint8))
-    assert_same_bits(whole(fq.dequantize(codes, params, spec)), fq.dequantize(right_codes, right_params, spec))
+    if not given:
+        assert_same_bits(whole(fq.dequantize(codes, params, spec)), fq.dequantize(right_codes, right_params, spec))
+        for y in values:
+            y.square().sum().backward()
+        assert_same_bits(whole(found.grad), right.grad)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -84,17 +86,6 @@ def test_the_gradient_of_a_scale_is_that_of_plain_tensors(mesh, x, spec):
     y.square().sum().backward()
     assert right.grad is not None
     assert_same_bits(whole(found.grad), right.grad)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-def test_plain_parameters_serve_on_every_process(mesh, x, spec, placement):
-    params = fq.choose_qparams(x, spec)
-    given = {"scale": params.scale, "zero_point": params.zero_point}
-    found = fq.fake_quantize(distribute_tensor(x, mesh, [placement]), spec, **given)
-    assert_same_bits(whole(found), fq.fake_quantize(x, spec, **given))
-    codes, _ = fq.quantize(distribute_tensor(x, mesh, [placement]), spec, **given)
-    assert_same_bits(whole(codes).view(torch.uint8), fq.quantize(x, spec, **given)[0].view(torch.uint8))
 
 
 def network():

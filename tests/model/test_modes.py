@@ -27,8 +27,6 @@ BATCHES = [sign * torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).
 
 
 class Calls(nn.Module):
-    """Calls two layers in a way of torch that compiles what it calls."""
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -89,8 +87,6 @@ def test_float_models_with_control_flow_are_followed(way: str, transform: Callab
 
 
 class Residual(nn.Module):
-    """A layer, and functions that can be sites."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.w = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))

@@ -108,8 +108,7 @@ def ready(kind: str, share: float, preset: str = "int8", history: str = "calibra
     if history == "pruned":
         torch.nn.utils.prune.l1_unstructured(model[0], "weight", 0.3)
     model = fq.prepare(model, PRESETS[preset], x, target="onnxruntime" if kind == "functional" else None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
+    with warnings.catch_warnings(action="ignore", category=CalibrationWarning):
         fq.calibrate(model, [x, x * 0.9])
     if history == "following":
         for quantizer in quantizers(model).values():
@@ -201,8 +200,7 @@ def test_only_the_scale_of_the_dead_channel_changes_and_export_says_so(tmp_path)
     own = model[0].weight_quantizer.scale
     other = before[0].weight_quantizer.qparams(before[0].weight).scale
     assert (own != other).flatten().nonzero().tolist() == [[3]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.export_onnx(model, x, tmp_path / "again.onnx")
 
 

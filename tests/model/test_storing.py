@@ -69,7 +69,6 @@ def test_codes_take_their_bits_and_no_float_is_kept(preset, bits):
 
 
 def test_the_backward_pass_keeps_no_weight():
-    """What autograd saves of a layer: the weight as codes, and nothing of its size."""
     stored = kept_and_stored()[1]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -136,12 +135,6 @@ def test_values_have_the_strides_that_the_weight_says(preset):
     values = model[0].weight.values()
     assert values.stride() == model[0].weight.stride()
     assert_same_bits(torch.nn.utils.parameters_to_vector([model[0].weight]), values.flatten())
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_moves_to_meta(layer):
-    model = fq.store_codes(fq.prepare(nn.Sequential(layer(16, 32)), "int8_weight_only")).to("meta")
-    assert model[0].weight_ih_l0.device == model[0].weight_ih_l0.packed.device == torch.device("meta")
 
 
 def test_a_part_that_its_layer_holds_stays_in_float_and_is_named():
@@ -263,7 +256,7 @@ def test_a_state_dict_has_the_codes():
         other.load_state_dict(state, **options)
         assert_same_bits(other(X), stored(X))
     kept = fq.store_floats(copy.deepcopy(stored))
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"0\.weight_codes"'):
+    with pytest.raises(RuntimeError, match=r"0\.weight is stored as codes in this state: call fakequant\.store_codes"):
         kept.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"stored as codes cannot be changed .* fakequant\.store_floats"):
         stored.load_state_dict(kept.state_dict())
@@ -348,19 +341,6 @@ def test_weights_cannot_be_written():
     stored(X).sum().backward()
     with pytest.raises(ConfigError, match="cannot be changed"):
         torch.optim.SGD([stored[1].weight], 0.1).step()
-
-
-@pytest.mark.parametrize("preset", ["int4_group32", "fp8"])
-def test_a_state_of_codes_says_what_to_do_in_a_model_with_floats(preset):
-    made = [fq.prepare(nn.Sequential(nn.Linear(32, 16)), preset) for _ in range(2)]
-    for model in made:
-        fq.calibrate(model, [torch.randn(4, 32)], progress=False)
-    fq.store_codes(made[0])
-    with pytest.raises(RuntimeError, match=r"0\.weight is stored as codes in this state: call fakequant\.store_codes"):
-        made[1].load_state_dict(made[0].state_dict())
-    fq.store_codes(made[1])
-    made[1].load_state_dict(made[0].state_dict())
-    assert_same_bits(made[1][0].weight.values(), made[0][0].weight.values())
 
 
 def test_a_scale_that_was_set_anew_is_told():

@@ -86,8 +86,7 @@ class Fine(nn.Module):
 
 
 def test_what_is_registered_elsewhere_or_has_no_parameters_is_not_said(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model = fq.prepare(Fine(), "INT8_WEIGHT_ONLY")
         fq.save(model, tmp_path)
         fq.prepare(Fine().child, "INT8_WEIGHT_ONLY")
@@ -131,8 +130,7 @@ def test_the_cure_that_is_named_works_and_layers_left_on_purpose_are_not_named(t
     fq.prepare(model.get_submodule("4"), "int8")
     for change in (lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
         changed = change(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", CoverageWarning)
+        with warnings.catch_warnings(action="error", category=CoverageWarning):
             fq.calibrate(changed, [torch.randn(4, 8)], progress=False)
             fq.save(changed, tmp_path / "saved")
             torch.compile(changed)

@@ -10,20 +10,14 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.data.batches import run_batch
-from fakequant.model import presets
 from fakequant.report import measure
 from fakequant.report.measure import first_examples
 
 
-def calibrated(*layers: nn.Module, shape: tuple[int, ...] = (4, 8)) -> nn.Module:
-    torch.manual_seed(0)
-    model = fq.prepare(nn.Sequential(*layers), presets.INT8)
-    fq.calibrate(model, [torch.randn(shape)])
-    return model
-
-
 def test_layers_alone_are_measured_on_as_many_examples_as_they_need(tmp_path: Path) -> None:
-    model, batch = calibrated(nn.Linear(8, 4096), shape=(64, 8)), torch.randn(64, 8)
+    torch.manual_seed(0)
+    model, batch = fq.prepare(nn.Sequential(nn.Linear(8, 4096)), "int8"), torch.randn(64, 8)
+    fq.calibrate(model, [batch])
     part, said = first_examples(model, batch, model(batch), run_batch)
     assert torch.equal(part, batch[:16])
     assert said == "Each layer is measured alone on 16 of the 64 examples of the first batch."

@@ -54,3 +54,22 @@ def zeroed(model: nn.Sequential) -> nn.Sequential:
     for parameter in model.parameters():
         parameter.data.zero_()
     return model
+
+
+def tied() -> nn.Sequential:
+    """A table of embeddings, and a head with its weight."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
+    net[1].weight = net[0].weight
+    return net
+
+
+def shared_out(model: nn.Sequential) -> nn.Sequential:
+    """A model of two layers whose weights two processes share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model

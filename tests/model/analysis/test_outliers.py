@@ -23,8 +23,7 @@ def tokens(size: float, channel: int | None = None) -> Tensor:
 
 def said(preset: str, x: Any, **how: Any) -> list[str]:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         fq.prepare(model, preset, x, **how)
     return [str(one.message) for one in found if SAID in str(one.message)]
 

@@ -64,8 +64,6 @@ def test_a_summary_does_not_read_a_computed_weight() -> None:
 
 
 class Joins(nn.Module):
-    """Joins what it got with nothing."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, x[:, :0]], 1) * 2
 

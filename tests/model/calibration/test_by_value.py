@@ -33,8 +33,6 @@ class Denoiser(nn.Module):
 
 
 class Whole(nn.Module):
-    """Calls a model inside of it."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -44,8 +42,6 @@ class Whole(nn.Module):
 
 
 class Modes(nn.Module):
-    """A flag chooses what is computed, and lengths differ."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -89,21 +85,6 @@ def test_each_bin_is_a_calibration_of_its_own(config: Any, method: str) -> None:
         alone = one_bin(place, config, method)
         for batch in batches()[5 * place : 5 * place + 5]:
             assert torch.equal(model(**batch), alone(**batch))
-
-
-def test_values_are_those_of_numpy() -> None:
-    model = calibrated()
-    quantizer = model.first.input_quantizer
-    seen = [batch["x"].abs().max() for batch in batches()]
-    for place, batch in enumerate(batches()):
-        scale = (max(seen[place // 5 * 5 : place // 5 * 5 + 5]) / 127).numpy()
-        x = batch["x"].numpy()
-        expected = (x / scale).round().clip(-128, 127) * scale
-        got: list[Tensor] = []
-        handle = quantizer.register_forward_hook(lambda _, __, y, got=got: got.append(y))
-        model(**batch)
-        handle.remove()
-        assert (got[0].numpy() == expected).all()
 
 
 def test_rows_of_several_bins_have_their_own_ranges() -> None:

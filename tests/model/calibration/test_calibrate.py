@@ -75,23 +75,6 @@ def test_an_interrupt_between_two_ranges_changes_nothing(state, nth, monkeypatch
     assert torch.isfinite(model(X)).all()
 
 
-def test_an_interrupt_between_two_ranges_of_recalibration_changes_nothing(monkeypatch):
-    model = prepared("calibrated")
-    used = fq.calibrate(model, [3 * X], "entropy", forward=lambda model, x: nn.Sequential(*model)(x))
-    before, calls, set_qparams = state_of(model), [], Quantizer.set_qparams
-
-    def interrupted(self, params):
-        set_qparams(self, params)
-        calls.append(self)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Quantizer, "set_qparams", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fq.recalibrate(model, used, "max")
-    assert same(state_of(model), before)
-
-
 def test_calibrators_that_were_there_come_back():
     model = prepared("fresh")
     own = fq.calibration.make_calibrator("max", "int8")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import CalibrationError
 from fakequant.nn import Mode, quantizers
 from tests.support.bits import assert_same_bits
 
@@ -52,9 +52,3 @@ def test_layers_without_ranges_are_in_float_meanwhile():
     assert_same_bits(model[4]._input_quantizer.scale, fq.choose_qparams(seen, model[4]._input_quantizer.spec).scale)
     with pytest.raises(CalibrationError, match="has not been calibrated"):
         model(batches[0])
-
-
-def test_a_pattern_that_matches_nothing():
-    model, batches = prepared()
-    with pytest.raises(ConfigError, match="no layer with a static quantizer matches 'x'"):
-        fq.calibrate(model, batches, "max", pattern="x")

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fakequant as fq
@@ -20,6 +18,7 @@ from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.model.training.qat import Scales
 from tests.support import ranks
 from tests.support.attends import Attends
+from tests.support.models import shared_out
 
 pytestmark = ranks.needs_gloo
 
@@ -81,8 +80,7 @@ def says(rank: int, folder: Path) -> None:
     model = fq.prepare(net(), "int8")
     with pytest.warns(CalibrationWarning, match=r"2 processes, and each works alone.*pass group=.*or group=False"):
         fq.calibrate(model, of_rank(rank))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.calibrate(model, of_rank(rank), group=False)
     nan = [*of_rank(rank), torch.full((4, 8), float("nan"))] if rank else of_rank(rank)
     fresh = fq.prepare(net(), "int8")
@@ -164,11 +162,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
 
 
 def sharded(preset: str) -> nn.Sequential:
-    model = fq.prepare(net(), preset)
-    mesh = init_device_mesh("cpu", (2,))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model
+    return shared_out(fq.prepare(net(), preset))
 
 
 def shards(rank: int, folder: Path) -> None:
@@ -257,12 +251,6 @@ def steps(rank: int, folder: Path) -> None:
     """FSDP2 after `prepare` and before it, against DDP: the same losses, scales and weights, and those of one file."""
     x = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     own = [batch[4 * rank : 4 * rank + 4] for batch in x]
-    mesh = init_device_mesh("cpu", (2,))
-
-    def shard(model: nn.Sequential) -> nn.Sequential:
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=mesh)
-        return model
 
     def losses(model: nn.Module) -> list[Tensor]:
         optimizer, found = torch.optim.AdamW(model.parameters(), 0.001), []
@@ -284,13 +272,13 @@ def steps(rank: int, folder: Path) -> None:
             fq.qat.set_scales(model, Scales.FIXED if method is None else Scales.LEARNED, method or "lsq")
             return model
 
-        model, wrapped = shard(prepared()), DistributedDataParallel(prepared())
+        model, wrapped = shared_out(prepared()), DistributedDataParallel(prepared())
         expected = losses(wrapped)
         assert all(map(torch.equal, losses(model), expected)), (preset, method)
         for one, other in zip(model.parameters(), wrapped.parameters(), strict=True):
             assert torch.equal(gathered(one), other), (preset, method)
         if method is None:
-            late = fq.prepare(shard(net()), preset)
+            late = fq.prepare(shared_out(net()), preset)
             fq.calibrate(late, own, progress=False)
             fq.qat.set_scales(late, Scales.FIXED)
             assert all(map(torch.equal, losses(late), expected)), preset

@@ -50,8 +50,7 @@ def test_everything_goes_on_without_that_range(work: str, tmp_path: Path) -> Non
     model = fq.prepare(Silent(), "int8")
     with pytest.warns(CalibrationWarning, match="behind._input_quantizer, apart._input_quantizer"):
         fq.calibrate(model, BATCHES, progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = WORK[work](model, tmp_path)
     assert bool(model(BATCHES[0]).isfinite().all())
     if work in ("sensitivity", "by a metric"):

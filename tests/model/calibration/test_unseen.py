@@ -158,18 +158,10 @@ def test_siblings_lend_nothing_that_does_not_merge():
 
 def test_siblings_do_not_help_where_there_are_none():
     model = fq.prepare(Mixture(), "int8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing was chosen, as nothing is changed
-        with pytest.raises(CalibrationError, match=r"2 of 11 input quantizers .* read.* idle"):
-            fq.calibrate(model, [X], unseen="siblings")
+    match = r"2 of 11 input quantizers .* read.* idle"
+    with warnings.catch_warnings(action="error"), pytest.raises(CalibrationError, match=match):
+        fq.calibrate(model, [X], unseen="siblings")
     assert not any(quantizer.calibrated for quantizer in quantizers(model).values())
-
-
-@pytest.mark.parametrize("unseen", ["error", "float", "siblings"])
-def test_no_batches_at_all_is_an_error(unseen):
-    model = fq.prepare(Experts(), "int8")
-    with pytest.raises(CalibrationError, match="6 of 6 input quantizers saw no data"):
-        fq.calibrate(model, [], unseen=unseen)
 
 
 def test_a_quantizer_in_a_module_of_your_own_is_turned_off():
@@ -187,11 +179,6 @@ def test_a_quantizer_in_a_module_of_your_own_is_turned_off():
         fq.calibrate(model, [X], unseen="float", forward=lambda model, x: model["used"](x))
     assert model["own"].quantizer.mode is Mode.OFF
     assert torch.equal(model["own"](X), X)
-
-
-def test_an_unknown_choice():
-    with pytest.raises(ConfigError, match="unseen cannot be 'flaot'; did you mean float"):
-        fq.calibrate(fq.prepare(Experts(), "int8"), [X], unseen="flaot")
 
 
 class Branches(nn.Module):
@@ -229,8 +216,7 @@ def test_inputs_that_are_always_zero_are_named_and_stay_in_float(method, preset,
     assert file is None or fq.verify_onnx(file, model).exact
     fq.save(model, tmp_path / "saved")
     assert_same_bits(fq.load(Branches(), tmp_path / "saved")(X, X), model(X, X))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.calibrate(model, [(X, X)], method)
     assert model.b.input_quantizer.mode is Mode.QUANTIZE
     assert model.b.input_quantizer.calibrated
@@ -290,6 +276,8 @@ class Reads(nn.Module):
 
 READS = {
     "absorbed": ("kv", lambda m, x: torch.einsum("bd,od->bo", x, m.kv.weight)),
+    "matmul": ("kv", lambda m, x: x @ m.kv.weight.T),
+    "detached": ("kv", lambda m, x: F.linear(x, m.kv.weight.detach())),
     "joined": ("kv", lambda m, x: torch.cat([x, x], 1) @ torch.cat([m.kv.weight, m.kv.weight], 1).T),
     "called-too": ("kv", lambda m, x: m.kv(x) + F.linear(x, weight=m.kv.weight.float())),
     "tied-head": ("table", lambda m, x: F.linear(m.kv(x), m.table.weight)),
@@ -297,6 +285,7 @@ READS = {
 }
 GLANCES = {
     "bias": lambda m, x: m.kv(x) + m.kv.bias,
+    "shape": lambda m, x: m.kv(x.to(m.kv.weight.device)) * m.kv.weight.size(1) * m.kv.weight.dim(),
     "dtype": lambda m, x: m.kv(x.to(m.kv.weight.dtype)) * m.kv.weight.shape[0],
     "to-like": lambda m, x: m.kv(x.to(m.kv.weight).type_as(m.kv.weight)),
     "zeros-like": lambda m, x: m.kv(x) + torch.zeros_like(m.kv.weight)[:1] + m.kv.weight.new_zeros(1),
@@ -317,24 +306,21 @@ def test_a_called_layer_whose_weight_is_read_too_is_told(layer, use, batches):
     ]
     assert said[0].filename == __file__
     model = fq.prepare(Reads(use), fq.presets.INT8.with_rule(fq.Rule(layer)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.calibrate(model, batches)
 
 
 @pytest.mark.parametrize("use", GLANCES.values(), ids=GLANCES)
 def test_what_does_not_use_the_weight_of_a_called_layer_is_not_told(use):
     model = fq.prepare(Reads(use), "int8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.calibrate(model, ROWS)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 def test_a_read_that_a_function_quantizes_is_not_told(target):
     model = fq.prepare(Reads(lambda m, x: m.kv(x) + F.linear(x, m.kv.weight)), "int8", X[:1], target=target)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fq.calibrate(model, [X[:1]])
     assert "kv" not in {one.module for one in fq.unquantized(model, X[:1], products_only=True)}
     assert not any(one.name == "linear" for one in fq.unquantized(model, X[:1]))

@@ -26,8 +26,7 @@ class Tail(nn.Module):
 
 
 def said(model: nn.Module, x: Tensor, **how: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         fq.prepare(model.eval(), example=x, **how)
         fq.calibrate(model, [x, 0.5 * x], progress=False)
     return [str(one.message) for one in told if issubclass(one.category, CalibrationWarning)]
@@ -54,16 +53,8 @@ def test_an_operand_beside_a_large_one(join: Any, where: str, target: str) -> No
     ("layer", "x", "where"),
     [
         (nn.Linear(4, 4), torch.rand(32, 4) * torch.tensor([1000.0, 1, 1, 1000]), "channel 1, 2 of the input of 0"),
-        (
-            nn.Conv1d(3, 4, 1),
-            torch.rand(8, 3, 5) * torch.tensor([[1.0], [1000], [1000]]),
-            "channel 0 of the input of 0",
-        ),
-        (
-            nn.Conv2d(2, 4, 1),
-            torch.rand(8, 2, 5, 5) * torch.tensor([[[1000.0]], [[0.5]]]),
-            "channel 1 of the input of 0",
-        ),
+        (nn.Conv1d(3, 4, 1), torch.rand(8, 3, 5) * torch.tensor([[1.0], [1000], [1000]]), "channel 0 of the input of"),
+        (nn.Conv2d(2, 4, 1), torch.rand(8, 2, 5, 5) * torch.tensor([[[1000.0]], [[0.5]]]), "channel 1 of the input of"),
     ],
 )
 def test_channels_of_what_the_model_gets(layer: nn.Module, x: Tensor, where: str) -> None:

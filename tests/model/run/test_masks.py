@@ -22,6 +22,8 @@ HIDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "own softmax": lambda scores, mask: (scores + mask).exp() / (scores + mask).exp().sum(-1, keepdim=True),
     "logsumexp": lambda scores, mask: scores.sigmoid() * (scores + mask).logsumexp(-1, keepdim=True),
     "sigmoid": lambda scores, mask: (scores + mask).sigmoid(),
+    "infinite": lambda scores, mask: scores.masked_fill(mask < 0, -torch.inf).softmax(-1),
+    "beside": lambda scores, mask: torch.cat([scores + mask, scores], -1).softmax(-1)[..., :32],
     "softmin": lambda scores, mask: nn.functional.softmin(-(scores + mask), -1),
 }
 
@@ -33,8 +35,6 @@ def written(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 class Hides(nn.Module):
-    """Attention by hand, whose scores get a mask in a way of choice."""
-
     def __init__(self, way: str, least: float) -> None:
         super().__init__()
         self.query, self.key, self.way, self.least = nn.Linear(32, 32), nn.Linear(32, 32), way, least

@@ -12,8 +12,6 @@ from tests.support.vision import import_torchvision
 
 
 class Parts(nn.Module):
-    """A model of one function, with a parameter and a buffer."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -110,7 +108,6 @@ def assert_same_step(actual, expected):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_gradients_are_those_of_the_model(function, mode):
-    """Whatever mode the model is captured in."""
     model, x = Parts(function), torch.randn(2, 4)
     with mode():
         graph = ir.capture(model, x)
@@ -175,8 +172,6 @@ def test_rotary_models_are_captured(name):
 
 
 class Regions(nn.Module):
-    """Layers and functions under a mode of their own."""
-
     def __init__(self, region):
         super().__init__()
         torch.manual_seed(0)

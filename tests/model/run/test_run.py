@@ -19,8 +19,6 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
 class Net(nn.Module):
-    """Two layers, and a forward of choice."""
-
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.a, self.b, self.norm, self.run = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), forward

@@ -1,7 +1,6 @@
 """Whether engines compute on integers what the tables prepare for them: small models of other packages."""
 
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,8 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning, FusionWarning
 from tests.support.bits import assert_same_bits
 from tests.support.engines import Computed, by_onnxruntime, by_openvino
-from tests.support.vision import import_torchvision
+from tests.support.placed_models import IDS, IMAGE, MODELS, resnet
 
-IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-IDS = torch.arange(12).view(2, 6)
-
-
-def resnet() -> nn.Module:
-    made = import_torchvision().models.resnet
-    return made.ResNet(made.BasicBlock, [1, 1, 1, 1], num_classes=10)
-
-
-def mobilenet() -> nn.Module:
-    made = import_torchvision().models.mobilenetv3
-    block = partial(made.InvertedResidualConfig, dilation=1, width_mult=1)
-    settings = [block(16, 3, 16, 16, True, "RE", 2), block(16, 3, 24, 24, False, "RE", 1)]
-    settings += [block(24, 5, 32, 24, True, "HS", 1)]
-    return made.MobileNetV3(settings, last_channel=32, num_classes=10)
-
-
-def densenet() -> nn.Module:
-    models = import_torchvision().models
-    return models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=10)
-
-
-def vit() -> nn.Module:
-    return import_torchvision().models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=10)
-
-
-def bert() -> nn.Module:
-    import_torchvision()
-    from transformers import BertConfig, BertModel
-
-    sizes: dict[str, int] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertModel(BertConfig(vocab_size=20, intermediate_size=32, attn_implementation="eager", **sizes))
-
-
-MODELS: dict[str, Any] = {"resnet": resnet, "mobilenet": mobilenet, "densenet": densenet, "vit": vit, "bert": bert}
 SLOW = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mobilenet", "densenet", "vit", "bert")]
 
 
@@ -57,8 +21,7 @@ def prepared(name: str, target: str, config: Any, *, fused: bool = True) -> tupl
     torch.manual_seed(0)
     model, x = MODELS[name]().eval(), IDS if name == "bert" else IMAGE
     if fused and name not in ("vit", "bert"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # densenet has norms that follow no product
+        with warnings.catch_warnings(action="ignore"):  # densenet has norms that follow no product
             fq.fuse_batch_norm(model, x)
     fq.prepare(model, config, example=x, target=target)
     fq.calibrate(model, [x])
@@ -109,19 +72,16 @@ def test_norms_that_keep_products_in_float_are_told() -> None:
         "call fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
         "fakequant.qat.fold_batch_norm(model, example) after it"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CoverageWarning)
+    with warnings.catch_warnings(action="error", category=CoverageWarning):
         prepared("resnet", "openvino", "INT8", fused=False)  # which folds them
 
 
 def test_norms_that_are_trained_folded_leave_all_products_on_integers(tmp_path: Path) -> None:
     """Norms and layers that an owner of sites calls have classes of their own, and are folded as all others."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CoverageWarning)
+    with warnings.catch_warnings(action="ignore", category=CoverageWarning):
         model = fq.prepare(resnet().eval(), "INT8_AFFINE", example=IMAGE, target="onnxruntime")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusionWarning)  # no norm stays
+    with warnings.catch_warnings(action="error", category=FusionWarning):  # no norm stays
         fq.qat.fold_batch_norm(model, IMAGE)
     fq.calibrate(model, [IMAGE])
     model.train()(IMAGE).sum().backward()
@@ -134,8 +94,6 @@ def test_norms_that_are_trained_folded_leave_all_products_on_integers(tmp_path: 
 
 
 class Chunked(nn.Module):
-    """Attention, of which one layer makes query, key and value."""
-
     def __init__(self, cut: Any) -> None:
         super().__init__()
         self.qkv, self.out, self.cut = nn.Linear(8, 24), nn.Linear(8, 8), cut

@@ -9,7 +9,7 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import CoverageWarning, FusionWarning
-from tests.support.vision import import_torchvision
+from tests.support.placed_models import IDS, IMAGE, bert, resnet
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'fakequant[onnx]'")
 pytestmark = [
@@ -17,8 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore", category=FusionWarning),  # densenet has norms that follow no product
 ]
 
-IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-IDS = torch.arange(12).view(2, 6)
 PRODUCTS = {"Conv", "Gemm", "MatMul"}
 MOVES = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity", "Expand", "Gather", "Slice"}
 FUSED = {"Relu", "Clip"}
@@ -70,29 +68,6 @@ class File:
     def scale_and_zero(self, node: Any) -> tuple[Any, Any]:
         return self.constants[node.input[1]], self.constants[node.input[2]] if len(node.input) > 2 else np.zeros(1)
 
-    def quantizer(self, name: str) -> tuple[float, int]:
-        """Scale and zero point of a quantized operand."""
-        scale, zero = self.scale_and_zero(self.source(name))
-        return float(scale), int(zero)
-
-
-def resnet() -> torch.nn.Module:
-    made = import_torchvision().models.resnet
-    return made.ResNet(made.BasicBlock, [1, 1, 1, 1], num_classes=10)
-
-
-def densenet() -> torch.nn.Module:
-    models = import_torchvision().models
-    return models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=10)
-
-
-def bert() -> torch.nn.Module:
-    import_torchvision()
-    from transformers import BertConfig, BertModel
-
-    sizes: dict[str, int] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertModel(BertConfig(vocab_size=20, intermediate_size=32, attn_implementation="eager", **sizes))
-
 
 def exported(build: Any, target: str, preset: str, folder: Path) -> File:
     torch.manual_seed(0)
@@ -120,16 +95,6 @@ def test_tensorrt_adds_the_residual_branch_to_a_product_in_float(tmp_path: Path)
         assert not file.scale_and_zero(node)[1].any()  # TensorRT takes symmetric codes alone
 
 
-def test_tensorrt_keeps_softmax_in_float_between_quantized_products(tmp_path: Path) -> None:
-    file = exported(bert, "tensorrt", "INT8", tmp_path)
-    (softmax,) = file.of("Softmax")
-    assert not file.is_quantized(softmax.input[0])
-    products = file.of(*PRODUCTS)
-    assert len(products) == 9  # 3 projections, 2 of attention, its output, 2 of the MLP, and the pooler
-    for node in products:
-        assert all(file.is_quantized(name) for name in file.computed_operands(node))
-
-
 @pytest.mark.parametrize("target", ["qnn", "xnnpack"])
 def test_products_and_sums_are_quantized_on_both_sides(target: str, tmp_path: Path) -> None:
     file = exported(resnet, target, "INT8_AFFINE", tmp_path)
@@ -138,15 +103,6 @@ def test_products_and_sums_are_quantized_on_both_sides(target: str, tmp_path: Pa
     for node in (*products, *sums):
         assert all(file.is_quantized(name) for name in node.input[:2])
         assert file.ends(node) == {"QuantizeLinear"}
-
-
-@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
-def test_operands_of_a_concatenation_share_one_scale(target: str, tmp_path: Path) -> None:
-    file = exported(densenet, target, "INT8_AFFINE", tmp_path)
-    joins = file.of("Concat")
-    assert len(joins) == 4
-    for node in joins:
-        assert len({file.quantizer(name) for name in node.input}) == 1
 
 
 def test_qnn_gives_softmax_its_fixed_range(tmp_path: Path) -> None:
@@ -182,14 +138,3 @@ def test_attention_of_one_projection_is_exported(target: str, tmp_path: Path) ->
     fq.calibrate(model, [x])
     written = fq.export_onnx(model, x, tmp_path / "m.onnx", dynamic_shapes=({0: "batch", 1: "length"},))
     assert fq.verify_onnx(written.path, model, [x, torch.randn(3, 7, 8)]).passed
-
-
-def test_xnnpack_leaves_attention_in_float(tmp_path: Path) -> None:
-    file = exported(bert, "xnnpack", "INT8_AFFINE", tmp_path)
-    (softmax,) = file.of("Softmax")
-    assert file.ends(softmax) == {"MatMul"}
-    node, before = softmax, []
-    while node.op_type != "DequantizeLinear":
-        node = file.source(node.input[0])
-        before.append(node.op_type)
-    assert before == ["Add", "Mul", "MatMul", "DequantizeLinear"]  # mask, factor and product have no quantizer

@@ -53,13 +53,6 @@ def test_results_that_no_other_quantizer_reaches(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_the_result_of_the_last_layer(target: str) -> None:
-    _, placement = planned(import_torchvision().models.resnet18(), target)
-    outputs = {path for path, rule in placement.layers.items() if rule.output is not None}
-    assert outputs == (set() if target in ("tensorrt", "openvino") else {"fc"})
-
-
-@pytest.mark.parametrize("target", ALL)
 def test_norms_and_attention_of_vit(target: str) -> None:
     model = import_torchvision().models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=10)
     plan, placement = planned(model, target)
@@ -161,7 +154,7 @@ class Returned:
     hidden: list[Tensor]
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "qnn", "xnnpack"])
+@pytest.mark.parametrize("target", ALL)
 def test_results_that_leave_the_model_in_a_dataclass(target: str) -> None:
     class Returns(nn.Module):
         def __init__(self) -> None:
@@ -173,12 +166,11 @@ def test_results_that_leave_the_model_in_a_dataclass(target: str) -> None:
             return Returned(self.head(y.relu()), [y])
 
     _, placement = planned(Returns(), target)
-    assert {path for path, rule in placement.layers.items() if rule.output is not None} == {"body", "head"}
+    outputs = {path for path, rule in placement.layers.items() if rule.output is not None}
+    assert outputs == (set() if target in ("tensorrt", "openvino") else {"body", "head"})
 
 
 class Attends(nn.Module):
-    """Attention as two products and a softmax."""
-
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
@@ -188,8 +180,6 @@ class Attends(nn.Module):
 
 
 class Repeats(nn.Module):
-    """Calls one block twice, and returns what the second call gives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = Attends()
@@ -204,41 +194,6 @@ def test_all_calls_of_a_block_count_where_results_are_quantized(target: str) -> 
     sites = {site.key: tuple(site.quantizers) for site in plan.sites}
     assert sites["add_0"] == ("input", "other", "output")  # the second call returns it
     assert sites["matmul_1"][:1] == ("other",)  # the softmax quantizes its result in both calls
-
-
-class Masked(nn.Module):
-    """Attention of a decoder by hand, which masks in one of three ways."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.query, self.key, self.way = nn.Linear(32, 32), nn.Linear(32, 32), way
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.ones(32, 32).triu(1)
-        scores = self.query(x) @ self.key(x).mT / 6
-        if self.way == "fill":
-            scores = scores.masked_fill(hidden == 1, -torch.inf)
-        elif self.way == "add":
-            scores = scores + hidden * torch.finfo(torch.float32).min
-        else:
-            scores = torch.cat([(scores - 10000 * hidden), scores], -1)
-        return x + torch.softmax(scores, -1)[..., :32] @ x
-
-
-@pytest.mark.parametrize("target", ALL)
-@pytest.mark.parametrize("way", ["fill", "add", "cat"])
-def test_scores_with_a_mask_have_no_quantizer(way: str, target: str) -> None:
-    torch.manual_seed(0)
-    model = Masked(way).eval()
-    expected = model(IMAGE)
-    fq.prepare(model, "INT8" if target == "tensorrt" else "INT8_AFFINE", example=IMAGE, target=target)
-    sites: dict[str, set[str]] = {site.key: set(site.quantizers) for site in fq.site_plan(model).sites}
-    assert sites.get("softmax_0", set()) <= {"output"}
-    assert not {"cat_0", "sub_0"} & set(sites)
-    assert ("matmul_0" in sites) is (target != "xnnpack")
-    assert ("output" in sites.get("matmul_0", ())) is (target == "qnn")  # in place of the operands of the sum
-    fq.calibrate(model, [IMAGE])
-    assert ((model(IMAGE) - expected).square().sum() / expected.square().sum()).log10() < -3.5
 
 
 def test_a_model_that_calls_vmap_is_planned() -> None:  # no number may be read from a tensor there

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
@@ -20,12 +19,12 @@ from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import attend_in_parts
 from tests.support.functional_models import example, float_network
+from tests.support.placed_models import IDS, MODELS, bert
 from tests.support.vision import import_torchvision
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 ALL = ["onnxruntime", "openvino", "qnn", "tensorrt", "xnnpack"]
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-IDS = torch.arange(12).view(2, 6)
 
 
 def planned(
@@ -37,35 +36,14 @@ def planned(
 
 
 def operands(plan: SitePlan, function: str) -> set[tuple[str, ...]]:
-    """The quantizers of all sites of a function, by name."""
     return {tuple(site.quantizers) for site in plan.sites if site.function == function}
 
 
-def bert(attention: str = "eager") -> nn.Module:
-    import_torchvision()
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    return BertModel(
-        BertConfig(
-            vocab_size=20,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            attn_implementation=attention,
-        )
-    )
-
-
 def build(name: str) -> nn.Module:
-    models = import_torchvision().models
     torch.manual_seed(0)
-    if name == "densenet":
-        return models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=10)
-    if name == "vit":
-        return models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=10)
-    return getattr(models, name)()
+    if name in ("densenet", "vit"):
+        return MODELS[name]()
+    return getattr(import_torchvision().models, name)()
 
 
 @pytest.mark.parametrize("target", ALL)
@@ -201,13 +179,6 @@ def test_rules_override_the_target() -> None:
     assert "0.attention._sites" not in text
     assert "0._sites.cat_0: input_0 uint8 per_tensor, input_1 uint8 per_tensor" in text
     assert "0._sites.add_0: input int8 per_tensor" in text
-
-
-def test_a_target_needs_an_example_and_a_known_name() -> None:
-    with pytest.raises(ConfigError, match=r"the target tensorrt places quantizers, .*example="):
-        fq.prepare(float_network(), "INT8", target="tensorrt")
-    with pytest.raises(ConfigError, match="unknown target 'onnx-runtime'; did you mean onnxruntime"):
-        fq.prepare(float_network(), "INT8", example=example(), target="onnx-runtime")
 
 
 def test_fixed_ranges_stay_through_calibration_training_and_checkpoints(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fakequant import Config, FloatFormat, Rule, Specials, files
+from fakequant import Config, FloatFormat, Rule, Specials
 from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
@@ -19,7 +17,7 @@ from fakequant.model.state.checkpoint import load, save
 from fakequant.model.training.qat import Scales, set_scales
 from fakequant.nn import Mode, learned_ranges, quantizers
 from tests.support.checkpoints import assert_as_before, state_of
-from tests.support.models import SmallNet, hook_forward, images, small_net
+from tests.support.models import SmallNet, hook_forward, images, small_net, tied
 
 
 def saved(folder: Path, config: Any = presets.INT8) -> SmallNet:
@@ -41,30 +39,20 @@ def test_round_trip_into_a_fresh_model(name: str, tmp_path: Path) -> None:
 
 
 def test_learned_scales_modes_and_shared_weights(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(6, 4)
-            self.head = nn.Linear(4, 6, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(x))
-
     x = torch.tensor([[0, 5, 3]])
-    model = prepare(Tied(), presets.INT8)
+    model: Any = prepare(tied(), presets.INT8)
     calibrate(model, [x])
-    model.head._input_quantizer.learn("lsq", gradient_factor=False)
-    model.table._weight_quantizer.mode = Mode.OFF
+    model[1]._input_quantizer.learn("lsq", gradient_factor=False)
+    model[0]._weight_quantizer.mode = Mode.OFF
     save(model, tmp_path)
-    restored = load(Tied(), tmp_path)
+    restored: Any = load(tied(), tmp_path)
     assert torch.equal(restored(x), model(x))
-    learned = restored.head._input_quantizer.learned
+    learned = restored[1]._input_quantizer.learned
     assert learned is not None
     assert (learned.method, learned.options()) == ("lsq", {"gradient_factor": False})
     assert repr(restored) == repr(model)
-    assert restored.table._weight_quantizer.mode is Mode.OFF
-    assert restored.head.weight is restored.table.weight
+    assert restored[0]._weight_quantizer.mode is Mode.OFF
+    assert restored[1].weight is restored[0].weight
 
 
 @pytest.mark.parametrize("method", learned_ranges())
@@ -89,59 +77,14 @@ def test_an_uncalibrated_model_stays_uncalibrated(tmp_path: Path) -> None:
     assert not any(q.calibrated for q in quantizers(load(small_net(), tmp_path)).values())
 
 
-def _tensor_file(folder: Path) -> Path:
-    return next(folder.glob("*.safetensors"))
-
-
-def _truncate(folder: Path) -> None:
-    path = _tensor_file(folder)
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def _flip_a_bit(folder: Path) -> None:
-    path = _tensor_file(folder)
+def test_a_changed_bit_is_found_and_the_model_is_untouched(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-
-
-def _drop(folder: Path) -> None:
-    _tensor_file(folder).unlink()
-
-
-def _cut_manifest(folder: Path) -> None:
-    path = folder / "fakequant.json"
-    path.write_bytes(path.read_bytes()[:50])
-
-
-def _foreign_manifest(folder: Path) -> None:
-    (folder / "fakequant.json").write_text('{"model": "other"}')
-
-
-def _without_layers(folder: Path) -> None:
-    path = folder / "fakequant.json"
-    manifest = json.loads(path.read_text())
-    del manifest["layers"]
-    path.write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("damage", "text"),
-    [
-        (_truncate, r"is truncated or damaged: \d+ bytes instead of \d+"),
-        (_flip_a_bit, "its SHA-256 is not the one"),
-        (_drop, "cannot read .*safetensors"),
-        (_cut_manifest, "fakequant.json is damaged"),
-        (_foreign_manifest, "is no checkpoint of version 1"),
-        (_without_layers, "it lacks layers"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_damage_is_found_and_the_model_is_untouched(damage: Any, text: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    damage(tmp_path)
     fresh = small_net()
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(CheckpointError, match="its SHA-256 is not the one"):
         load(fresh, tmp_path)
     assert quantizers(fresh) == {}
 
@@ -224,25 +167,6 @@ def test_missing_safetensors_is_said_before_any_work(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match=needed):
         load(fresh, tmp_path)
     assert quantizers(fresh) == {}
-
-
-def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved(tmp_path)
-    expected = model(images())
-    other = prepare(small_net(), presets.INT4)
-    replace = os.replace
-
-    def interrupted(source: Any, target: Any) -> None:
-        if str(target).endswith("fakequant.json"):
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(files.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save(other, tmp_path)
-    monkeypatch.undo()
-    assert torch.equal(load(small_net(), tmp_path)(images()), expected)
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tests.support.models import images, small_net
 
 
 def model_of(value: float) -> nn.Module:
-    """A prepared model whose weights all have one value."""
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only")
     with torch.no_grad():
         model[0].weight.fill_(value)

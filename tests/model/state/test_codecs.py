@@ -21,8 +21,6 @@ X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
 
 class Net(nn.Module):
-    """A layer, a function's weight, and a sum."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -90,10 +88,7 @@ def _changed(weight: str, **values: Any) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_cut, "is no own, or it is damaged: its decode raised"),
-    "empty": (
-        lambda folder: (folder / "all.pt").write_bytes(b""),
-        "is no own, or it is damaged: its decode raised EOF",
-    ),
+    "empty": (lambda folder: (folder / "all.pt").write_bytes(b""), "is no own, or it is damaged: its decode raised"),
     "no JSON": (lambda folder: (folder / "plan.json").write_bytes(b"{"), "its decode raised JSONDecodeError"),
     "no scale": (_changed("w", scale=None), "codes of w have no scale"),
     "a file less": (lambda folder: (folder / "all.pt").unlink(), "all.pt"),

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fakequant as fq
 from fakequant.distributed import gathered, is_sharded
@@ -20,7 +18,7 @@ from fakequant.errors import CheckpointError, OutputError
 from fakequant.model.state import checkpoint
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
-from tests.support.models import two_layers, zeroed
+from tests.support.models import shared_out, two_layers, zeroed
 
 pytestmark = ranks.needs_gloo
 
@@ -31,13 +29,6 @@ def batch(seed: int = 0) -> Tensor:
 
 net = partial(two_layers, 32, 64, 31)
 """31 outputs, which two processes do not divide."""
-
-
-def shared_out(model: nn.Sequential) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (2,))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model
 
 
 def empty() -> nn.Sequential:

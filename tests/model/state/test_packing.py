@@ -16,15 +16,9 @@ from fakequant.nn import Quantizer
 from fakequant.numerics.formats import parse_format
 from tests.support.checkpoints import assert_as_before, change_manifest, change_tensors, state_of
 from tests.support.matrix import full, sweep
+from tests.support.models import tied
 
 WIDTH = 64
-
-
-def tied():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
-    net[1].weight = net[0].weight
-    return net
 
 
 def network() -> nn.Module:
@@ -113,23 +107,6 @@ def test_sizes_are_those_of_the_summary(name, tmp_path):
         bits = spec_bits(model[layer].weight_quantizer.spec, tuple(model[layer].weight.shape))
         stored = (tensors[f"{layer}.weight"], tensors[f"{layer}._weight_quantizer.scale"])
         assert [t.nbytes for t in stored] == [bits.codes // 8, bits.scales // 8]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_come_back_in_their_dtype(dtype, tmp_path):
-    model = prepared("INT4_GROUP32", dtype)
-    again = fq.load(network().to(dtype), fq.save(model, tmp_path, packed=True))
-    x = torch.randn(8, WIDTH, dtype=dtype)
-    assert again[0].weight.dtype is dtype
-    assert torch.equal(again(x), model(x))
-
-
-def test_a_tied_weight_is_stored_once(tmp_path):
-    model = fq.prepare(tied(), "INT8_WEIGHT_ONLY")
-    fq.calibrate(model, [torch.arange(20)], progress=False)
-    again = fq.load(tied(), fq.save(model, tmp_path, packed=True))
-    assert again[0].weight is again[1].weight
-    assert torch.equal(again(torch.arange(20)), model(torch.arange(20)))
 
 
 def test_one_warning_names_what_stays_in_float(tmp_path):

@@ -9,12 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fakequant as fq
 from tests.support import ranks
 from tests.support.bits import assert_same_bits
+from tests.support.models import shared_out
 
 pytestmark = ranks.needs_gloo
 
@@ -35,13 +34,6 @@ def model_of(plan: tuple[str, str | None], *, like: float = 1.0) -> nn.Sequentia
     fq.prepare(model, preset)
     fq.calibrate(model, [X * like], group=False, progress=False)
     fq.qat.set_scales(model, FIXED if method is None else LEARNED, method or "lsq")
-    return model
-
-
-def sharded(model: nn.Sequential) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (2,))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
     return model
 
 
@@ -77,7 +69,7 @@ def resumed(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
 
 def two(rank: int, folder: Path) -> None:
     for number, plan in enumerate(PLANS):
-        model = sharded(model_of(plan))
+        model = shared_out(model_of(plan))
         optimizer = optimizer_of(model)
         losses(model, optimizer)
         written(model, optimizer, folder / f"two-{number}")
@@ -86,7 +78,7 @@ def two(rank: int, folder: Path) -> None:
         else:
             losses(model, optimizer)
         dist.barrier()
-        again = sharded(model_of(plan, like=1.5))
+        again = shared_out(model_of(plan, like=1.5))
         found = losses(again, resumed(again, folder / f"one-{number}"))
         for own, expected in zip(found, torch.load(folder / f"next-{number}"), strict=True):
             assert_same_bits(own, expected)

@@ -22,7 +22,6 @@ def calibrated(seed=0, *, learned=False):
 
 
 def better():
-    """A float model with other weights."""
     model = small_net()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,7 +60,6 @@ def test_a_float_state_that_lacks_a_weight_names_the_weight_alone():
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_state_with_some_quantizers_is_refused(learned, place):
-    """Whether the first or the last quantizers are missing."""
     state = calibrated(learned=learned).state_dict()
     layer = [key.split("._")[0] for key in state if "quantizer" in key][place]
     taken = [key for key in state if key.startswith(f"{layer}._")]

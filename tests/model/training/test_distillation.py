@@ -129,8 +129,6 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
 
 
 class Tagger(nn.Module):
-    """Gives logits for each token, which padding does not change."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -187,19 +185,6 @@ def test_a_batch_of_nothing_but_padding_trains_nothing() -> None:
     assert_same_bits(model.inner.weight, before["inner.weight"])
 
 
-def test_labels_leave_out_images_and_pixels() -> None:
-    """-100 is left out by torch's cross entropy, whatever the axes are."""
-    torch.manual_seed(0)
-    net, x = nn.Conv2d(3, 4, 1), torch.randn(2, 3, 5, 5)
-    labels = torch.randint(0, 4, (2, 5, 5))
-    labels[:, 2:] = -100
-    found = []
-    for image, given in ((x, labels), (x[:, :, :2], labels[:, :2])):
-        model, teacher = fq.prepare(copy.deepcopy(net), "INT4_WEIGHT_ONLY"), Distillation(net, weight=1.0, axis=1)
-        found += fq.qat.finetune(model, [(image, given)], no_loss, fq.qat.Schedule(1.0, 10), teacher=teacher)
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
-
-
 def test_a_mask_that_fits_nothing_is_refused() -> None:
     model, schedule = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY"), fq.qat.Schedule(1.0, 10)
     batch = {"ids": TOKENS, "labels": TAGS}
@@ -212,8 +197,6 @@ def test_a_mask_that_fits_nothing_is_refused() -> None:
 
 
 class Counted(nn.Module):
-    """A network that counts how often it runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net, self.runs = net(), 0
@@ -267,8 +250,6 @@ def test_kept_features_are_those_of_their_batch() -> None:
 
 
 class Same(nn.Module):
-    """What it gives is a view of what it gets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -376,16 +357,3 @@ def test_an_unknown_axis_and_a_regression_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="numbers that are no shares of classes"):
             distance(own, own, labels)
-
-
-def test_a_segmentation_network_comes_closer_to_its_teacher() -> None:
-    torch.manual_seed(0)
-    teacher = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 5, 1)).eval()
-    model, x = copy.deepcopy(teacher), torch.randn(8, 3, 6, 10)
-    with torch.no_grad():
-        model[2].bias[0] += 5
-    fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
-    batches, schedule = [(x, teacher(x).argmax(1))] * 4, fq.qat.Schedule(5.0, 100)
-    before = float((model(x).argmax(1) == batches[0][1]).float().mean())
-    fq.qat.finetune(model, batches, no_loss, schedule, teacher=Distillation(teacher, weight=1.0))
-    assert float((model(x).argmax(1) == batches[0][1]).float().mean()) > before + 0.2

@@ -82,8 +82,6 @@ def test_errors_say_what_is_missing():
         ConfigError, match="its output of type SimpleNamespace has none; give a function of outputs and targets"
     ):
         fq.qat.finetune(model, [{"inputs": X}], None, SCHEDULE)
-    with pytest.raises(ConfigError, match="a batch is of type Tensor, and the loss needs targets; give tuples"):
-        fq.qat.finetune(model, [X], by_logits, SCHEDULE)
 
 
 def test_a_failure_leaves_the_training_modes_and_keeps_what_was_learned():
@@ -105,15 +103,6 @@ def test_a_failure_leaves_the_training_modes_and_keeps_what_was_learned():
     assert not any(module.training for module in model.modules())
 
 
-def test_a_tokenizers_batches():
-    transformers = pytest.importorskip("transformers")
-    encoded = transformers.BatchEncoding(batch())
-    model, other = calibrated(), calibrated()
-    assert fq.qat.finetune(model, [encoded], by_logits, SCHEDULE) == fq.qat.finetune(
-        other, [batch()], by_logits, SCHEDULE
-    )
-
-
 def test_the_own_loss_of_a_model_needs_named_arguments():
     model = calibrated()
     with pytest.raises(ConfigError, match=r"with loss=None the model needs its targets as an argument.*dicts of arg"):
@@ -123,9 +112,3 @@ def test_the_own_loss_of_a_model_needs_named_arguments():
         by_function, [(X, LABELS)], None, SCHEDULE, inputs=lambda items: {"inputs": items[0], "labels": items[1]}
     )
     assert history == fq.qat.finetune(calibrated(), [{"inputs": X, "labels": LABELS}], None, SCHEDULE)
-
-
-def test_a_model_without_a_loss_of_its_own_needs_loss():
-    model = calibrated(nn.Sequential(nn.Linear(64, 3)))
-    with pytest.raises(ConfigError, match="output of type Tensor has none; give a function of outputs and targets as"):
-        fq.qat.finetune(model, [(X, LABELS)], None, SCHEDULE)

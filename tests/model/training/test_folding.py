@@ -182,7 +182,6 @@ def test_what_is_refused() -> None:
 
 
 def trained_gradients(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """The gradients of a step, and the statistics after it."""
     model = copy.deepcopy(model).train()
     run(model).square().sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -20,7 +20,6 @@ X = torch.linspace(-1, 1, 24).view(6, 4)
 
 @pytest.fixture
 def shard() -> Iterator[Callable[[nn.Module], nn.Module]]:
-    """Shards a module over one process."""
     if not distributed.is_gloo_available():
         pytest.skip("needs gloo")
     from torch.distributed.device_mesh import init_device_mesh
@@ -52,8 +51,7 @@ def test_sharded_layers_are_quantized_as_others(
     alone, model = net(normed=normed), net(normed=normed)
     for module in (model[0], model[2], model):
         shard(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CoverageWarning)
+    with warnings.catch_warnings(action="error", category=CoverageWarning):
         for one in (alone, model):
             fq.prepare(one, "int8")
     assert all(isinstance(model[i], QuantLinear) for i in (0, 2))

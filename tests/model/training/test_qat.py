@@ -246,11 +246,7 @@ def test_a_training_leaves_layers_in_float_and_quantizes_others_otherwise() -> N
     }
 
 
-def test_errors() -> None:
-    with pytest.raises(ConfigError, match="no quantizers; call fakequant"):
-        finetune(small_net(), BATCHES, nn.functional.cross_entropy, SCHEDULE)
-    with pytest.raises(ConfigError, match="the batches were empty"):
-        finetune(calibrated(), [], nn.functional.cross_entropy, SCHEDULE)
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     with pytest.raises(ConfigError, match="epoch 1: the loss became nan"):
         finetune(calibrated(), BATCHES, lambda y, _: y.sum() * math.nan, SCHEDULE)
 
@@ -296,8 +292,7 @@ def test_scales_that_training_drives_below_zero_are_named(scales: qat.Scales) ->
         options = qat.Options(scales=scales, optimizer=torch.optim.SGD, progress=False)
         qat.finetune(twin, batches, lambda out, y: nn.functional.cross_entropy(out, y), schedule, options)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StaleScaleWarning)
+    with warnings.catch_warnings(action="error", category=StaleScaleWarning):
         train(1e-4, copy.deepcopy(model))
     with pytest.warns(
         StaleScaleWarning, match=r"drove learned scales to zero: \d+ of \d+ in \d\._weight.*scale_lr=0\.1"
