@@ -45,15 +45,6 @@ def restore_on_error(restore: Restore) -> Iterator[None]:
         raise
 
 
-def run_to_the_end(restore: Restore) -> None:
-    """Run a function that can run twice; if it is interrupted, it runs again from its start."""
-    try:
-        restore()
-    except BaseException:
-        restore()
-        raise
-
-
 def attributes_of(objects: Iterable[object], *names: str) -> Restore:
     """Return a function that resets attributes of objects to their present values."""
     saved = [(thing, name, getattr(thing, name)) for thing in objects for name in names]

@@ -1,10 +1,11 @@
-"""`advise`: its answer is the model that its code makes, and it can be cut, resumed and given anything."""
+"""`advise`: its answer is the model that its code makes, what it tries first, and that it can be cut and resumed."""
 
 from __future__ import annotations
 
 import copy
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
@@ -19,7 +20,11 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, OutputError
 from fakequant.files import locked
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.trial import Trials
+from fakequant.ptq import Compared
+from fakequant.ptq.advice import SearchOrder, SizeClass
+from fakequant.ptq.trial import Trials, Variant
+from tests.support.bits import assert_same_state, unchanged
+from tests.support.functional_models import Calls
 from tests.support.kept import kept
 
 SOME = ["INT8", "INT8_PER_TOKEN", "INT4_WEIGHT_ONLY"]
@@ -34,17 +39,13 @@ def rows(count: int = 4, seed: int = 0) -> list[Tensor]:
     return [torch.randn(16, 32, generator=torch.Generator().manual_seed(seed + one)) for one in range(count)]
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A convolution, a batch normalisation and a sum in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(192, 4)
-        nn.init.uniform_(self.norm.weight, 0.5, 2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x)) + x).flatten(1))
+    torch.manual_seed(0)
+    conv, norm, head = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(192, 4)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    parts = {"conv": conv, "norm": norm, "head": head}
+    return Calls(lambda m, x: m.head(torch.relu(m.norm(m.conv(x)) + x).flatten(1)), **parts)
 
 
 def images(count: int = 4) -> list[Tensor]:
@@ -77,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], dict[str, Any]]] = {
     "calibrated by another method": (net, rows(9), {"floor": 60, "presets": ["INT8"]}),
     "one batch": (net, rows(1), {"floor": 30}),
     "many batches": (net, rows(19), {"floor": 30, "presets": ["INT8"]}),
-    "placed by an engine": (Normed, images(), {"floor": 20, "target": "onnxruntime", "presets": ["INT8_AFFINE"]}),
+    "placed by an engine": (normed, images(), {"floor": 20, "target": "onnxruntime", "presets": ["INT8_AFFINE"]}),
     "an index": (net, [(x, 0) for x in rows()], {"inputs": 0, "presets": ["INT8"]}),
     "labels that are left out": (Half, PAIRS, {"presets": ["INT8"]}),
     "a dict": (Half, WORDS, {"presets": ["INT8"]}),
@@ -97,16 +98,15 @@ def test_its_code_makes_the_measured_model_to_the_bit(name: str, monkeypatch: py
         return kept_models[way]
 
     monkeypatch.setattr(Trials, "quantized", keeping)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before, shown = copy.deepcopy(model), str(model)
     found = fq.advise(model, batches, **how)
     wanted = kept_models[found.best.measured.way]
     again = made(found.call, model=model, batches=batches, **how)
-    assert again.state_dict().keys() == wanted.state_dict().keys()
-    assert all(torch.equal(value, wanted.state_dict()[key]) for key, value in again.state_dict().items())
+    assert_same_state(again, wanted)
     assert str(again) == str(wanted)
     assert all(module.training for module in model.modules())
-    assert type(model[0] if make is net else model) in (nn.Linear, make)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert str(model) == shown
+    assert_same_state(model, before)
 
 
 def test_the_judges_are_those_that_the_code_leaves_out() -> None:
@@ -184,13 +184,6 @@ def test_one_of_several_of_one_size_is_not_called_the_smallest() -> None:
     assert "the best of the sizes within 15% of the smallest, INT4_GROUP128." in found.reason
 
 
-def test_the_best_so_far_has_its_unit() -> None:
-    shown = io.StringIO()
-    with redirect_stderr(shown):
-        fq.advise(net(), rows(), presets=["INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY"], floor=90, progress=True)
-    assert re.search(r"best so far: INT\w+, \d+\.\d dB;", shown.getvalue())
-
-
 @pytest.mark.parametrize("target", [None, "onnxruntime", "vllm", "transformers"])
 def test_it_prints_in_80_columns(target: str | None) -> None:
     text = str(fq.advise(net(), rows(), target=target))
@@ -221,12 +214,9 @@ def test_a_metric_that_fails_for_a_model_is_a_row(fails: Callable[[], Any]) -> N
     assert "failed" in str(found)
 
 
-def test_a_metric_that_fails_for_the_float_model_is_raised() -> None:
+def test_a_metric_that_fails_for_the_float_model_or_for_all_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         fq.advise(net(), rows(), metric=lambda _: 1 / 0)
-
-
-def test_a_metric_that_fails_for_all_is_said() -> None:
     calls = iter([1.0])
     with pytest.raises(ConfigError, match="nothing could be measured; INT8: StopIteration"):
         fq.advise(net(), rows(), metric=lambda _: next(calls), presets=["INT8"])
@@ -239,11 +229,10 @@ def endless(error: BaseException) -> Iterator[float]:
 
 def test_an_interrupt_gives_what_was_found_and_leaves_the_model(tmp_path: Path) -> None:
     model, calls = net(), endless(KeyboardInterrupt())
-    before = copy.deepcopy(model.state_dict())
-    found = fq.advise(model, rows(), metric=lambda _: next(calls), presets=SOME, floor=0.9, work=tmp_path)
+    with unchanged(model):
+        found = fq.advise(model, rows(), metric=lambda _: next(calls), presets=SOME, floor=0.9, work=tmp_path)
     assert (found.interrupted, len(found.rows), found.meets) == (True, 1, False)
     assert "Interrupted" in str(found)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert made(found.call, model=model, batches=rows())(rows()[0]).shape == (16, 8)
 
 
@@ -282,25 +271,28 @@ def test_a_folder_goes_on_to_the_same_answer(tmp_path: Path, monkeypatch: pytest
         fq.advise(net(), rows(8, seed=1), work=tmp_path, **how)
 
 
-METRICS: dict[str, Callable[[nn.Module], float]] = {
-    "other code": lambda model: 2.0 - float(model is None),
-    "other number": lambda model, whole=2.0: 1.0 if model is None else whole / 2,
-    "other function inside": lambda model: min(1.0, (lambda: 3.0 - float(model is None))()),
+Metric = Callable[[nn.Module], float]
+METRICS: dict[str, tuple[Metric, Metric]] = {
+    "code": (lambda model: 2.0 - float(model is None), lambda model: 1.0 + float(model is None)),
+    "number": (
+        lambda model, whole=2.0: 1.0 if model is None else whole / 2,
+        lambda model, whole=4.0: 1.0 if model is None else whole / 4,
+    ),
+    "function inside": (
+        lambda model: min(1.0, (lambda: 3.0 - float(model is None))()),
+        lambda model: min(1.0, (lambda: 1.0 + float(model is None))()),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_folder_of_another_metric_with_the_same_float_value_is_refused(name: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"presets": SOME[:1], "floor": 0.5, "work": tmp_path}
-    for metric in (METRICS[name], METRICS[name]):
-        fq.advise(net(), rows(), metric=lambda model, own=metric: min(1.0, own(model)), **how)
-    other: dict[str, Callable[[nn.Module], float]] = {
-        "other code": lambda model: 1.0 + float(model is None),
-        "other number": lambda model, whole=4.0: 1.0 if model is None else whole / 4,
-        "other function inside": lambda model: min(1.0, (lambda: 1.0 + float(model is None))()),
-    }
+    first, other = METRICS[name]
+    for _ in range(2):
+        fq.advise(net(), rows(), metric=lambda model, own=first: min(1.0, own(model)), **how)
     with pytest.raises(ConfigError, match="no comparison of this model and these batches with this metric"):
-        fq.advise(net(), rows(), metric=lambda model, own=other[name]: min(1.0, own(model)), **how)
+        fq.advise(net(), rows(), metric=lambda model, own=other: min(1.0, own(model)), **how)
 
 
 def test_a_folder_is_of_one_process_and_what_the_user_has_in_it_stays(tmp_path: Path) -> None:
@@ -328,7 +320,7 @@ def test_it_says_what_is_tried_and_what_follows() -> None:
         fq.advise(net(), rows(), presets=SOME)
     lines = said.getvalue().splitlines()
     assert lines[0].startswith("trying INT4_WEIGHT_ONLY; then at most: ")
-    assert "best so far: INT4_WEIGHT_ONLY, " in lines[1]
+    assert re.search(r"best so far: INT4_WEIGHT_ONLY, \d+\.\d dB;", lines[1])
     assert sum(line.startswith("trying INT4_WEIGHT_ONLY;") for line in lines) == 1  # the second call has no terminal
 
 
@@ -375,3 +367,103 @@ def test_one_clear_message(name: str) -> None:
     with pytest.raises(OutputError if name == "a folder" else (ConfigError, CalibrationError), match=message) as caught:
         work()
     assert "\n" not in str(caught.value)
+
+
+CLASSES = [SizeClass(400, ("A4", "B4")), SizeClass(800, ("A8", "B8")), SizeClass(801, ("W8",))]
+
+
+def climbed(
+    score: Callable[[Variant], float], floor: float, has_metric: bool = False, static: tuple[str, ...] = ("A8",)
+) -> tuple[SearchOrder, list[Variant]]:
+    """The ladder after all that it asks for; scores are in dB, or of a metric."""
+    ladder, tried = SearchOrder(CLASSES, static, floor, has_metric), []
+    for way, follows in ladder.ways():
+        tried.append(way)
+        assert follows
+        value = score(way)
+        error = 0.1 if has_metric else 10 ** (-value / 10)
+        ladder.rows[way] = Compared(*way, error=error, metric=value if has_metric else None, bytes=len(tried))
+    return ladder, tried
+
+
+def by_preset(**scores: float) -> Callable[[Variant], float]:
+    return lambda way: scores[way.preset]
+
+
+def test_presets_end_with_the_first_size_that_meets_the_floor() -> None:
+    ladder, tried = climbed(by_preset(A4=21, B4=22, A8=30, B8=30, W8=40), 20)
+    assert tried == [Variant("A4"), Variant("B4")]
+    assert ladder.answer is not None
+    assert ladder.answer.preset == "B4"  # the best of its size, not the first that is enough
+
+
+def test_what_costs_more_is_tried_below_that_size_alone() -> None:
+    gains = {"": 0, "fast": 3, "best": 4}
+    scores = by_preset(A4=16, B4=15, A8=25, B8=22, W8=40)
+    ladder, tried = climbed(lambda way: scores(way) + gains[way.steps], 20)
+    assert tried == [
+        *(Variant(name) for name in ("A4", "B4", "A8", "B8")),
+        Variant("A4", steps="fast"),
+        Variant("B4", steps="fast"),
+        Variant("A4", steps="best"),
+    ]
+    assert ladder.answer is not None
+    assert ladder.answer.way == ("A4", "mse", "best")
+
+
+def test_methods_are_tried_for_static_inputs() -> None:
+    ladder, tried = climbed(lambda way: 25.0 if way.method == "percentile" else 19.0 if "8" in way.preset else 5.0, 24)
+    assert tried[:5] == [Variant(name) for name in ("A4", "B4", "A8", "B8", "W8")]
+    assert tried[5:7] == [Variant("A8", method) for method in ("max", "percentile")]
+    assert ladder.answer is not None
+    assert ladder.answer.way == ("A8", "percentile", "")
+
+
+def test_where_none_meets_the_floor_the_best_of_all_is_the_answer() -> None:
+    ladder, tried = climbed(by_preset(A4=10, B4=11, A8=30, B8=31, W8=40), 100)
+    assert [way for way in tried if way.steps] == [Variant("W8", steps="fast")]  # the others are out of reach
+    assert ladder.answer is not None
+    assert (ladder.answer.preset, ladder.meets(ladder.answer)) == ("W8", False)
+
+
+def test_what_costs_more_must_be_clearly_better() -> None:
+    def score(way: Variant) -> float:
+        return 30.0 + 0.3 * (way.steps == "fast") if way.preset == "W8" else 1.0
+
+    ladder, tried = climbed(score, 32)
+    assert Variant("W8", steps="fast") in tried
+    assert ladder.answer is not None
+    assert ladder.answer.way == ("W8", "mse", "")
+
+
+def test_by_a_metric_everything_is_tried_until_it_is_met() -> None:
+    ladder, tried = climbed(by_preset(A4=1, B4=2, A8=3, B8=4, W8=5), 6, has_metric=True)
+    assert sum(way.steps == "best" for way in tried) == len(CLASSES)
+    assert ladder.answer is not None
+    assert ladder.answer.preset == "W8"
+
+
+def test_of_equal_models_one_is_improved() -> None:
+    ladder = SearchOrder([SizeClass(1, ("A", "B", "C"))], (), 20)
+    for way, _ in ladder.ways():
+        error = 0.05 if way.preset == "C" else 0.02
+        ladder.rows[way] = Compared(*way, error=error, bytes=1.0)
+    assert [way.preset for way in ladder.rows if way.steps == "fast"] == ["A", "C"]
+
+
+def test_what_fails_is_no_answer() -> None:
+    ladder = SearchOrder([SizeClass(1, ("A", "B"))], (), 20)
+    for way, _ in ladder.ways():
+        failed = "why" if way.preset == "A" else ""
+        ladder.rows[way] = Compared(*way, failed=failed) if failed else Compared(*way, error=1.0)
+    assert ladder.answer is not None
+    assert ladder.answer.preset == "B"
+
+
+@pytest.mark.parametrize("error", [math.inf, math.nan])
+def test_outputs_without_a_number_are_the_worst(error: float) -> None:
+    ladder = SearchOrder([SizeClass(1, ("A", "B"))], (), 20)
+    for way, _ in ladder.ways():
+        ladder.rows[way] = Compared(*way, error=error if way.preset == "A" else 0.5)
+    assert ladder.answer is not None
+    assert ladder.answer.preset == "B"

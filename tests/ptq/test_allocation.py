@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.ptq import Allocation, Score, Scores
-from tests.support.bits import assert_same_bits
+from tests.support.bits import unchanged
+from tests.support.functional_models import Calls
 
 CHOICES = ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]
 
@@ -55,13 +56,11 @@ def test_every_layer_that_is_reached_has_scores(found: Scores) -> None:
 
 def test_the_model_stays_as_it_is() -> None:
     model = Net()
-    before = copy.deepcopy(model.state_dict())
-    fq.ptq.scores(model, batches()[:1], CHOICES[:1], progress=False)
+    with unchanged(model):
+        fq.ptq.scores(model, batches()[:1], CHOICES[:1], progress=False)
     assert type(model.head) is nn.Linear
     assert not model.head._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name], name)
 
 
 def ranks(values: list[Any]) -> Tensor:
@@ -75,14 +74,8 @@ def test_the_order_of_random_mixes_is_predicted(found: Scores) -> None:
         chosen = [(group, draw.choice(CHOICES)) for group in found.ties]
         mixes.append(found.predict({layer: name for group, name in chosen for layer in group}))
     measured = fq.ptq.verify(Net(), batches(), mixes)
-    assert (
-        float(
-            torch.corrcoef(torch.stack([ranks([m.loss for m in measured]), ranks([m.measured for m in measured])]))[
-                0, 1
-            ]
-        )
-        > 0.9
-    )
+    both = torch.stack([ranks([mix.loss for mix in measured]), ranks([mix.measured for mix in measured])])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.9
     for mix in measured:
         assert 0.5 < mix.loss / (mix.measured or 0.0) < 2
 
@@ -182,10 +175,9 @@ def test_layers_are_scored_by_the_divergence_of_logits_or_a_function() -> None:
 
 
 def test_what_is_refused(found: Scores) -> None:
-    with pytest.raises(ConfigError, match="give one budget"):
-        found.allocate()
-    with pytest.raises(ConfigError, match="give one budget"):
-        found.allocate(bits=4, size=100)
+    for budgets in ({}, {"bits": 4, "size": 100}):
+        with pytest.raises(ConfigError, match="give one budget"):
+            found.allocate(**budgets)
     smallest = r"mix has (4\.\d+) bits per weight, scales included: 4.\d+ in \S+ as NVFP4_WEIGHT_ONLY"
     with pytest.raises(ConfigError, match=smallest):
         found.allocate(bits=2)
@@ -243,23 +235,13 @@ def test_a_batch_with_nan_is_numbered() -> None:
         fq.ptq.compare(Net(), given, CHOICES)
 
 
-class Partly(nn.Module):
-    """Layers that scores do not speak of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.lstm, self.head = nn.Embedding(9, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 4)
-        self.idle = nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.table(x))[0])
-
-
 def test_layers_without_scores_are_named() -> None:
+    torch.manual_seed(0)
+    parts = {"table": nn.Embedding(9, 32), "lstm": nn.LSTM(32, 32, batch_first=True), "head": nn.Linear(32, 4)}
+    partly = Calls(lambda m, x: m.head(m.lstm(m.table(x))[0]), **parts, idle=nn.Linear(32, 4))
     given = [torch.arange(9).view(1, 9)]
     with pytest.warns(CalibrationWarning, match="idle"):
-        scores = fq.ptq.scores(Partly(), given, ["INT8", "INT4_GROUP32"], progress=False)
+        scores = fq.ptq.scores(partly, given, ["INT8", "INT4_GROUP32"], progress=False)
     assert scores.why_float == {
         "table": "a Embedding has no score",
         "lstm": "a LSTM has no score",
@@ -268,7 +250,7 @@ def test_layers_without_scores_are_named() -> None:
     said = "3 stay in float: table (a Embedding has no score), lstm (a LSTM has no score), idle ("
     assert str(scores).endswith(f"{said}the first batch does not reach it)")
     with pytest.warns(CalibrationWarning, match="idle"):
-        mix = fq.ptq.search(Partly(), given, ["INT8", "INT4_GROUP32"], bits=9)
+        mix = fq.ptq.search(partly, given, ["INT8", "INT4_GROUP32"], bits=9)
     assert said in repr(mix)
     assert list(mix.choices) == ["head"]
 
@@ -334,19 +316,15 @@ def test_why_a_layer_stays_in_float(mixed: Scores) -> None:
 def test_a_first_axis_that_holds_no_examples_gives_right_scores() -> None:
     """Both halves of what the layer gets are of the same examples, and their errors cancel."""
 
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(32, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            one, other = self.layer(torch.cat([x, x + 0.01 * x.square()])).chunk(2)
-            return one - other
+    def siamese() -> nn.Module:
+        torch.manual_seed(0)
+        return Calls(
+            lambda m, x: torch.sub(*m.layer(torch.cat([x, x + 0.01 * x.square()])).chunk(2)), layer=nn.Linear(32, 16)
+        )
 
     given = [torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    scores = fq.ptq.scores(Siamese(), given, ["INT4_WEIGHT_ONLY"], progress=False)
-    mix = fq.ptq.verify(Siamese(), given, scores.curve())[0]
+    scores = fq.ptq.scores(siamese(), given, ["INT4_WEIGHT_ONLY"], progress=False)
+    mix = fq.ptq.verify(siamese(), given, scores.curve())[0]
     assert 0.4 < mix.loss / mix.measured < 2.5
 
 
@@ -359,23 +337,14 @@ def test_an_output_of_zero_has_no_scores() -> None:
         fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
 
 
-class Finds(nn.Module):
-    """Gives the rows of what it finds, which may be none."""
-
-    def __init__(self, gives: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.gives = nn.Linear(32, 32), nn.Linear(32, 8), gives
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.b(self.a(x).relu())
-        return self.gives(y, y[x[:, 0] > 0])
-
-
 @pytest.mark.parametrize(
     "gives", [lambda y, found: found, lambda y, found: {"found": found, "all": y}, lambda y, found: found.mT]
 )
 def test_outputs_without_rows_have_scores(gives: Any) -> None:
+    """A model may give the rows that it finds, which may be none."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(32, 32), "b": nn.Linear(32, 8)}
+    finds = Calls(lambda m, x: gives(y := m.b(m.a(x).relu()), y[x[:, 0] > 0]), **layers)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    found = fq.ptq.scores(Finds(gives).eval(), [x, -x.abs()], ["INT8_WEIGHT_ONLY"], progress=False)
+    found = fq.ptq.scores(finds.eval(), [x, -x.abs()], ["INT8_WEIGHT_ONLY"], progress=False)
     assert {*found.layers} == {"a", "b"}

@@ -195,14 +195,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
     with pytest.raises(ConfigError, match="no comparison of this model and these batches"):
         compare(net(), batches()[:2], Ways(["INT8"], steps=[None]), path=path)
-    with pytest.raises(ConfigError, match="unknown preset 'INT9'"):
-        compare(net(), batches(), ["INT9"])
+    for ways, said in (
+        (["INT9"], "unknown preset 'INT9'"),
+        (Ways(["INT8"], ["mxa"]), "unknown calibrator 'mxa'; did you mean max"),
+        (Ways(["INT8"], steps=["fastest"]), "unknown steps 'fastest'; did you mean fast"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compare(net(), batches(), ways)
     with pytest.raises(CalibrationError, match="compare needs batches"):
         compare(net(), [])
-    with pytest.raises(ConfigError, match="unknown calibrator 'mxa'; did you mean max"):
-        compare(net(), batches(), Ways(["INT8"], ["mxa"]))
-    with pytest.raises(ConfigError, match="unknown steps 'fastest'; did you mean fast"):
-        compare(net(), batches(), Ways(["INT8"], steps=["fastest"]))
     with pytest.raises(ConfigError, match="over must be one of 'bits', 'milliseconds', got 'size'"):
         compare(net(), batches(), Ways(["INT8"], steps=[None])).curve("size")
 
@@ -238,12 +239,11 @@ def test_search_keeps_a_floor_with_the_fewest_bits() -> None:
     def metric(quantized: Any) -> float:
         return -sum(float((quantized(x) - y).square().sum()) for x, y in zip(batches(), wanted, strict=True))
 
-    curve = fq.ptq.scores(model, batches(), ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]).curve()
+    presets = ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]
+    curve = fq.ptq.scores(model, batches(), presets).curve()
     largest = fq.search(model, batches(), ["INT8_WEIGHT_ONLY"], bits=9, metric=None)
     assert largest.metric is None
-    found = fq.search(
-        model, batches(), ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"], metric=metric, floor=-15.0
-    )
+    found = fq.search(model, batches(), presets, metric=metric, floor=-15.0)
     assert found.metric is not None
     assert found.metric >= -15.0
     smaller = [point for point in curve if point.bits < found.bits]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.ptq import reestimate_batch_norm
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, unchanged
+from tests.support.functional_models import Calls
 
 
 def net() -> nn.Sequential:
@@ -76,30 +77,14 @@ def test_a_large_mean_does_not_cancel() -> None:
 
 
 def test_what_no_batch_reaches_keeps_its_statistics() -> None:
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle, self.other = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-            self.other.running_mean = self.other.running_var = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.used(x))
-
-    model = Idle()
+    model = Calls(lambda m, x: m.other(m.used(x)), **{name: nn.BatchNorm1d(2) for name in ("used", "idle", "other")})
+    model.other.running_mean = model.other.running_var = None
     assert reestimate_batch_norm(model, [torch.randn(4, 2)]) == ["used"]
     assert_same_bits(model.idle.running_var, torch.ones(2))
 
 
 def test_a_normalisation_that_is_called_several_times_is_named() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.norm(x) ** 2)
-
-    model, given = Twice(), [torch.randn(32, 2)]
+    model, given = Calls(lambda m, x: m.norm(m.norm(x) ** 2), norm=nn.BatchNorm1d(2)), [torch.randn(32, 2)]
     with pytest.warns(CalibrationWarning, match="^norm is called several times in a batch: its earlier calls"):
         reestimate_batch_norm(model, given)
     first = model.norm.running_mean.clone()
@@ -109,22 +94,18 @@ def test_a_normalisation_that_is_called_several_times_is_named() -> None:
 
 
 def test_what_is_refused_leaves_the_model_as_it_was() -> None:
-    model = prepared()
-    before = copy.deepcopy(model.state_dict())
-    damaged = batches()
+    model, damaged = prepared(), batches()
     damaged[1][0, 0, 0, 0] = torch.nan
-    with pytest.raises(CalibrationError, match=r"^1, batch 2: an input holds NaN or inf"):
-        reestimate_batch_norm(model, damaged)
-    with pytest.raises(CalibrationError, match="needs batches, and got none"):
-        reestimate_batch_norm(model, [])
-    with pytest.raises(CalibrationError, match=r"^8: fewer than two positions"):
-        reestimate_batch_norm(model, batches()[:1])
-    with pytest.raises(ConfigError, match=r"give a list: \[tensor\]"):
-        reestimate_batch_norm(model, batches()[0])
+    for given, kind, said in (
+        (damaged, CalibrationError, r"^1, batch 2: an input holds NaN or inf"),
+        ([], CalibrationError, "needs batches, and got none"),
+        (batches()[:1], CalibrationError, r"^8: fewer than two positions"),
+        (batches()[0], ConfigError, r"give a list: \[tensor\]"),
+    ):
+        with unchanged(model), pytest.raises(kind, match=said):
+            reestimate_batch_norm(model, given)
     with pytest.raises(ConfigError, match="the model has no batch normalisation"):
         reestimate_batch_norm(nn.Linear(2, 2), batches())
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name], name)
     folded = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     folded = fq.qat.fold_batch_norm(fq.prepare(folded, "INT8_WEIGHT_ONLY"), batches()[1])
     with pytest.raises(ConfigError, match="folded into their layers, the first is 1"):

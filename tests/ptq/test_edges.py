@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_state, unchanged
+from tests.support.functional_models import Calls
 
 INT3 = fq.Config("test", (fq.Rule(weight="int3 per_channel(0)"),))
 
@@ -22,40 +23,27 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
-def with_odd_columns(kind: str) -> Callable[[Tensor], Tensor]:
-    def change(x: Tensor) -> Tensor:
-        if kind == "singular":
-            x[:, 6:] = x[:, :6]
-        elif kind == "dead":
-            x[:, ::3] = 0
-        elif kind == "constant":
-            x[:] = torch.linspace(-1, 1, 12)
-        elif kind == "nearly dependent":
-            x[:, 6:] = x[:, :6] * (1 + 1e-6)
-        elif kind == "huge":
-            x[:, 0] *= 1e15
-        elif kind == "tiny":
-            x *= 1e-20
-        elif kind == "nothing":
-            x.zero_()
-        return x
-
-    return change
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "singular": lambda x: x[:, :6].repeat(1, 2),
+    "dead": lambda x: x * (torch.arange(12) % 3 > 0),
+    "constant": lambda x: torch.linspace(-1, 1, 12).expand_as(x).contiguous(),
+    "nearly dependent": lambda x: x[:, :6].repeat(1, 2) * torch.where(torch.arange(12) < 6, 1.0, 1 + 1e-6),
+    "huge": lambda x: x * torch.where(torch.arange(12) == 0, 1e15, 1.0),
+    "tiny": lambda x: x * 1e-20,
+    "nothing": torch.zeros_like,
+}
 
 
-def batches(kind: str, examples: int = 16) -> list[Tensor]:
+def batches(examples: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [with_odd_columns(kind)(torch.randn(examples, 12, generator=generator)) for _ in range(4)]
-
-
-KINDS = ["singular", "dead", "constant", "nearly dependent", "huge", "tiny", "nothing"]
+    return [torch.randn(examples, 12, generator=generator) for _ in range(4)]
 
 
 @pytest.mark.parametrize("steps", ["fast", "best"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ODD)
 def test_odd_inputs_of_a_model(kind: str, steps: str) -> None:
     model = fq.prepare(net(), INT3)
-    found = fq.ptq.improve(model, batches(kind), steps, progress=False)
+    found = fq.ptq.improve(model, [ODD[kind](x) for x in batches()], steps, progress=False)
     assert [layer.layer for layer in found.layers] == ["0", "2", "4"]
     assert all(layer.after <= layer.before for layer in found.layers)
     for place in (0, 2, 4):
@@ -69,7 +57,7 @@ def test_odd_inputs_of_a_model(kind: str, steps: str) -> None:
 @pytest.mark.parametrize("steps", ["fast", "best"])
 def test_a_row_without_another_that_judges_chooses_no_codes(steps: str, examples: int) -> None:
     """One row has a singular matrix of moments, and is its own mean."""
-    model, x = fq.prepare(net(), INT3), batches("as it is", examples)[:1]
+    model, x = fq.prepare(net(), INT3), batches(examples)[:1]
     nearest = {name: model[int(name)].weight_quantizer(model[int(name)].weight).detach() for name in ("0", "2", "4")}
     found = fq.ptq.improve(model, x, steps, progress=False)
     assert all(layer.after <= layer.before for layer in found.layers)
@@ -79,35 +67,21 @@ def test_a_row_without_another_that_judges_chooses_no_codes(steps: str, examples
             assert_same_bits(model.get_submodule(name).weight, weight, name)
 
 
-class Inside(nn.Module):
-    """Makes NaN or inf between its layers where an input is negative."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.value = nn.Linear(12, 10), nn.Linear(10, 3), value
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.second(torch.where((x[:, :1] > 3), self.value, y))
-
-
-def unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
-    assert model.state_dict().keys() == before.keys()
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name], name)
+def inside(value: float) -> nn.Module:
+    """Makes a value, as NaN, between its layers where an input is large."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(12, 10), nn.Linear(10, 3)
+    return Calls(lambda m, x: m.second(torch.where(x[:, :1] > 3, value, m.first(x))), first=first, second=second)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("steps", ["fast", "best", ["ranges"], ["gptq"], ["descend"], ["bias"]])
 def test_what_a_layer_gets_is_named(value: float, steps: str | list[str]) -> None:
-    given = batches("as it is")
+    given = batches()
     given[2][3, 0] = 5.0
-    model = fq.prepare(Inside(value), INT3)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CalibrationError, match=r"^second, batch 3: an input holds NaN or inf; leave the batch out$"):
+    model, named = fq.prepare(inside(value), INT3), "^second, batch 3: an input holds NaN or inf; leave the batch out$"
+    with unchanged(model), pytest.raises(CalibrationError, match=named):
         fq.ptq.improve(model, given, steps, progress=False)
-    unchanged(model, before)
 
 
 @pytest.mark.parametrize(("what", "value"), [("weight", torch.nan), ("weight", torch.inf), ("bias", torch.nan)])
@@ -115,45 +89,40 @@ def test_parameters_that_are_not_finite_are_named(what: str, value: float) -> No
     model = fq.prepare(net(), INT3)
     with torch.no_grad():
         getattr(model[2], what).view(-1)[1] = value
-    before = copy.deepcopy(model.state_dict())
     named = "^2: its weight holds NaN or inf" if what == "weight" else "^4, batch 1: an input holds NaN or inf"
-    with pytest.raises(CalibrationError, match=named):
-        fq.ptq.improve(model, batches("as it is"), "fast", progress=False)
-    unchanged(model, before)
+    with unchanged(model), pytest.raises(CalibrationError, match=named):
+        fq.ptq.improve(model, batches(), "fast", progress=False)
 
 
-def test_nan_in_tokens_that_do_not_count_is_no_error() -> None:
+@pytest.mark.parametrize("mask", ["counts", lambda batch: batch["counts"]])
+@pytest.mark.parametrize("other", [100.0, torch.nan])
+def test_tokens_that_do_not_count_change_nothing(other: float, mask: Any) -> None:
     x = torch.randn(4, 5, 12, generator=torch.Generator().manual_seed(0))
     counts = torch.arange(5)[None] < torch.tensor([5, 2, 3, 1])[:, None]
     models = []
-    for filler in (0.0, torch.nan):
+    for filler in (0.0, other):
         model = fq.prepare(net(), fq.Config("test", (fq.Rule(input="int8", weight="int3 per_channel(0)"),)))
         padded = [{"input": torch.where(counts[..., None], x, filler), "counts": counts}]
-        how = {"inputs": lambda batch: batch["input"], "mask": "counts", "progress": False}
+        how = {"inputs": lambda batch: batch["input"], "mask": mask, "progress": False}
         fq.calibrate(model, padded, **how)
         fq.ptq.improve(model, padded, "fast", **how)
         models.append(model)
-    unchanged(models[1], models[0].state_dict())
+    assert_same_state(*models)
 
 
-class Reused(nn.Module):
+def reused() -> Any:
     """One layer under two names that runs twice, and one weight in two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = self.again = nn.Linear(12, 12)
-        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
-        self.right.weight = self.left.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.right(self.left(self.again(self.first(x).tanh()).tanh()).tanh())
+    torch.manual_seed(0)
+    first, left, right = (nn.Linear(12, 12) for _ in range(3))
+    right.weight = left.weight
+    parts = {"first": first, "again": first, "left": left, "right": right}
+    return Calls(lambda m, x: m.right(m.left(m.again(m.first(x).tanh()).tanh()).tanh()), **parts)
 
 
 def test_layers_used_twice_and_weights_shared() -> None:
-    model = fq.prepare(Reused(), INT3)
+    model = fq.prepare(reused(), INT3)
     shared = model.left.weight.detach().clone()
-    found = fq.ptq.improve(model, batches("as it is"), judge=[], progress=False)
+    found = fq.ptq.improve(model, batches(), judge=[], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "left": "nearest: layers share its weight",
         "right": "nearest: layers share its weight",
@@ -169,8 +138,7 @@ def test_layers_used_twice_and_weights_shared() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     model = fq.prepare(net().to(dtype), INT3)
-    given = [batch.to(dtype) for batch in batches("as it is")]
-    found = fq.ptq.improve(model, given, progress=False)
+    found = fq.ptq.improve(model, [batch.to(dtype) for batch in batches()], progress=False)
     assert found.remaining_error < 0.7
     for place in (0, 2, 4):
         assert model[place].weight.dtype == dtype
@@ -180,27 +148,19 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
 def test_float64_is_refused() -> None:
     """Steps of a grid are products in float32, and those of float64 are others."""
     model = fq.prepare(net().double(), INT3)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CalibrationError, match=r"^[024]: its quantizer changes values .* convert the model to float32"):
-        fq.ptq.improve(model, [batch.double() for batch in batches("as it is")], "fast", progress=False)
-    unchanged(model, before)
-
-
-class WithPassingColumns(nn.Module):
-    """Joins some columns with others, of which there are none, as where all columns of a head are rotated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(12, 10), nn.Linear(10, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last(torch.cat([hidden[:, :10].tanh(), hidden[:, 10:]], 1))
+    said = r"^[024]: its quantizer changes values .* convert the model to float32"
+    with unchanged(model), pytest.raises(CalibrationError, match=said):
+        fq.ptq.improve(model, [batch.double() for batch in batches()], "fast", progress=False)
 
 
 def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
-    given = batches("usual")
-    model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
+    def forward(m: Any, x: Tensor) -> Tensor:
+        """Joins some columns with others, of which there are none, as where all columns of a head are rotated."""
+        hidden = m.first(x)
+        return m.last(torch.cat([hidden[:, :10].tanh(), hidden[:, 10:]], 1))
+
+    net, given = Calls(forward, first=nn.Linear(12, 10), last=nn.Linear(10, 3)), batches()
+    model = fq.prepare(net, "INT8", given[0], target="onnxruntime")
     fq.calibrate(model, given, progress=False, unseen="float")
     assert fq.ptq.improve(model, given, "fast", judge=[], progress=False).remaining_error_of_layers < 1
 
@@ -214,3 +174,36 @@ def test_groups_of_whole_kernels_are_improved_and_exported_to_the_bit(tmp_path: 
     assert found.remaining_error < 0.9
     file = fq.export_onnx(model, batches[0], tmp_path / "model.onnx").path
     assert fq.verify_onnx(file, model).exact
+
+
+STRUCTURES = {
+    "2:4": lambda w: w * (w.abs().unflatten(1, (-1, 4)).argsort(-1).argsort(-1) > 1).flatten(1),
+    "rows": lambda w: w * (torch.arange(len(w)) % 2)[:, None],
+    "blocks": lambda w: w * torch.kron(torch.rand(len(w) // 8, w.shape[1] // 8).gt(0.5), torch.ones(8, 8)),
+}
+
+
+def pruned(structure: str, preset: str, batches: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(STRUCTURES[structure](layer.weight))
+    fq.prepare(model.eval(), preset)
+    fq.calibrate(model, batches, progress=False)
+    return model, [model[place].weight == 0 for place in (0, 2)]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("preset", "steps"),
+    [("int8", "best"), ("int4_group32", "fast"), ("int4_group32", ["adaround"]), ("nvfp4_weight_only", "best")],
+)
+def test_zeros_that_are_a_structure_stay(structure: str, preset: str, steps: Any) -> None:
+    batches = [torch.randn(64, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    model, zeros = pruned(structure, preset, batches)
+    found = fq.ptq.improve(model, batches, steps, judge=[], progress=False)
+    for place, before in zip((0, 2), zeros, strict=True):
+        assert bool((model[place].weight[before] == 0).all())
+    assert sum("its zeros stay" in remark for row in found.layers for remark in row.remarks) == 2
+    assert found.remaining_error < 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,8 @@ from fakequant.nn.sites.functions import Trait
 from fakequant.ptq import equalize
 from fakequant.ptq.scale_folding import OutputCheck
 from tests.support.architectures import changed_alike, each_architecture, relative
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, unchanged
+from tests.support.functional_models import Calls
 from tests.support.interruption import InterruptedForward
 from tests.support.kept import kept
 
@@ -63,17 +63,9 @@ def test_the_float_function_stays_and_the_quantized_one_comes_closer() -> None:
 
 
 def test_siblings_share_a_factor() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = self.first(x).relu()
-            return self.left(hidden), self.right(hidden)
-
     torch.manual_seed(0)
-    model, x = Fork(), torch.randn(16, 6)
+    layers = {"first": nn.Linear(6, 8), "left": nn.Linear(8, 3), "right": nn.Linear(8, 2)}
+    model, x = Calls(lambda m, x: (m.left(x := m.first(x).relu()), m.right(x)), **layers), torch.randn(16, 6)
     with torch.no_grad():
         model.first.weight *= FACTORS.view(-1, 1)
         model.left.weight /= FACTORS.flatten()
@@ -84,57 +76,35 @@ def test_siblings_share_a_factor() -> None:
     assert max(map(relative, model(x), before)) < 1e-6
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
+class Two(nn.Module):
+    """Two layers, and what calls them."""
+
+    def __init__(self, call: Callable[[nn.Module, nn.Module, Tensor], Tensor], change: str = "") -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second, self._call = nn.Linear(4, 4), nn.Linear(4, 4), call
+        if change == "tie":
+            self.second.weight = self.first.weight
+        elif change == "hook":
+            self.first.register_forward_hook(lambda *_: None)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).relu()
-        return hidden + self.second(hidden)
+        return self._call(self.first, self.second, x)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.second(self.first(x)))
+def residual(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+    return (hidden := first(x).relu()) + second(hidden)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-class Mixing(nn.Module):
-    """A function that keeps scales elsewhere, and here mixes the channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(nn.functional.max_pool1d(self.first(x), 3, 1, 1))
-
-
-def hooked() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].register_forward_hook(lambda *_: None)
-    return model
+def mixing(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+    """With a function that keeps scales elsewhere, and here mixes the channels."""
+    return second(nn.functional.max_pool1d(first(x), 3, 1, 1))
 
 
 STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "residual": (Residual, "something else than a layer reads the output or a parameter"),
-    "called twice": (Twice, "a layer is called several times"),
-    "shared weight": (Tied, "layers share a parameter"),
-    "hook": (hooked, "a weight is computed, or a layer has hooks"),
+    "residual": (lambda: Two(residual), "something else than a layer reads the output or a parameter"),
+    "called twice": (lambda: Two(lambda one, two, x: two(two(one(x)))), "a layer is called several times"),
+    "shared weight": (lambda: Two(lambda one, two, x: two(one(x)), "tie"), "layers share a parameter"),
+    "hook": (lambda: Two(lambda one, two, x: two(one(x)), "hook"), "a weight is computed, or a layer has hooks"),
     "computed weight": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
         "",
@@ -143,7 +113,7 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 1)),
         "a layer after it has other channels",
     ),
-    "mixed channels": (Mixing, "the model's output would change by"),
+    "mixed channels": (lambda: Two(mixing), "the model's output would change by"),
 }
 
 
@@ -154,18 +124,16 @@ def test_what_is_no_pair_stays_and_says_why(name: str) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(torch.logspace(-1, 1, weight.numel()).view_as(weight))
-    state = copy.deepcopy(model.state_dict())
-    found = equalize(model, x, TENSORS)
     why = STAY[name][1]
+    with unchanged(model):
+        found = equalize(model, x, TENSORS)
     assert [pair.note[: len(why)] for pair in found.pairs[:1]] == ([why] if why else [])
     assert found.after == found.before
-    for key, value in model.state_dict().items():
-        assert_same_bits(value, state[key])
 
 
 def test_one_wrong_pair_does_not_keep_others_from_it() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Mixing()), torch.randn(16, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Two(mixing)), torch.randn(16, 4)
     with torch.no_grad():
         model[0].weight *= torch.logspace(-2, 2, 4).view(-1, 1)
         model[2].first.weight /= torch.logspace(-2, 2, 4)
@@ -178,19 +146,16 @@ def test_one_wrong_pair_does_not_keep_others_from_it() -> None:
 
 def test_what_does_not_help_is_not_done() -> None:
     model, x = chain(), images()
-    state = copy.deepcopy(model.state_dict())
-    found = equalize(model, x, fq.Config("channels", (fq.Rule(weight="int8 per_channel(0)"),)))
+    with unchanged(model):
+        found = equalize(model, x, fq.Config("channels", (fq.Rule(weight="int8 per_channel(0)"),)))
     assert found.after == found.before
     assert {pair.note[:22] for pair in found.pairs} == {"the error would become"}
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 def test_nothing_changes_after_an_error() -> None:
-    model, x = chain(), images()
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(KeyboardInterrupt):
-        equalize(model, x, TENSORS, forward=InterruptedForward(8))
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    model = chain()
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
+        equalize(model, images(), TENSORS, forward=InterruptedForward(8))
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
@@ -224,56 +189,42 @@ def test_functions_between_layers_keep_scales(name: str) -> None:
     assert_same_bits(function(8 * x, *args), 8 * function(x.clone(), *args))  # powers of two round nothing
 
 
-class Positive(nn.Module):
-    """Gives as many values as are positive, as a detector gives what it finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return y[y > 0]
-
-
 def test_an_output_of_another_length_is_another_output() -> None:
+    class Positive(nn.Linear):
+        """Gives as many values as are positive, as a detector gives what it finds."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y[y > 0]
+
     torch.manual_seed(0)
-    model, x = Positive(), torch.randn(16, 4)
+    model, x = Positive(4, 4), torch.randn(16, 4)
     check = OutputCheck(model, kept([x]))
     assert check.why_not() is None
     with torch.no_grad():
-        model.layer.bias += 1
+        model.bias += 1
     assert check.difference() == float("inf")
     assert check.why_not() == "the model's output would change by inf of its size"
 
 
-USUAL = ["nn LSTM", "nn GAN generator", "nn UNet", "nn TransformerEncoder"]
-
-
-@each_architecture(USUAL)
+@each_architecture(["nn LSTM", "nn GAN generator", "nn UNet", "nn TransformerEncoder"])
 def test_architectures_keep_their_float_function(name: str) -> None:
     found = changed_alike(name, lambda model, batch: equalize(model, batch, TENSORS, forward=run_batch))
     assert found.after <= found.before
 
 
-class _Auxiliary(nn.Module):
-    """A head for training alone reads what the first layer makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.last(x) + self.other(x) if self.training else self.last(x)
-
-
 def test_layers_stay_where_the_batch_does_not_reach_another_reader() -> None:
     torch.manual_seed(0)
-    model = _Auxiliary().eval()
+    heads = {name: nn.Conv2d(4, 2, 1) for name in ("last", "other")}  # the other one for training alone
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x).relu()
+        return m.last(x) + m.other(x) if m.training else m.last(x)
+
+    model = Calls(forward, first=nn.Conv2d(3, 4, 1), **heads).eval()
     with torch.no_grad():
         model.first.weight[1] *= 100
-    found = equalize(model, torch.randn(2, 3, 5, 5), fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),)))
+    found = equalize(model, torch.randn(2, 3, 5, 5), TENSORS)
     assert ["this batch does not reach other.weight" in row.note for row in found.pairs] == [True]
 
 
@@ -290,10 +241,7 @@ def test_modules_of_jit_beside_the_layers_are_left(make: Any, transform: str, wi
         model[1].weight[1] *= 100
     before, inner = model(x), [p.clone() for p in part.parameters()]
     weight = model[3].weight.clone()
-    if transform == "rotate":
-        found = fq.ptq.rotate(model, x)
-    else:
-        found = equalize(model, x, fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),)))
+    found = fq.ptq.rotate(model, x) if transform == "rotate" else equalize(model, x, TENSORS)
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
     assert torch.equal(weight, model[3].weight) == (width == 6)
     assert ("torch.jit does not show whether a run reads it" in str(found)) == (width == 6)

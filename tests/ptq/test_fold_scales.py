@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,8 @@ from fakequant.ptq import fold_scales
 from fakequant.ptq.scale_folding import FoldedScale
 from fakequant.ptq.weights import shared_parameters
 from tests.support.architectures import case_of, each_architecture
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, unchanged
+from tests.support.functional_models import Calls
 from tests.support.interruption import InterruptedForward
 
 OUTLIERS = [3, 9]
@@ -137,17 +137,14 @@ def stays() -> dict[str, tuple[nn.Module, dict[str, float], str]]:
     tied.other.weight = tied.norm.get_parameter("weight")
     hooked = Block(nn.LayerNorm(16))
     hooked.norm.register_forward_hook(lambda *_: None)
+    both, elsewhere = {"up": 0.5, "gate": 0.5}, "norm: something else reads its output too"
     return {
-        "residual": (
-            Block(nn.LayerNorm(16), residual=True),
-            {"up": 0.5, "gate": 0.5},
-            "norm: something else reads its output too",
-        ),
-        "one reader": (Block(nn.LayerNorm(16)), {"up": 0.5}, "norm: something else reads its output too"),
+        "residual": (Block(nn.LayerNorm(16), residual=True), both, elsewhere),
+        "one reader": (Block(nn.LayerNorm(16)), {"up": 0.5}, elsewhere),
         "different": (Block(nn.LayerNorm(16)), {"up": 0.5, "gate": 0.25}, "norm: its readers have different scales"),
-        "shared": (tied, {"up": 0.5, "gate": 0.5}, "norm: modules share its weight"),
-        "hook": (hooked, {"up": 0.5, "gate": 0.5}, "norm: it has hooks or a forward of its own"),
-        "other function": (Block(Wrong(16)), {"up": 0.5, "gate": 0.5}, "norm: its output is no multiple of its weight"),
+        "shared": (tied, both, "norm: modules share its weight"),
+        "hook": (hooked, both, "norm: it has hooks or a forward of its own"),
+        "other function": (Block(Wrong(16)), both, "norm: its output is no multiple of its weight"),
         "no norm": (Block(nn.LayerNorm(16)), {"down": 0.5}, "no normalisation makes its input"),
     }
 
@@ -159,11 +156,9 @@ def test_what_cannot_be_folded_stays_and_says_why(name: str) -> None:
     for layer, factor in factors.items():
         scaled(model.get_submodule(layer), factor)
     fq.calibrate(model, batches(), progress=False)
-    state, y = copy.deepcopy(model.state_dict()), model(batches()[0])
-    found = fold_scales(model, batches()[0])
+    with unchanged(model):
+        found = fold_scales(model, batches()[0])
     assert [(of.layer, of.into, of.note[: len(why)]) for of in found.layers] == [(name, "", why) for name in factors]
-    assert list(model.state_dict()) == list(state)
-    assert_same_bits(model(batches()[0]), y)
     assert f"stays: {why}" in str(found)
 
 
@@ -181,21 +176,12 @@ def test_every_other_transform_stays_by_its_name(kind: str) -> None:
     assert model[0].up.input_transform is transform
 
 
-class Branches(nn.Module):
-    """Which layer reads the normalisation's output depends on the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.gate = nn.LayerNorm(16), nn.Linear(16, 4), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.norm(x)) if x[0, 0] > 0 else self.gate(self.norm(x))
-
-
 @pytest.mark.parametrize("in_float", [[], ["gate"]])
 def test_a_scale_stays_where_the_batch_does_not_reach_another_reader(in_float: list[str]) -> None:
     torch.manual_seed(0)
-    model: Any = fq.prepare(Branches(), "int8", skip=in_float)
+    layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 4), "gate": nn.Linear(16, 4)}
+    branches = Calls(lambda m, x: (m.up if x[0, 0] > 0 else m.gate)(m.norm(x)), **layers)
+    model: Any = fq.prepare(branches, "int8", skip=in_float)
     for name in {"up", "gate"} - {*in_float}:
         scaled(model.get_submodule(name), 0.5)
     x = batches()[0]
@@ -209,21 +195,12 @@ def test_a_scale_stays_where_the_batch_does_not_reach_another_reader(in_float: l
     assert notes.get("gate", "this batch does not reach it") == "this batch does not reach it"
 
 
-class SmallBranch(nn.Module):
-    """A branch that is 1e-6 of the output, as at the start of training with LayerScale."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.up = norm, nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1e-6 * self.up(self.norm(x))
-
-
 @pytest.mark.parametrize("name", ["weight", "1 + weight"])
 def test_what_a_normalisation_multiplies_by_is_seen_at_its_own_output(name: str) -> None:
+    """A branch may be 1e-6 of the output, as at the start of training with LayerScale."""
     torch.manual_seed(0)
-    model: Any = fq.prepare(SmallBranch(norms()[name]()), "int8")
+    small = Calls(lambda m, x: x + 1e-6 * m.up(m.norm(x)), norm=norms()[name](), up=nn.Linear(16, 16))
+    model: Any = fq.prepare(small, "int8")
     scaled(model.up, 0.5)
     x = batches()[0]
     with disabled(model), torch.no_grad():
@@ -246,11 +223,8 @@ def test_errors() -> None:
     with pytest.raises(ConfigError, match="no quantizers; call fakequant"):
         fold_scales(nn.Linear(2, 2), torch.ones(1, 2))
     model = smoothed(Block(nn.LayerNorm(16)))
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(KeyboardInterrupt):
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
         fold_scales(model, batches()[0], forward=InterruptedForward(4))
-    assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 SMOOTHED = [

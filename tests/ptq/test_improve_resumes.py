@@ -22,7 +22,7 @@ import fakequant as fq
 from fakequant import files
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.ptq.stream import Stream
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_state, unchanged
 from tests.support.changes import CHANGES, FACTORS, Scaled
 
 improving = importlib.import_module("fakequant.ptq.improvement")
@@ -70,12 +70,6 @@ def improved(model: nn.Module, folder: Path | None, steps: Any = QUICK) -> Any:
     return fq.ptq.improve(model, batches(), steps, checkpoint=folder, progress=False)
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    assert one.state_dict().keys() == other.state_dict().keys()
-    for name, value in one.state_dict().items():
-        assert_same_bits(value, other.state_dict()[name], name)
-
-
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers for which something is chosen."""
@@ -98,7 +92,7 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
     rows = improved(whole, None, steps)
     order = list(chosen)
     assert order == ["one", "other", "twice", "last"]
-    before, replaced, renames = copy.deepcopy(model), os.replace, []
+    replaced, renames = os.replace, []
 
     def cut_off(*names: Any) -> None:
         renames.append(names)
@@ -107,13 +101,12 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
         replaced(*names)
 
     monkeypatch.setattr(files.os, "replace", cut_off)
-    with pytest.raises(KeyboardInterrupt):
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
         improved(model, tmp_path, steps)
-    assert_same(model, before)
     chosen.clear()
     found = improved(model, tmp_path, steps)
     assert chosen == ["twice", "last"]
-    assert_same(model, whole)
+    assert_same_state(model, whole)
     assert str(found) == str(rows)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number:05}.layer" for number in range(4)]
 
@@ -133,10 +126,9 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
 def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     improved(prepared(), tmp_path)
     model = prepared(given.pop("model", "int4 inputs"))
-    before = copy.deepcopy(model)
-    with pytest.raises(CheckpointError, match=f"holds a run of improve with {message}; continue with what it had"):
+    said = f"holds a run of improve with {message}; continue with what it had"
+    with unchanged(model), pytest.raises(CheckpointError, match=said):
         fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
-    assert_same(model, before)
 
 
 def scaled() -> nn.Module:
@@ -145,21 +137,18 @@ def scaled() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_differs_in_no_tensor_of_its_state_is_another_one(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [*CHANGES, "a global value that it reads"])
+def test_a_model_that_differs_in_no_tensor_of_its_state_is_another_one(
+    change: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     improved(scaled(), tmp_path)
     improved(scaled(), tmp_path)  # the same run
     model = scaled()
-    CHANGES[change](model)
+    if change in CHANGES:
+        CHANGES[change](model)
+    else:
+        monkeypatch.setitem(FACTORS, "module", 2.0)
     with pytest.raises(CheckpointError, match=f"a run of improve with {OUTPUT};"):
-        improved(model, tmp_path)
-
-
-def test_a_model_that_reads_another_global_value_is_another_one(tmp_path: Path, monkeypatch: Any) -> None:
-    improved(scaled(), tmp_path)
-    model = scaled()
-    monkeypatch.setitem(FACTORS, "module", 2.0)
-    with pytest.raises(CheckpointError, match=OUTPUT):
         improved(model, tmp_path)
 
 
@@ -195,7 +184,7 @@ def test_batches_of_any_kind_are_compared(kind: Any, inputs: Any, tmp_path: Path
 
     first = run([kind(x) for x in batches()])
     chosen.clear()
-    assert_same(run([kind(x.clone()) for x in batches()]), first)
+    assert_same_state(run([kind(x.clone()) for x in batches()]), first)
     assert chosen == []
     with pytest.raises(CheckpointError, match="a run of improve with another set of batches;"):
         run([kind(x + 1) for x in batches()])
@@ -221,14 +210,13 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     model = prepared()
-    before = copy.deepcopy(model)
-    with pytest.raises(CheckpointError, match=r"00002.layer is damaged; remove it, and its layer is chosen again"):
+    said = "00002.layer is damaged; remove it, and its layer is chosen again"
+    with unchanged(model), pytest.raises(CheckpointError, match=said):
         improved(model, tmp_path)
-    assert_same(model, before)
     path.unlink()
     improved(model, tmp_path)
     improved(whole := prepared(), None)
-    assert_same(model, whole)
+    assert_same_state(model, whole)
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -258,10 +246,8 @@ def test_a_file_of_another_content_is_refused(key: str | None, value: Any, messa
         torch.save({**torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True), key: value}, buffer)
     _put(path, value if key is None else buffer.getvalue())
     model = prepared()
-    before = copy.deepcopy(model)
-    with pytest.raises(CheckpointError, match=f"00000.layer {message}"):
+    with unchanged(model), pytest.raises(CheckpointError, match=f"00000.layer {message}"):
         improved(model, tmp_path)
-    assert_same(model, before)
 
 
 KILLED = f"""
@@ -290,25 +276,25 @@ def test_a_kill_amid_a_file_leaves_the_others(tmp_path: Path, chosen: list[str])
     assert chosen == ["twice", "last"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number:05}.layer" for number in range(4)]
     improved(whole := prepared(), None)
-    assert_same(model, whole)
-
-
-INTERRUPTED = ["choose_input", "sums", "choose", "keep", "write", "put", "advance"]
+    assert_same_state(model, whole)
 
 
 @pytest.mark.parametrize(
-    ("where", "error"), [*((where, KeyboardInterrupt) for where in INTERRUPTED), ("sums", RuntimeError)]
+    ("owner", "where", "error"),
+    [
+        (collecting.Collector, "choose_input", KeyboardInterrupt),
+        (collecting.Collector, "sums", RuntimeError),
+        (collecting, "choose", KeyboardInterrupt),
+        (improving, "write", KeyboardInterrupt),
+        (improving.FloatTwin, "keep", KeyboardInterrupt),
+        (improving.ChosenLayersFolder, "put", KeyboardInterrupt),
+        (Stream, "advance", KeyboardInterrupt),
+    ],
 )
-def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    owners = {
-        "choose": collecting,
-        "write": improving,
-        "keep": improving.FloatTwin,
-        "put": improving.ChosenLayersFolder,
-        "advance": Stream,
-    }
-    owner, calls = owners.get(where, collecting.Collector), []
-    own = getattr(owner, where)
+def test_an_error_in_every_part_leaves_the_model(
+    owner: Any, where: str, error: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    calls, own = list[Any](), getattr(owner, where)
 
     def raising(*given: Any, **named: Any) -> Any:
         calls.append(given)
@@ -319,9 +305,7 @@ def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_pat
 
     monkeypatch.setattr(owner, where, raising)
     model = prepared()
-    before = copy.deepcopy(model)
-    with pytest.raises(error):
+    with unchanged(model), pytest.raises(error):
         improved(model, tmp_path)
-    assert_same(model, before)
-    assert model.training == before.training
+    assert model.training
     assert not model.one._forward_pre_hooks

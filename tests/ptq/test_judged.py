@@ -1,47 +1,41 @@
-"""What improve and reconstruct choose is judged on batches that chose nothing, and goes back where it does not help."""
+"""What improve and reconstruct choose is judged on other batches, and goes back where it does not help; their runs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_state
+from tests.support.functional_models import Calls
 from tests.support.kept import kept
 
 
-class Two(nn.Module):
+def two() -> nn.Module:
     """Two outputs, one of which is 1,000 times as large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(24, 24), nn.Linear(24, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.two(self.one(x).relu()), 1e3 * self.one(x)
+    one, other = nn.Linear(24, 24), nn.Linear(24, 3)
+    return Calls(lambda m, x: (m.two(m.one(x).relu()), 1e3 * m.one(x)), one=one, two=other)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(24, 16, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x[:, None].expand(-1, 3, -1))[0][:, -1])
+def recurrent() -> nn.Module:
+    parts = {"lstm": nn.LSTM(24, 16, batch_first=True), "head": nn.Linear(16, 3)}
+    return Calls(lambda m, x: m.head(m.lstm(x[:, None].expand(-1, 3, -1))[0][:, -1]), **parts)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "tanh": lambda: nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24), nn.LayerNorm(24), nn.Linear(24, 5)),
-    "two outputs": Two,
-    "lstm": Recurrent,
+    "two outputs": two,
+    "lstm": recurrent,
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (4, 6)), nn.Conv1d(4, 16, 3), nn.ReLU(), nn.Conv1d(16, 4, 2), nn.Flatten(), nn.Linear(12, 3)
     ),
@@ -75,7 +69,7 @@ def test_choices_that_do_not_help_on_other_rows_go_back(kind: str, preset: str) 
         net, model, given = ready(kind, preset, seed)
         new = OutputDistance(net, kept([torch.randn(512, 24)], run))
         held = OutputDistance(net, kept(given[1:2], run))
-        before, state = new.of(model).mean, copy.deepcopy(model.state_dict())
+        before, state = new.of(model).mean, copy.deepcopy(model)
         found = fq.ptq.improve(model, given, "fast", progress=False)
         lost += new.of(model).mean > 1.05 * before
         assert found.before is not None
@@ -83,8 +77,7 @@ def test_choices_that_do_not_help_on_other_rows_go_back(kind: str, preset: str) 
         assert found.remaining_error == found.after / found.before
         assert str(found).startswith("error of the model's output on 1 batch that chose nothing: ")
         if all(row.note.startswith("nearest: its choice does not") for row in found.layers):
-            for name, tensor in model.state_dict().items():
-                assert_same_bits(tensor, state[name])
+            assert_same_state(model, state)
             assert found.remaining_error == 1
     assert lost <= 1
 
@@ -104,21 +97,12 @@ def test_batches_that_judge_are_the_given_ones(work: Any) -> None:
         work(model, given, *blocks, judge=judge[0])
 
 
-class Apart(nn.Module):
-    """Two layers with an input and an output of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(12, 8), nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x[:, :12]), self.two(x[:, 12:])
-
-
 def test_layers_that_help_stay_where_others_do_not() -> None:
     """The second layer gets the opposite inputs on the batches that judge, so that its new bias is wrong there."""
     torch.manual_seed(0)
-    net, mean, mixed = Apart(), 4 * torch.randn(12), torch.randn(4, 12)
+    layers = {name: nn.Linear(12, 8) for name in ("one", "two")}  # with an input and an output of their own
+    net = Calls(lambda m, x: (m.one(x[:, :12]), m.two(x[:, 12:])), **layers)
+    mean, mixed = 4 * torch.randn(12), torch.randn(4, 12)
 
     def batch(*, judges: bool) -> Tensor:
         first = torch.randn(512, 4) @ mixed + 0.6 * torch.randn(512, 12)
@@ -140,3 +124,75 @@ def test_one_batch_judges_nothing_and_says_so() -> None:
     found = fq.ptq.improve(model, given, progress=False)
     assert str(found).startswith("error of the model's output on 1 batch that chose, too, and new data may lose more: ")
     assert not any(row.note for row in found.layers)
+
+
+def attend(m: Any, x: Tensor) -> Tensor:
+    x = m.words(x)
+    q, k, v = (layer(m.norm(x)).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    return x + m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def attending() -> nn.Module:
+    layers = {name: nn.Linear(16, 16) for name in ("q", "k", "v", "out")}
+    return Calls(attend, words=nn.Embedding(20, 16), norm=nn.LayerNorm(16), **layers)
+
+
+COUNTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)),
+        lambda: torch.randn(64, 16),
+    ),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(288, 4)
+        ),
+        lambda: torch.randn(32, 3, 8, 8),
+    ),
+    "attention": (attending, lambda: torch.randint(0, 20, (16, 12))),
+}
+
+
+def counted(net: str, number: int) -> tuple[nn.Module, list[Tensor], list[int]]:
+    """A prepared net, batches, and what counts the calls of its forward."""
+    torch.manual_seed(0)
+    make, batch = COUNTED[net]
+    model, runs = fq.prepare(make().eval(), "INT4_GROUP32"), [0]
+    batches, own = [batch() for _ in range(number)], model.forward
+
+    def forward(*args: Any) -> Any:
+        runs[0] += 1
+        return own(*args)
+
+    model.forward = forward  # type: ignore[method-assign]
+    return model, batches, runs
+
+
+@pytest.mark.parametrize("number", [2, 4, 8])
+@pytest.mark.parametrize("steps", ["fast", "best"])
+@pytest.mark.parametrize("net", COUNTED)
+def test_improve_runs_a_model_three_times_and_two_batches_once_more(net: str, steps: str, number: int) -> None:
+    model, batches, runs = counted(net, number)
+    found = fq.ptq.improve(model, batches, steps, progress=False)
+    parts = sum(not row.note.startswith("no batch") for row in found.layers)  # run where all together do not help
+    usual = 3 * number + 2 + 1 + 1  # the one that judges runs before the choices, too, and once more
+    assert runs[0] in (usual, usual + parts)
+    assert found.is_judged
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "runs"),
+    [
+        (8, {"steps": "fast"}, 3 * 8 + 2 + 1 + 1),  # what all changes lower is measured once
+        (8, {"steps": "fast", "checkpoint": True}, 3 * 8 + 2 + 1 + 2),  # the first batch again
+        (4, {"steps": "fast", "judge": []}, 3 * 4 + 2 + 3 * 4 + 1),  # all four measure
+        (8, {"steps": ["gptq"]}, 8 + 2 + 7 + 3 + 1),  # without drift, the float model on what judges alone
+        (1, {"steps": "fast"}, 3 + 1 + 3 + 1),
+    ],
+    ids=str,
+)
+def test_other_ways_run_it(number: int, options: dict[str, Any], runs: int, tmp_path: Path) -> None:
+    model, batches, counts = counted("mlp", number)
+    how = {**options, "checkpoint": tmp_path if "checkpoint" in options else None}
+    found = fq.ptq.improve(model, batches, progress=False, **how)
+    assert counts[0] == runs
+    assert number < 8 or (found.remaining_error < 1 and not any(row.note for row in found.layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,58 +15,52 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.data.batches import HeldOut
+from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance
+from fakequant.model.sites.targets import targets
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.next_step import AdviceContext, next_step
+from fakequant.ptq.next_step import ENGINES, AdviceContext, made_by, next_step, places, weight_methods_of
 from fakequant.ptq.trial import Aim, Change, ChangeTrials
 from tests.support.advised import deep, given, perceptron, rows, run, tried_on
+from tests.support.bits import unchanged
+from tests.support.functional_models import Calls
 from tests.support.kept import kept
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """An LSTM whose inputs are loud in some steps and quiet in others, as of a voice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 32, 2, batch_first=True), nn.Linear(32, 16)
-        with torch.no_grad():
-            for parameter in self.lstm.parameters():
-                parameter.mul_(4)  # as training does, so that quiet steps move it, too
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0].mean(1))
+    parts = {"lstm": nn.LSTM(8, 32, 2, batch_first=True), "head": nn.Linear(32, 16)}
+    with torch.no_grad():
+        for parameter in parts["lstm"].parameters():
+            parameter.mul_(4)  # as training does, so that quiet steps move it, too
+    return Calls(lambda m, x: m.head(m.lstm(x)[0].mean(1)), **parts)
 
 
-class Encoder(nn.Module):
+def encode(m: Any, x: Tensor) -> Tensor:
+    return m.head(nn.functional.layer_norm(x + m.down(torch.relu(m.up(x))), (16,)))
+
+
+def encoder_net() -> nn.Module:
     """Tokens of which the first is far larger than the others, as in trained transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.layer_norm(x + self.down(torch.relu(self.up(x))), (16,)))
+    return Calls(encode, up=nn.Linear(16, 64), down=nn.Linear(64, 16), head=nn.Linear(16, 4))
 
 
-class Words(nn.Module):
+def table_and_head() -> nn.Module:
     """A table with nearly all weights, before a small head."""
+    parts = {"table": nn.Embedding(512, 32), "head": nn.Linear(32, 64)}
+    return Calls(lambda m, ids: m.head(torch.tanh(m.table(ids).mean(1))), **parts)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(512, 32), nn.Linear(32, 64)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.table(ids).mean(1)))
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def steps(seed: int) -> Tensor:
-    x = torch.randn(8, 12, 8, generator=torch.Generator().manual_seed(seed))
-    return x * torch.where(torch.arange(12) % 6 == 0, 300.0, 1.0).view(1, 12, 1)
+    return drawn(seed, 8, 12, 8) * torch.where(torch.arange(12) % 6 == 0, 300.0, 1.0)[:, None]
 
 
 def tokens(seed: int) -> Tensor:
-    x = torch.randn(8, 12, 16, generator=torch.Generator().manual_seed(seed))
-    return x * torch.where(torch.arange(12) == 0, 200.0, 1.0).view(1, 12, 1)
+    return drawn(seed, 8, 12, 16) * torch.where(torch.arange(12) == 0, 200.0, 1.0)[:, None]
 
 
 SIZES = torch.logspace(0, 3, 16)
@@ -73,7 +68,7 @@ SIZES = torch.logspace(0, 3, 16)
 
 
 def columns(seed: int) -> Tensor:
-    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) * SIZES
+    return drawn(seed, 32, 16) * SIZES
 
 
 def uneven() -> nn.Module:
@@ -84,7 +79,7 @@ def uneven() -> nn.Module:
 
 
 def images(seed: int) -> Tensor:
-    return torch.randn(8, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return drawn(seed, 8, 4, 8, 8)
 
 
 def words(seed: int) -> Tensor:
@@ -98,13 +93,19 @@ def convolutions() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str, str]] = {
-    "recurrent, int8": (Recurrent, steps, "int8", "Take the preset int8_per_token"),
-    "encoder, int8": (Encoder, tokens, "int8", "Take the preset int8_per_token"),
+    "recurrent, int8": (recurrent, steps, "int8", "Take the preset int8_per_token"),
+    "encoder, int8": (encoder_net, tokens, "int8", "Take the preset int8_per_token"),
     "perceptron, int4": (perceptron, rows, "int4_group32", "Choose the weights by the error of their layers"),
     "perceptron, int4 inputs": (perceptron, rows, "int4", ""),
     "uneven columns, int8": (uneven, columns, "int8", "Take the preset fp8, with weights of float8_e4m3fn: "),
     "convolutions, int4": (convolutions, images, "int4_weight_only", "Choose the weights by the error"),
 }
+
+
+def calibrated(exact: nn.Module, preset: str, batches: list[Tensor], *example: Tensor, **how: Any) -> Any:
+    model = fq.prepare(copy.deepcopy(exact), preset, *example, **how)
+    fq.calibrate(model, batches, progress=False)
+    return model
 
 
 def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
@@ -121,9 +122,8 @@ def reported(model: nn.Module, batches: list[Any], folder: Path, **how: Any) -> 
 )
 def test_presets_are_tried_that_the_target_runs(target: str, tried: list[str]) -> None:
     torch.manual_seed(0)
-    model, batches = fq.prepare(uneven(), "int8"), [columns(0), columns(1)]
-    fq.calibrate(model, batches, progress=False)
-    found = next_step(model, given(batches), AdviceContext(target=target))
+    batches = [columns(0), columns(1)]
+    found = next_step(calibrated(uneven(), "int8", batches), given(batches), AdviceContext(target=target))
     assert found is not None
     presets = [one.what.split()[3].rstrip(",") for one in found.tried if one.what.startswith("Take the preset")]
     assert presets == tried
@@ -134,8 +134,7 @@ def test_what_is_advised_lowers_the_error_on_other_data(name: str, tmp_path: Pat
     make, batch, preset, said = MODELS[name]
     torch.manual_seed(0)
     exact, batches, others = make().eval(), [batch(seed) for seed in range(4)], [batch(seed) for seed in range(50, 54)]
-    model = fq.prepare(copy.deepcopy(exact), preset)
-    fq.calibrate(model, batches, progress=False)
+    model = calibrated(exact, preset, batches)
     found = reported(model, batches, tmp_path)
     assert found["next"].startswith(said)
     best = found["advice"]["tried"][found["advice"]["best"]]
@@ -148,14 +147,13 @@ def test_what_is_advised_lowers_the_error_on_other_data(name: str, tmp_path: Pat
 
 def encoder(preset: str = "int8", batches: int = 4, **how: Any) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
-    model, given = fq.prepare(Encoder().eval(), preset, **how), [tokens(seed) for seed in range(batches)]
-    fq.calibrate(model, given, progress=False)
-    return model, given
+    given = [tokens(seed) for seed in range(batches)]
+    return calibrated(encoder_net().eval(), preset, given, **how), given
 
 
 def test_a_large_layer_is_made_smaller_before_a_layer_is_left_in_float(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    exact, batches = Words().eval(), [words(seed) for seed in range(4)]
+    exact, batches = table_and_head().eval(), [words(seed) for seed in range(4)]
     model = fq.prepare(copy.deepcopy(exact), "int4_group32", skip=["table"])
     found = reported(model, batches, tmp_path)
     assert found["next"].startswith(
@@ -196,13 +194,11 @@ def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
     model, batches = encoder(preset)
     model.head.train()
     held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
-    values = {name: value.clone() for name, value in model.state_dict().items()}
     before, random = model(batches[0]), torch.random.get_rng_state()
-    assert next_step(model, given(batches)).tried
+    with unchanged(model):
+        assert next_step(model, given(batches)).tried
     assert torch.equal(torch.random.get_rng_state(), random)
     assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
-    assert values.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(batches[0]), before)
     assert torch.equal(model.eval()(batches[0]), before)
 
@@ -210,8 +206,8 @@ def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
 def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
     def runs(blocks: int) -> int:
         torch.manual_seed(0)
-        model, batches = fq.prepare(deep(blocks), "int4"), [rows(seed) for seed in range(4)]
-        fq.calibrate(model, batches, progress=False)
+        batches = [rows(seed) for seed in range(4)]
+        model = calibrated(deep(blocks), "int4", batches)
         worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
         calls = []
         model[0].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -240,21 +236,16 @@ def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     }
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+def normed() -> Any:
+    """Which torch.fx can trace."""
+    return nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 8, 3), norm=nn.BatchNorm2d(8), act=nn.ReLU()))
 
 
 def test_batch_normalisations_that_engines_fold_are_no_ready_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    exact, batches = Normed().eval(), [images(seed) for seed in range(4)]
+    exact, batches = normed().eval(), [images(seed) for seed in range(4)]
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
-    model = fq.prepare(copy.deepcopy(exact), "int8")
-    fq.calibrate(model, batches, progress=False)
+    model = calibrated(exact, "int8", batches)
     found = reported(model, batches, tmp_path)
     assert found["next"].startswith("Fold 1 batch normalisation into the layers before, as engines do: the error")
     scope = {"fq": fq, "batches": batches, "example": batches[0], "float_model": copy.deepcopy(exact)}
@@ -266,8 +257,8 @@ def test_batch_normalisations_that_engines_fold_are_no_ready_file(tmp_path: Path
 
 def test_batch_normalisations_after_layers_in_float_stay() -> None:
     torch.manual_seed(0)
-    model = fq.prepare(nn.Sequential(Normed(), nn.Flatten(), nn.Linear(288, 4)).eval(), "int8", skip=["0.conv"])
-    fq.calibrate(model, [images(0)], progress=False)
+    net = nn.Sequential(normed(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    model = calibrated(net, "int8", [images(0)], skip=["0.conv"])
     assert not any("normalisation" in one.what for one in tried_on(model, [images(0), images(1)]).tried)
 
 
@@ -309,14 +300,12 @@ def test_no_method_is_advised_for_the_batches_that_made_it(activation: Any, spre
     torch.manual_seed(seed)
     exact = nn.Sequential(Own(16, 64), activation(), nn.Linear(64, 16)).eval()
     batches, others = loud(24, 1 + seed, spread), loud(60, 991, spread)
-    model = fq.prepare(copy.deepcopy(exact), "int8", batches[0])
-    fq.calibrate(model, batches, progress=False)
+    model = calibrated(exact, "int8", batches, batches[0])
     advice, before = tried_on(model, batches), error(model, exact, others)
     if advice.best is not None and "calibrate(model" in (code := advice.tried[advice.best].code):
         exec(code, {"fq": fq, "model": model, "batches": batches})
         assert error(model, exact, others) < before
-    own = fq.prepare(copy.deepcopy(exact), "int8", batches[0])
-    fq.calibrate(own, batches[0:8:2], progress=False)
+    own = calibrated(exact, "int8", batches[0:8:2], batches[0])
     assert advice.error == error(own, exact, batches[1:8:2])
 
 
@@ -335,7 +324,7 @@ def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() ->
 @pytest.mark.parametrize("count", [16, 3, 2])
 def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> None:
     torch.manual_seed(0)
-    exact, batches = Normed().eval(), [images(seed) * 2.0**seed for seed in range(count)]
+    exact, batches = normed().eval(), [images(seed) * 2.0**seed for seed in range(count)]
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
     model = fq.prepare(exact, "int8")
     fq.calibrate(model, batches, "max", progress=False)
@@ -351,10 +340,68 @@ def test_code_that_leaves_a_layer_in_float_keeps_what_the_example_quantized(skip
     torch.manual_seed(0)
     exact = nn.Sequential(Own(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
     batches = [rows(seed) for seed in range(4)]
-    model = fq.prepare(copy.deepcopy(exact), "int4", batches[0])
-    fq.calibrate(model, batches, progress=False)
+    model = calibrated(exact, "int4", batches, batches[0])
     code = tried_on(model, batches, "4").tried[-1].code.replace('"4"', f'"{skipped}"')
     assert code.startswith("# float_model: the model before prepare; config: what prepare got; example: one input")
     scope = {"fq": fq, "batches": batches, "example": batches[0], "float_model": exact, "config": "int4"}
     exec(code, scope)
     assert quantizers(scope["model"]).keys() == {name for name in quantizers(model) if not name.startswith(skipped)}
+
+
+@pytest.mark.parametrize("method", ["mse", "max", "percentile", "entropy"])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_method_of_a_model_is_not_advised_and_its_code_keeps_it(method: str, again: bool) -> None:
+    torch.manual_seed(0)
+    model, batches = fq.prepare(perceptron(), "int4"), [rows(seed) for seed in range(4)]
+    fq.calibrate(model, batches, "mse" if again else method, progress=False, weight_method="mse")
+    if again:
+        fq.recalibrate(model, method=method)
+    tried = tried_on(model, batches, "4").tried
+    named = {name for name in ("mse", "max", "percentile") if any(f"by {name!r}" in t.what for t in tried)}
+    assert method not in named
+    assert named  # the highest percentile may be the maximum
+    assert not any(one.failed for one in tried)
+    for one in tried:
+        if one.what.startswith("Calibrate"):
+            exec(one.code, {"fq": fq, "model": copy.deepcopy(model), "batches": batches})
+    same = {"mse", "max", "percentile", method} - named
+    said = ["" if one == "mse" else f', method="{one}"' for one in same]
+    assert tried[-1].code.endswith(tuple(f'fq.calibrate(model, batches{one}, weight_method="mse")' for one in said))
+
+
+@pytest.mark.parametrize("preset", ["gguf_q4_k", "gguf_q8_0", "gguf_iq4_xs"])
+@pytest.mark.parametrize("method", [None, "max", "mse"])
+def test_the_method_of_weights_on_a_lattice_is_known(preset: str, method: str | None) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(256, 4)), preset)
+    fq.calibrate(model, weight_method=method)
+    assert weight_methods_of(model) == ["max" if method == "max" else None]
+
+
+@pytest.mark.parametrize("name", ["INT8", "FP8", "MXFP4", "INT4_GROUP32", "NVFP4", "INT8_WEIGHT_ONLY"])
+def test_the_preset_of_a_model_is_found_by_its_quantizers(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Conv1d(3, 8, 3), nn.MaxPool1d(2), nn.Linear(31, 4))
+    found = made_by(fq.prepare(model, name, skip=["4"]))
+    assert found is not None
+    assert (found.preset.name, found.skip) == (name, ("4",))
+
+
+def test_own_rules_are_of_no_preset() -> None:
+    rules = fq.Config("own", (fq.Rule("*", "int8"), fq.Rule("1.0", weight="int2 per_channel(0)")))
+    model = fq.prepare(deep(4), rules)
+    assert made_by(model) is None
+    fq.calibrate(model, [rows(0)], progress=False)
+    tried = next_step(model, given([rows(0), rows(1)]), AdviceContext(worst=["1.0"])).tried
+    assert 'config, skip=["1.0"])' in tried[-1].code
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_its_presets_are_there_once_and_its_page_is_there(name: str) -> None:
+    engine = ENGINES[name]
+    presets = [preset for kind in engine.kinds for preset in kind]
+    assert len(set(presets)) == len(presets)
+    assert [find_preset(preset).name for preset in presets] == presets
+    assert not engine.page or (Path(__file__).parents[2] / "docs" / "engines" / f"{engine.page}.md").is_file()
+
+
+def test_engines_that_place_quantizers_are_known() -> None:
+    assert {name for name in ENGINES if places(name)} == set(targets())

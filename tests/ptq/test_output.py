@@ -14,8 +14,9 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.ptq.comparison import Ways
-from tests.support.bits import assert_same_bits
-from tests.support.kept import kept
+from tests.support.bits import assert_same_state
+from tests.support.functional_models import Calls
+from tests.support.kept import error_left, kept
 from tests.support.loops import Loop, batches
 
 
@@ -46,42 +47,32 @@ def test_padding_is_no_error_of_the_output() -> None:
     assert (found.before, found.after) == (before, error.of(model).mean)
 
 
-class Decided(nn.Module):
+def decided() -> nn.Module:
     """Gives whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).argmax(-1)
+    return Calls(lambda m, x: m.layer(x).argmax(-1), layer=nn.Linear(16, 4))
 
 
 def test_whole_numbers_have_no_error() -> None:
-    model, said = fq.prepare(Decided(), "INT4_WEIGHT_ONLY"), "model gives no floats"
+    model, said = fq.prepare(decided(), "INT4_WEIGHT_ONLY"), "model gives no floats"
     found = fq.ptq.improve(model, batches(), "fast", progress=False)
     assert (found.before, found.after) == (None, None)
     assert f"the error of the model's output was not measured: the {said}" in str(found)
     with pytest.raises(ConfigError, match=f"{said}.*metric="):
-        fq.compare(Decided(), batches(), ["INT8"])
-    (row,) = fq.compare(Decided(), batches(), Ways(["INT8"], steps=[None]), metric=lambda _: 1.0).rows
+        fq.compare(decided(), batches(), ["INT8"])
+    (row,) = fq.compare(decided(), batches(), Ways(["INT8"], steps=[None]), metric=lambda _: 1.0).rows
     assert not row.failed
-    assert "nan" not in str(fq.compare(Decided(), batches(), ["INT8"], metric=lambda _: 1.0))
+    assert "nan" not in str(fq.compare(decided(), batches(), ["INT8"], metric=lambda _: 1.0))
     with pytest.raises(ConfigError, match=said):
-        fq.ptq.equalize(nn.Sequential(nn.Linear(16, 16), Decided()), batches()[0], "INT8")
+        fq.ptq.equalize(nn.Sequential(nn.Linear(16, 16), decided()), batches()[0], "INT8")
 
 
 def test_an_error_that_was_infinite_before_is_said() -> None:
-    class Strict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 4)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y, exact = m.layer(x), nn.functional.linear(x, m.layer.weight, m.layer.bias)
+        return torch.where((y == exact).all(), y, torch.inf)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y, exact = self.layer(x), nn.functional.linear(x, self.layer.weight, self.layer.bias)
-            return torch.where((y == exact).all(), y, torch.inf)
-
-    found = fq.ptq.improve(fq.prepare(Strict(), "INT4_WEIGHT_ONLY"), batches(), ["ranges"], progress=False)
+    strict = Calls(forward, layer=nn.Linear(16, 4))
+    found = fq.ptq.improve(fq.prepare(strict, "INT4_WEIGHT_ONLY"), batches(), ["ranges"], progress=False)
     assert found.before is None
     assert "the error of the model's output was not measured: it was NaN or infinite before" in found.notes
 
@@ -92,13 +83,8 @@ class Few(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.up, self.down, self.head = (
-            nn.LayerNorm(32),
-            nn.Linear(32, 64),
-            nn.Linear(64, 32),
-            nn.Linear(32, 16),
-        )
-        self.kind = kind
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head, self.kind = nn.Linear(32, 16), kind
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -108,26 +94,21 @@ class Few(nn.Module):
 @pytest.mark.parametrize(("kind", "shape"), [("row", (2, 32)), ("first", (2, 4, 32)), ("mean", (2, 4, 32))])
 def test_few_rows_choose_nothing_that_loses_on_others(kind: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
-    given, new = [torch.randn(shape) for _ in range(2)], torch.randn(64, *shape[1:])
-    model = Few(kind).eval()
-    error = OutputDistance(model, kept([new]))
-    fq.prepare(model, "INT4_GROUP32")
-    before = error.of(model).mean
-    found = fq.ptq.improve(model, given, "fast", judge=[], progress=False)
-    assert error.of(model).mean < 1.07 * before
-    assert any("as many examples" in note for note in found.notes)
+    given, new, notes = [torch.randn(shape) for _ in range(2)], torch.randn(64, *shape[1:]), list[str]()
+
+    def work(model: nn.Module) -> None:
+        notes.extend(fq.ptq.improve(model, given, "fast", judge=[], progress=False).notes)
+
+    assert error_left(Few(kind).eval(), "INT4_GROUP32", given, work, [new]) < 1.07
+    assert any("as many examples" in note for note in notes)
 
 
 def test_a_single_row_chooses_nothing_and_many_rows_win() -> None:
     torch.manual_seed(1)
     left, new = [], torch.randn(256, 32)
-    for rows in (1, 1024):
-        model = Few("row").eval()
-        error = OutputDistance(model, kept([new]))
-        fq.prepare(model, "INT4_GROUP32")
-        before = error.of(model).mean
-        fq.ptq.improve(model, [torch.randn(rows, 32)], "fast", judge=[], progress=False)
-        left.append(error.of(model).mean / before)
+    for given in ([torch.randn(1, 32)], [torch.randn(1024, 32)]):
+        how = partial(fq.ptq.improve, batches=given, steps="fast", judge=[], progress=False)
+        left.append(error_left(Few("row").eval(), "INT4_GROUP32", given, how, [new]))
     assert left[0] == 1
     assert left[1] < 0.8
 
@@ -137,16 +118,14 @@ def test_a_single_row_chooses_nothing_and_many_rows_win() -> None:
 def test_few_rows_smooth_nothing(preset: str, rows: int) -> None:
     """A channel that is small in one row by chance got a factor that new rows could not stand: errors of 31 times."""
     torch.manual_seed(1)
-    new = torch.randn(256, 32)
-    model = Few("row").eval()
-    error = OutputDistance(model, kept([new]))
-    batches = [torch.randn(rows, 32)]
-    fq.calibrate(fq.prepare(model, preset), batches, progress=False)
-    before = error.of(model).mean
-    model_notes = fq.ptq.improve(model, batches, "fast", progress=False).notes
-    assert model.up.input_transform is None  # type: ignore[union-attr]
-    assert error.of(model).mean < 1.07 * before
-    assert any("no channel is divided" in note for note in model_notes)
+    new, given = torch.randn(256, 32), [torch.randn(rows, 32)]
+
+    def work(model: Any) -> None:
+        notes = fq.ptq.improve(model, given, "fast", progress=False).notes
+        assert any("no channel is divided" in note for note in notes)
+        assert model.up.input_transform is None
+
+    assert error_left(Few("row").eval(), preset, given, work, [new]) < 1.07
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4_weight_only"])
@@ -160,9 +139,8 @@ def test_batches_that_repeat_count_once(preset: str) -> None:
         fq.calibrate(model, batches, progress=False)
         result = fq.ptq.improve(model, given, "fast", progress=False)
         assert ("3 of 5 batches repeat earlier ones, and count once" in result.notes) == (given is not batches)
-        found.append(model.state_dict())
-    for name, value in found[0].items():
-        assert_same_bits(value, found[1][name], name)
+        found.append(model)
+    assert_same_state(*found)
 
 
 @pytest.mark.parametrize("rows", [8, 64])
@@ -179,12 +157,9 @@ def test_few_rows_do_not_cost_what_new_rows_would_have(rows: int, steps: str) ->
     for seed in range(3):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        model, given = fq.prepare(copy.deepcopy(net), "INT8_WEIGHT_ONLY"), [torch.randn(rows, 64)]
-        fq.calibrate(model, given, progress=False)
-        error = OutputDistance(net, kept([torch.randn(512, 64)]))
-        before = error.of(model).mean
-        fq.ptq.improve(model, given, steps, progress=False)
-        left.append(error.of(model).mean / before)
+        given, new = [torch.randn(rows, 64)], [torch.randn(512, 64)]
+        how = partial(fq.ptq.improve, batches=given, steps=steps, progress=False)
+        left.append(error_left(net, "INT8_WEIGHT_ONLY", given, how, new))
     assert sum(left) / 3 <= 1  # few rows may choose nothing
     assert rows == 8 or sum(left) / 3 < 1
 
@@ -204,26 +179,18 @@ def test_autocast_in_forward(preset: str, work: Any) -> None:
         return
     model = fq.prepare(copy.deepcopy(net), preset)
     fq.calibrate(model, batches(), forward=in_bfloat16, progress=False)
-    judge = {} if isinstance(work, partial) else {"judge": []}
-    found = work(model, batches(), forward=in_bfloat16, progress=False, **judge)
+    found = work(model, batches(), forward=in_bfloat16, progress=False, judge=[])
     assert found.remaining_error_of_layers < 1
 
 
 def test_casts_of_weights_that_have_changed_are_made_anew() -> None:
     """Autocast keeps casts of parameters for all threads, also of a bias that `improve` has changed since."""
-    weights = []
+    models = []
     for keeps_casts in (True, False):
-        model = fq.prepare(Loop(1), "INT4_WEIGHT_ONLY")
-        fq.ptq.improve(
-            model,
-            batches(),
-            "fast",
-            forward=lambda model, x, keeps=keeps_casts: in_bfloat16(model, x, keeps_casts=keeps),
-            progress=False,
-        )
-        weights.append(model.state_dict())
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
+        models.append(fq.prepare(Loop(1), "INT4_WEIGHT_ONLY"))
+        forward = partial(in_bfloat16, keeps_casts=keeps_casts)
+        fq.ptq.improve(models[-1], batches(), "fast", forward=forward, progress=False)
+    assert_same_state(*models)
 
 
 @pytest.mark.parametrize("steps", [["smooth"], ["rotate"], ["input", "smooth"]])
@@ -233,9 +200,4 @@ def test_a_transform_does_not_lose_what_calibration_won(steps: list[str], seed: 
     torch.manual_seed(seed)
     net, values = nn.Sequential(nn.Linear(32, 32)), torch.distributions.StudentT(3.0)
     given = [values.sample((64, 32)) for _ in range(8)]
-    model = fq.prepare(copy.deepcopy(net), "INT4")
-    fq.calibrate(model, given, progress=False)
-    error = OutputDistance(net, kept(given))
-    before = error.of(model).mean
-    fq.ptq.improve(model, given, steps, progress=False)
-    assert error.of(model).mean <= before
+    assert error_left(net, "INT4", given, partial(fq.ptq.improve, batches=given, steps=steps, progress=False)) <= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fakequant.errors import CalibrationError
 from fakequant.ptq import collector
 from fakequant.ptq.solvers import layer as solver
 from tests.support import ranks
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_state, unchanged
 from tests.support.vision import import_torchvision
 
 pytestmark = ranks.needs_gloo
@@ -52,13 +51,6 @@ def improved(preset: str, steps: Any, batches: list[Tensor], group: Any) -> tupl
     return model, fq.ptq.improve(model, batches, steps, judge=[], group=group, progress=False)
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    pairs = [dict(model.state_dict()) for model in (one, other)]
-    assert pairs[0].keys() == pairs[1].keys()
-    for name, value in pairs[0].items():
-        assert_same_bits(value, pairs[1][name], name)
-
-
 def chooses(rank: int, folder: Path) -> None:
     world, plain, solved = dist.group.WORLD, solver._chosen, list[str]()
 
@@ -73,16 +65,14 @@ def chooses(rank: int, folder: Path) -> None:
         ("int4_group32", ["ranges", "adaround"]),
         ("int8", ["ranges", "gptq", "drift", "bias"]),
     ):
-        solver._chosen = counted
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(solver, "_chosen", counted)
             model, found = improved(preset, steps, given()[4 * rank :][:4], world)
-        finally:
-            solver._chosen = plain
         # The third of three, and a single one, are chosen by both.
         own = ["q", "gate"] if rank == 0 else ["k", "up"]
         assert sorted(solved) == sorted([*own, "v", "down"]), (preset, solved)
         alone, expected = improved(preset, steps, given(), False)
-        assert_same(model, alone)
+        assert_same_state(model, alone)
         assert [row.after for row in found.layers] == pytest.approx([row.after for row in expected.layers])
         solved.clear()
 
@@ -102,20 +92,18 @@ def judges(rank: int, folder: Path) -> None:
         result = fq.ptq.improve(found[-1], own, "best", judge=judge, group=group, progress=False)
         print(rank, result)
     for other in found[1:4]:
-        assert_same(found[0], other)
+        assert_same_state(found[0], other)
     with pytest.raises(AssertionError):  # the second of each one's own batches judges
-        assert_same(found[0], found[4])
+        assert_same_state(found[0], found[4])
 
 
 def sees_other_inputs(rank: int, folder: Path) -> None:
     """What was chosen ahead counts only if all processes see the inputs by which it was."""
     plain = collector._are_same
-    collector._are_same = lambda *calls: rank == 0 and plain(*calls)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collector, "_are_same", lambda *calls: rank == 0 and plain(*calls))
         model, _ = improved("int4_weight_only", "best", given()[4 * rank :][:4], dist.group.WORLD)
-    finally:
-        collector._are_same = plain
-    assert_same(model, improved("int4_weight_only", "best", given(), False)[0])
+    assert_same_state(model, improved("int4_weight_only", "best", given(), False)[0])
 
 
 def fails(rank: int, folder: Path) -> None:
@@ -128,17 +116,12 @@ def fails(rank: int, folder: Path) -> None:
         return plain(name, *rest)
 
     model = fq.prepare(net(), "int4_weight_only")
-    before = copy.deepcopy(model.state_dict())
-    solver._chosen = failing
-    try:
-        with pytest.raises(
-            CalibrationError, match="^k: no solution" if rank else "the process of rank 1 failed, .* k: no"
-        ):
+    said = "^k: no solution" if rank else "the process of rank 1 failed, .* k: no"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_chosen", failing)
+        with unchanged(model), pytest.raises(CalibrationError, match=said):
             fq.ptq.improve(model, given()[4 * rank :][:4], "fast", group=dist.group.WORLD, progress=False)
-    finally:
-        solver._chosen = plain
     assert time.monotonic() - begun < 30
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def experts(rank: int, folder: Path) -> None:
@@ -160,13 +143,11 @@ def experts(rank: int, folder: Path) -> None:
         torch.manual_seed(0)
         net = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **sizes)).eval()
         found.append(fq.prepare(net, "int4_weight_only"))
-        solver._chosen = counted
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(solver, "_chosen", counted)
             fq.ptq.improve(found[-1], own, "best", judge=[], group=group, progress=False)
-        finally:
-            solver._chosen = plain
     assert (solved.count("gate_up_proj"), solved.count("down_proj")) == (2, 2)
-    assert_same(*found)
+    assert_same_state(*found)
 
 
 def test_two_processes_share_experts(tmp_path: Path) -> None:

@@ -16,21 +16,21 @@ from fakequant.model.presets import find_preset
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq.judging import OutputJudge
 from fakequant.ptq.results import TAKEN_BACK
+from tests.support.bits import unchanged
+from tests.support.functional_models import Calls
 
 CONV = {"stride": 2, "padding": 1}
 TRANSPOSED = {"stride": 2, "padding": 1, "output_padding": 1}
 
 
-class Calls(nn.Module):
-    """A layer's parameters, read by a function."""
+def net_of(call: Callable[[Any, Tensor], Tensor], **parameters: Tensor) -> Any:
+    """Parameters, and a function of them and the input."""
+    return Calls(call, **{name: nn.Parameter(value.detach().clone()) for name, value in parameters.items()})
 
-    def __init__(self, layer: Any, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(layer.weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
-        self._call = call
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._call(self, x)
+def calls(layer: Any, function: Callable[[Any, Tensor], Tensor]) -> Any:
+    """A function of a layer's parameters."""
+    return net_of(function, w=layer.weight, b=layer.bias)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
@@ -75,7 +75,7 @@ def test_a_weight_that_a_function_reads_gets_the_values_of_a_layers(case: str, p
     make, call, shape = CASES[case]
     torch.manual_seed(1)
     layer: Any = make()
-    own, of_own = improved(nn.Sequential(Calls(layer, call)), shape, preset)
+    own, of_own = improved(nn.Sequential(calls(layer, call)), shape, preset)
     other, of_other = improved(nn.Sequential(layer), shape, preset)
     assert (of_own.before, of_own.after) == (of_other.before, of_other.after)
     assert torch.equal(own[0].w, other[0].weight)
@@ -97,17 +97,9 @@ def test_a_weight_that_a_function_reads_gets_the_values_of_a_layers(case: str, p
 def test_factors_of_matrix_products_are_chosen(
     function: Callable[[Any, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(2)
-            self.w, self.v = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(16, 32))
-            self.b = nn.Parameter(torch.randn(16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return function(self, x)
-
-    model, found = improved(nn.Sequential(Net()), shape, "int4_weight_only")
+    torch.manual_seed(2)
+    net = net_of(function, w=torch.randn(32, 16), v=torch.randn(16, 32), b=torch.randn(16))
+    model, found = improved(nn.Sequential(net), shape, "int4_weight_only")
     (row,) = [row for row in found.layers if not row.note]
     assert row.after < 0.72 * row.before
     (product,) = quantized_weights(model).values()
@@ -115,20 +107,14 @@ def test_factors_of_matrix_products_are_chosen(
 
 
 def test_what_stays_at_the_nearest_values_is_listed_with_its_function() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.stack = nn.Parameter(torch.randn(9, 8)), nn.Parameter(torch.randn(3, 8, 8))
-            self.kernel = nn.Parameter(torch.randn(8, 4, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.bmm(F.embedding(x, self.table), self.stack)
-            return F.conv_transpose1d(y, self.kernel, groups=4) if y.shape[1] == 8 else y
-
-    batches = [torch.randint(0, 9, (3, 8)) for _ in range(3)]
-    model = fq.prepare(Net().eval(), config("int4_weight_only"), example=batches[0])
-    notes = {row.layer: row.note for row in fq.ptq.improve(model, batches, progress=False).layers}
-    assert notes == {
+    net = net_of(
+        lambda m, x: F.conv_transpose1d(torch.bmm(F.embedding(x, m.table), m.stack), m.kernel, groups=4),
+        table=torch.randn(9, 8),
+        stack=torch.randn(3, 8, 8),
+        kernel=torch.randn(8, 4, 1),
+    )
+    _, found = chosen(net, [torch.randint(0, 9, (3, 8)) for _ in range(3)])
+    assert {row.layer: row.note for row in found.layers} == {
         "_sites.embedding_0": "nearest: improve has no steps for a call of embedding",
         "_sites.matmul_0": "nearest: improve has no steps for a call of matmul",
         "_sites.conv_transpose1d_0": "nearest: improve has no steps for a call of conv_transpose1d with groups",
@@ -137,45 +123,24 @@ def test_what_stays_at_the_nearest_values_is_listed_with_its_function() -> None:
 
 def test_choices_for_a_function_go_back_where_they_do_not_help() -> None:
     torch.manual_seed(3)
-    net = nn.Sequential(Calls(nn.Linear(8, 8), lambda m, x: F.linear(x, m.w, m.b)))
+    net = nn.Sequential(calls(nn.Linear(8, 8), lambda m, x: F.linear(x, m.w, m.b)))
     batches = [torch.randn(4, 8) * torch.tensor([9.0, 9, 9, 9, 0, 0, 0, 0]) for _ in range(2)]
     model = fq.prepare(net.eval(), config("int4_weight_only"), example=batches[0])
     fq.calibrate(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     # Columns of zeros may have any values: what judges has values in these alone.
     judge = [torch.randn(64, 8) * torch.tensor([0.0, 0, 0, 0, 9, 9, 9, 9])]
-    found = fq.ptq.improve(model, batches, ["gptq", "bias"], judge=judge, progress=False)
+    with unchanged(model):
+        found = fq.ptq.improve(model, batches, ["gptq", "bias"], judge=judge, progress=False)
     assert found.layers[0].note == TAKEN_BACK
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_weights_that_a_forward_computes_have_a_row() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.v, self.last = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear((x @ self.w.T) @ self.v.detach(), self.last)
-
-    batches = [torch.randn(16, 8) for _ in range(3)]
-    model = fq.prepare(Net().eval(), config("int4_weight_only"), example=batches[0])
-    rows = {row.layer: row.note for row in fq.ptq.improve(model, batches, judge=[], progress=False).layers}
+    w, v, last = torch.randn(3, 8, 8)
+    net = net_of(lambda m, x: F.linear((x @ m.w.T) @ m.v.detach(), m.last), w=w, v=v, last=last)
+    _, found = chosen(net, [torch.randn(16, 8) for _ in range(3)])
+    rows = {row.layer: row.note for row in found.layers}
     computed = "nearest: the forward computes it, several functions read it, or it is no parameter"
     assert rows == {"_sites.matmul_0": computed, "_sites.matmul_1": computed, "_sites.linear_0": ""}
-
-
-class Function(nn.Module):
-    """Parameters, and a function of them and the input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parameters: Tensor) -> None:
-        super().__init__()
-        self._function = function
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(self, x)
 
 
 def chosen(model: nn.Module, batches: list[Tensor], **options: Any) -> tuple[nn.Module, Any]:
@@ -185,27 +150,23 @@ def chosen(model: nn.Module, batches: list[Tensor], **options: Any) -> tuple[nn.
     return model, fq.ptq.improve(model, batches, steps, **{"judge": [], "progress": False} | options)
 
 
-def test_each_weight_of_one_module_goes_back_alone() -> None:
+def test_each_weight_of_one_module_goes_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    both = Function(
+    both = net_of(
         lambda m, x: torch.cat([F.linear(x, m.w), F.linear(x, m.v)], -1), w=torch.randn(8, 8), v=torch.randn(8, 8)
     )
     batches = [torch.randn(32, 8) for _ in range(4)]
     model = fq.prepare(both.eval(), config("int4_weight_only"), example=batches[0])
     fq.calibrate(model)
     floats = model.w.detach().clone(), model.v.detach().clone()
-    kept = OutputJudge.keep_what_helps
 
     def undo_the_first(self: OutputJudge, changed: Any, state: Any) -> Any:
         first, *_ = changed
         changed[first]()
         return {first}
 
-    OutputJudge.keep_what_helps = undo_the_first  # type: ignore[method-assign]
-    try:
-        found = fq.ptq.improve(model, batches, ["ranges", "gptq"], judge=[], progress=False)
-    finally:
-        OutputJudge.keep_what_helps = kept  # type: ignore[method-assign]
+    monkeypatch.setattr(OutputJudge, "keep_what_helps", undo_the_first)
+    found = fq.ptq.improve(model, batches, ["ranges", "gptq"], judge=[], progress=False)
     assert [row.note for row in found.layers] == [TAKEN_BACK, ""]
     assert torch.equal(model.w, floats[0])
     assert not torch.equal(model.v, floats[1])
@@ -215,17 +176,15 @@ def test_each_weight_of_one_module_goes_back_alone() -> None:
 
 def test_a_function_is_as_before_after_an_error_in_a_later_layer() -> None:
     torch.manual_seed(0)
-    first = Function(lambda m, x: F.linear(x, m.inner.w, m.b), b=torch.randn(8))
-    first.inner = Function(lambda m, x: x, w=torch.randn(8, 8))
+    first = net_of(lambda m, x: F.linear(x, m.inner.w, m.b), b=torch.randn(8))
+    first.inner = net_of(lambda m, x: x, w=torch.randn(8, 8))
     net = nn.Sequential(first, nn.Linear(8, 8)).eval()
     batches = [torch.randn(32, 8) for _ in range(4)]
     model = fq.prepare(net, config("int4_weight_only"), example=batches[0])
     fq.calibrate(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     batches[3][0, 0] = torch.nan
-    with pytest.raises(CalibrationError, match="NaN"):
+    with unchanged(model), pytest.raises(CalibrationError, match="NaN"):
         fq.ptq.improve(model, batches, "fast", judge=[], progress=False)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str | None]] = {
@@ -242,7 +201,7 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str | None]] = {
 def test_a_bias_moves_where_one_function_alone_adds_it(case: str) -> None:
     function, why_not = READS[case]
     torch.manual_seed(0)
-    net = Function(function, w=torch.randn(8, 8), v=torch.randn(8, 8), b=torch.randn(8))
+    net = net_of(function, w=torch.randn(8, 8), v=torch.randn(8, 8), b=torch.randn(8))
     bias = net.b.detach().clone()
     model, found = chosen(nn.Sequential(net), [torch.randn(32, 8) + 1 for _ in range(4)])
     remarks = {remark for row in found.layers for remark in row.remarks}
@@ -251,15 +210,8 @@ def test_a_bias_moves_where_one_function_alone_adds_it(case: str) -> None:
 
 
 def test_a_bias_of_a_layer_that_others_read_stays() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) - self.layer.bias * 20
-
-    net = Net()
+    net = net_of(lambda m, x: m.layer(x) - m.layer.bias * 20)
+    net.layer = nn.Linear(8, 8)
     bias = net.layer.bias.detach().clone()
     model, found = chosen(net, [torch.randn(32, 8) + 1 for _ in range(4)])
     assert found.layers[0].remarks == ['the step "bias" was left out: several functions read it']
@@ -277,7 +229,7 @@ def test_a_bias_of_a_layer_that_others_read_stays() -> None:
 )
 def test_convolutions_whose_options_vary_stay_at_the_nearest_values(convolve: Any) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(Function(convolve, w=torch.randn(8, 4, 3), b=torch.randn(8)), nn.Conv1d(8, 4, 1))
+    net = nn.Sequential(net_of(convolve, w=torch.randn(8, 4, 3), b=torch.randn(8)), nn.Conv1d(8, 4, 1))
     _, found = chosen(net, [torch.randn(4, 4, size) for size in (12, 12, 9, 12)])
     notes = {row.layer: row.note for row in found.layers}
     why = "nearest: improve has no steps for a call of conv1d whose options vary"
@@ -286,7 +238,7 @@ def test_convolutions_whose_options_vary_stay_at_the_nearest_values(convolve: An
 
 def test_a_product_of_two_weights_stays_and_has_two_rows() -> None:
     torch.manual_seed(0)
-    net = Function(lambda m, x: F.linear(x, m.u @ m.v), u=torch.randn(8, 4), v=torch.randn(4, 8))
+    net = net_of(lambda m, x: F.linear(x, m.u @ m.v), u=torch.randn(8, 4), v=torch.randn(4, 8))
     _, found = chosen(nn.Sequential(net, nn.Linear(8, 8)), [torch.randn(32, 8) for _ in range(3)])
     notes = {row.layer: row.note for row in found.layers}
     two = "nearest: improve has no steps for a call of matmul of two weights"
@@ -295,7 +247,7 @@ def test_a_product_of_two_weights_stays_and_has_two_rows() -> None:
 
 
 def test_weights_in_no_list_are_named_where_there_are_no_others() -> None:
-    net = Function(lambda m, x: x @ m.w.T, w=torch.randn(8, 8))
+    net = net_of(lambda m, x: x @ m.w.T, w=torch.randn(8, 8))
     with pytest.raises(
         ConfigError, match=r"no steps for the quantized weights _sites.matmul_0: the forward computes it"
     ):

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantized.forms import product_class
-from fakequant.ops import library
-from fakequant.ptq import InputSums, descend, gptq
-from fakequant.ptq.solvers.problem import Problem, WeightGrid
-from tests.support.bits import assert_same_bits
+from fakequant.ptq import InputSums, gptq
+from fakequant.ptq.solvers.problem import WeightGrid
+from tests.support.bits import assert_same_bits, assert_same_state, unchanged
+from tests.support.functional_models import Calls
 from tests.support.matrix import full, in_turn, sweep
-from tests.support.weight_specs import WEIGHTS, spec_of_matrix
+from tests.support.weight_specs import WEIGHTS
 
 
 def net() -> nn.Sequential:
@@ -70,14 +69,6 @@ def test_every_format_and_granularity_loses_less_and_keeps_its_codes(weight: Any
     assert_same_bits(loaded(x), y)
 
 
-def test_a_file_holds_the_chosen_codes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    model = prepared(WEIGHTS["int3 group"], input="int8")
-    fq.ptq.improve(model, batches(), "fast", progress=False)
-    fq.export_onnx(model, batches()[0], tmp_path / "model.onnx")
-    assert fq.verify_onnx(tmp_path / "model.onnx", model, batches()[:1]).exact
-
-
 def test_four_bits_lose_a_quarter_of_what_nearest_loses() -> None:
     model = prepared("int4 per_block(1:8,pad)")
     nearest = error(model)
@@ -86,10 +77,7 @@ def test_four_bits_lose_a_quarter_of_what_nearest_loses() -> None:
     assert error(model) < 0.5 * nearest
 
 
-OF_INPUTS = ["smooth", "rotate", "input"]
-
-
-@pytest.mark.parametrize("step", [step for step in fq.ptq.STEPS if step not in OF_INPUTS])
+@pytest.mark.parametrize("step", [step for step in fq.ptq.STEPS if step not in ("smooth", "rotate", "input")])
 def test_every_step_for_weights_loses_less(step: str) -> None:
     steps = ["gptq", step] if step in ("damping", "drift") else [step]
     model = prepared("int3 per_channel(0)")
@@ -156,6 +144,9 @@ def test_the_bias_makes_good_the_mean_of_the_output() -> None:
 LAYERS = {
     "linear": (nn.Linear(6, 4), (2, 3, 6)),
     "conv1d": (nn.Conv1d(4, 6, 3, 2, padding="valid", dilation=2), (2, 4, 9)),
+    "depthwise 1d": (nn.Conv1d(4, 8, 5, stride=3, groups=4), (2, 4, 20)),
+    "no examples": (nn.Conv2d(4, 4, 3), (0, 4, 5, 5)),
+    "reflect": (nn.Conv2d(4, 6, 3, 2, padding=1, dilation=2, padding_mode="reflect"), (2, 4, 9, 9)),
     "conv2d groups": (nn.Conv2d(4, 6, (3, 2), padding=(1, 0), groups=2), (2, 4, 5, 6)),
     "depthwise circular": (nn.Conv2d(4, 4, 3, padding=1, groups=4, padding_mode="circular"), (2, 4, 5, 6)),
     "conv2d same": (nn.Conv2d(3, 2, 3, padding="same"), (2, 3, 5, 6)),
@@ -175,10 +166,18 @@ def test_rows_times_the_weight_matrix_are_the_output(name: str) -> None:
         assert isinstance(product, MatrixProduct)
         rows = product.rows(x)
         matrix = product.matrix(layer.weight).reshape(len(rows), -1, rows.shape[-1])
-        products = torch.einsum("grk,gok->rgo", rows, matrix).reshape(rows.shape[1], -1) + layer.bias
+        products = torch.einsum("grk,gok->rgo", rows, matrix).flatten(1) + layer.bias
         y = layer(x)
         right = y if isinstance(layer, nn.Linear) else (y[None] if name == "conv3d unbatched" else y).movedim(1, -1)
     torch.testing.assert_close(products, right.reshape(products.shape))
+
+
+@pytest.mark.parametrize("moments", [[[torch.nan] * 2] * 2, [[1.0, 1e9], [1e9, 1.0]]])
+def test_moments_that_are_none_are_refused(moments: list[list[float]]) -> None:
+    weight, spec = torch.randn(5, 2), fq.QuantSpec("int3", fq.PerChannel(0))
+    grid = WeightGrid(spec, fq.choose_qparams(weight, spec), weight.shape)
+    with pytest.raises(CalibrationError, match=r"not (finite|positive semidefinite)"):
+        gptq(weight, torch.tensor(moments, dtype=torch.float64), grid)
 
 
 def test_sums_do_not_depend_on_batches() -> None:
@@ -194,111 +193,28 @@ def test_sums_do_not_depend_on_batches() -> None:
     torch.testing.assert_close(whole.about_mean().moments, centred.transpose(1, 2) @ centred)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_columns_of_a_grid_are_those_of_the_operator(name: str) -> None:
-    spec = spec_of_matrix(name)
-    weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
-    params = fq.choose_qparams(weight, spec)
-    grid = WeightGrid(spec, params, weight.shape)
-    found = torch.stack([grid.column(column, weight[:, column] * 1.3) for column in range(20)], 1)
-    assert_same_bits(found, library.fake_quantize(weight * 1.3, params, spec))
-
-
-def solved(moments: Tensor, seed: int = 0) -> tuple[float, float, float]:
-    """The losses of nearest, of GPTQ, and of descent from there."""
-    weight = torch.randn(5, len(moments), generator=torch.Generator().manual_seed(seed))
-    spec = fq.QuantSpec("int3", fq.PerChannel(0))
-    params = fq.choose_qparams(weight, spec)
-    grid = WeightGrid(spec, params, weight.shape)
-    chosen = gptq(weight, moments, grid)
-    polished = descend(weight, chosen, moments, grid)
-    assert_same_bits(library.fake_quantize(polished, params, spec), polished)
-    sums = InputSums()
-    sums.moments = moments[None]
-    values = [library.fake_quantize(weight, params, spec), chosen, polished]
-    return tuple(Problem(weight, sums).loss(value) for value in values)
-
-
-@pytest.mark.parametrize("kind", ["random", "singular", "dead", "constant", "nearly dependent", "one row", "nothing"])
-def test_odd_inputs(kind: str) -> None:
-    x = torch.randn(300, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x = x @ torch.randn(24, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    if kind == "singular":
-        x[:, 12:] = x[:, :12]
-    elif kind == "dead":
-        x[:, ::3] = 0
-    elif kind == "constant":
-        x[:] = x[0]
-    elif kind == "nearly dependent":
-        x[:, 12:] = x[:, :12] * (1 + 1e-9)
-    elif kind == "one row":
-        x = x[:1]
-    elif kind == "nothing":
-        x = torch.zeros(3, 24, dtype=torch.float64)
-    nearest, chosen, polished = solved(x.T @ x)
-    assert polished <= chosen
-    assert kind == "nothing" or polished < nearest
-
-
-def test_moments_that_are_none_are_refused() -> None:
-    with pytest.raises(CalibrationError, match="not finite"):
-        solved(torch.full((4, 4), torch.nan, dtype=torch.float64))
-    with pytest.raises(CalibrationError, match="not positive semidefinite"):
-        solved(torch.tensor([[1.0, 1e9], [1e9, 1.0]], dtype=torch.float64))
-
-
-class Padded(nn.Module):
-    """Tokens [n, length, 4], of which a batch says how many count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(x)))
-
-
-def test_padding_does_not_count() -> None:
-    x, counts = torch.randn(6, 5, 4), torch.arange(5)[None] < torch.tensor([1, 5, 3, 2, 4, 5])[:, None]
-    models = []
-    for filler in (0.0, 100.0):
-        model = fq.prepare(Padded(), "INT4_WEIGHT_ONLY")
-        batch = {"x": torch.where(counts[..., None], x, filler), "mask": counts}
-        fq.ptq.improve(model, [batch], "fast", mask=lambda batch: batch["mask"], progress=False)
-        models.append(model)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert_same_bits(one, other)
-
-
 def test_results_are_those_of_any_number_of_threads() -> None:
-    found = []
-    before = torch.get_num_threads()
+    found, before = list[nn.Module](), torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             model = prepared(WEIGHTS["nvfp4"])
             fq.ptq.improve(model, batches(), progress=False)
-            found.append(model.state_dict())
+            found.append(model)
     finally:
         torch.set_num_threads(before)
-    for name, value in found[0].items():
-        assert_same_bits(value, found[1][name], name)
+    assert_same_state(*found)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head, self.idle = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False), nn.Linear(4, 4)
-        self.up = nn.ConvTranspose1d(4, 4, 2, groups=2)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.up(self.table(x).transpose(1, 2)).transpose(1, 2))
+def tied() -> Any:
+    parts = {"table": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False), "idle": nn.Linear(4, 4)}
+    parts |= {"up": nn.ConvTranspose1d(4, 4, 2, groups=2)}
+    parts["head"].weight = parts["table"].weight
+    return Calls(lambda m, x: m.head(m.up(m.table(x).transpose(1, 2)).transpose(1, 2)), **parts)
 
 
 def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
-    model = fq.prepare(Tied(), "INT4_WEIGHT_ONLY")
+    model = fq.prepare(tied(), "INT4_WEIGHT_ONLY")
     found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], judge=[], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "table": "nearest: improve has no steps for a QuantEmbedding",
@@ -312,33 +228,11 @@ def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
 
 def test_a_weight_that_a_float_layer_shares_stays() -> None:
     config = fq.Config("test", (fq.Rule("head", weight="int4 per_channel(0)"),))
-    model = fq.prepare(Tied(), config)
+    model = fq.prepare(tied(), config)
     before = model.table.weight.detach().clone()
     found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], progress=False)
     assert [layer.note for layer in found.layers] == ["nearest: layers share its weight"]
     assert_same_bits(model.table.weight, before)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh())
-
-
-def test_a_layer_that_is_called_twice_is_chosen_for_all_its_inputs() -> None:
-    given = [torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    model = fq.prepare(Twice(), fq.Config("test", (fq.Rule(weight="int3 per_channel(0)"),)))
-    with torch.no_grad():
-        wanted = Twice()(given[0])
-        before = (model(given[0]) - wanted).square().mean()
-        found = fq.ptq.improve(model, given, progress=False)
-        assert (model(given[0]) - wanted).square().mean() < before
-    assert [layer.layer for layer in found.layers] == ["layer"]
-    assert found.layers[0].after < found.layers[0].before
 
 
 @pytest.mark.parametrize(
@@ -361,26 +255,5 @@ def test_a_layer_that_is_called_twice_is_chosen_for_all_its_inputs() -> None:
 def test_what_is_refused(change: Any, kind: type[Exception], message: str) -> None:
     given: dict[str, Any] = {"model": prepared("int4"), "batches": batches(), "steps": "fast"}
     change(given)
-    before = copy.deepcopy(given["model"].state_dict())
-    with pytest.raises(kind, match=message):
+    with unchanged(given["model"]), pytest.raises(kind, match=message):
         fq.ptq.improve(**given, progress=False)
-    for name, value in given["model"].state_dict().items():
-        assert_same_bits(value, before[name], name)
-
-
-def test_an_interrupt_leaves_the_model_as_it_was() -> None:
-    model, calls = prepared("int4 per_channel(0)"), []
-    before = copy.deepcopy(model.state_dict())
-
-    def forward(model: nn.Module, batch: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        return model(batch)
-
-    with pytest.raises(KeyboardInterrupt):
-        fq.ptq.improve(model, batches(), forward=forward, progress=False)
-    assert len(calls) == 10  # two layers were written by then
-    assert not model[0]._forward_pre_hooks
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name], name)

@@ -15,7 +15,8 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq import PRESETS, Preset, find_blocks, reconstruct_block
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_state, unchanged
+from tests.support.functional_models import Calls
 
 WEIGHTS = {
     "int4 channel": "int4 per_channel(0)",
@@ -111,7 +112,7 @@ def test_a_block_of_any_format_loses_less_and_keeps_its_values(weight: str, pres
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_loses_less_and_gives_the_same_bits_again(preset: str) -> None:
-    states = []
+    blocks = []
     for _ in range(2):
         block, inputs, targets = block_of(prepared("int3 per_channel(0)", input="int4"))
         block.train()
@@ -125,31 +126,27 @@ def test_every_preset_loses_less_and_gives_the_same_bits_again(preset: str) -> N
         assert held == names or not PRESETS[preset].inputs
         assert all(quantizer.learned is None for quantizer in quantizers(block).values())
         assert_same_bits(block.first.bias, bias)
-        states.append(block.state_dict())
-    for name, value in states[0].items():
-        assert_same_bits(value, states[1][name], name)
+        blocks.append(block)
+    assert_same_state(*blocks)
 
 
 def test_blocks_learn_by_gradients_in_float() -> None:
-    states = []
+    blocks = []
     for gradient in (None, fq.GradientConfig("int4 stochastic")):
         block, inputs, targets = block_of(prepared("int3 per_channel(0)", input="int4", gradient=gradient))
         reconstruct_block(block, inputs, targets, iterations=20)
         assert block.first.gradient == gradient
-        states.append(block.state_dict())
-    for name, value in states[0].items():
-        assert_same_bits(value, states[1][name], name)
+        blocks.append(block)
+    assert_same_state(*blocks)
 
 
 def test_what_nothing_makes_better_stays_as_it_was() -> None:
     block, inputs, _ = block_of(prepared())
     with torch.no_grad():
         reached = [block(*copy.deepcopy(args), **kwargs)[0] for args, kwargs in inputs]
-    before = copy.deepcopy(block.state_dict())
-    found = reconstruct_block(block, inputs, reached, iterations=8)
+    with unchanged(block):
+        found = reconstruct_block(block, inputs, reached, iterations=8)
     assert found.before == found.after == 0
-    for name, value in block.state_dict().items():
-        assert_same_bits(value, before[name], name)
 
 
 @pytest.mark.parametrize("weight", ["int3 per_channel(0)", WEIGHTS["nvfp4"]])
@@ -169,44 +166,19 @@ def test_blocks_of_a_model_lose_less_and_are_saved(weight: str, tmp_path: Path) 
     assert_same_bits(fq.load(Net().eval(), fq.save(model, tmp_path / "saved"))(batches()[0]), y)
 
 
-def test_shared_weights_and_blocks_that_no_batch_reaches_stay() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.body, self.head = nn.Embedding(7, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 7)
-            self.idle, self.head.weight = nn.Linear(4, 4), self.table.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(self.table(x)))
-
-    model = fq.prepare(Tied(), "INT4_WEIGHT_ONLY")
+@pytest.mark.parametrize("skip", [[], ["table"]])
+def test_shared_weights_and_blocks_that_no_batch_reaches_stay(skip: list[str]) -> None:
+    parts = {"table": nn.Embedding(7, 4), "body": nn.Sequential(nn.Linear(4, 4)), "head": nn.Linear(4, 7)}
+    parts["head"].weight = parts["table"].weight
+    tied = Calls(lambda m, x: m.head(m.body(m.table(x))), **parts, idle=nn.Linear(4, 4))
+    model = fq.prepare(tied, "INT4_WEIGHT_ONLY", skip=skip)
     before = model.head.weight.detach().clone()
     found = fq.ptq.reconstruct(model, [torch.arange(7)], iterations=8, progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
-        "table": "nothing of it can be learned by this preset",
-        "body.0": "",
-        "head": "nothing of it can be learned by this preset",
-        "idle": "no batch that chooses weights reaches it",
+        **{name: "nothing of it can be learned by this preset" for name in ("table", "head") if name not in skip},
+        **{"body.0": "", "idle": "no batch that chooses weights reaches it"},
     }
     assert_same_bits(model.head.weight, before)
-
-
-def test_a_weight_that_a_float_layer_shares_stays() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.body, self.head = nn.Embedding(7, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 7)
-            self.head.weight = self.table.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(self.table(x)))
-
-    rules = (fq.Rule("head", weight="int4 per_channel(0)"), fq.Rule("body.0", weight="int4 per_channel(0)"))
-    model = fq.prepare(Tied(), fq.Config("linear", rules))
-    before = model.table.weight.detach().clone()
-    found = fq.ptq.reconstruct(model, [torch.arange(7)], iterations=16, progress=False)
-    assert {layer.layer: layer.note for layer in found.layers}["head"] == "nothing of it can be learned by this preset"
-    assert_same_bits(model.table.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +205,8 @@ def test_what_is_refused_leaves_the_model_as_it_was(
     change: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     given: dict[str, Any] = {"model": prepared("int4"), "batches": batches(), **change}
-    before = copy.deepcopy(given["model"].state_dict())
-    with pytest.raises(kind, match=message):
+    with unchanged(given["model"]), pytest.raises(kind, match=message):
         fq.ptq.reconstruct(**given, judge=[], progress=False)
-    for name, value in given["model"].state_dict().items():
-        assert_same_bits(value, before[name], name)
 
 
 def test_a_preset_that_cannot_be_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fakequant.errors import ConfigError
 from fakequant.ptq import Rotated, rotate
 from fakequant.ptq.rotation import KINDS, rotation_of
 from tests.support.architectures import changed_alike, each_architecture, relative
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_state
 from tests.support.decoder import HEADS, WIDTH, Decoder, decoder
 from tests.support.interruption import InterruptedForward
 
@@ -142,33 +143,36 @@ def test_a_rotation_is_orthogonal(width: int, kind: str) -> None:
     assert float((matrix @ matrix.T - torch.eye(width)).abs().max()) < 1e-12
 
 
-class _PostNorm(Decoder):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.tokens(tokens))
-        return self.head(x + self.blocks[0].up(x).mean(-1, keepdim=True))
+class Changed(Decoder):
+    """A decoder whose forward pass is another one."""
 
-
-class _Activation(Decoder):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.tokens(tokens).relu())
-
-
-class _Output(Decoder):
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.blocks(self.tokens(tokens))
-        return self.head(self.norm(x)), x
-
-
-class _Mixed(Decoder):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        return self.head(self.norm(x)) + self.head(x)
-
-
-class _Tied(Decoder):
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[Decoder, Tensor], Any]) -> None:
         super().__init__()
-        self.head.weight = self.tokens.weight
+        self._call = call
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self._call(self, tokens)
+
+
+def post_norm(model: Decoder, tokens: Tensor) -> Tensor:
+    x = model.norm(model.tokens(tokens))
+    return model.head(x + model.blocks[0].up(x).mean(-1, keepdim=True))
+
+
+def gives_stream(model: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    x = model.blocks(model.tokens(tokens))
+    return model.head(model.norm(x)), x
+
+
+def two_readers(model: Decoder, tokens: Tensor) -> Tensor:
+    x = model.tokens(tokens)
+    return model.head(model.norm(x)) + model.head(x)
+
+
+def decoder_with(change: Callable[[Decoder], object]) -> Decoder:
+    model = Decoder()
+    change(model)
+    return model
 
 
 class _Groups(nn.Module):
@@ -180,18 +184,6 @@ class _Groups(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() * self.weight
-
-
-def _hooked() -> nn.Module:
-    model = Decoder()
-    model.head.register_forward_hook(lambda *_: None)
-    return model
-
-
-def _two_means() -> nn.Module:
-    model = Decoder()
-    model.norm = nn.RMSNorm(WIDTH)
-    return model
 
 
 class _Training(Decoder):
@@ -219,18 +211,30 @@ class _Unmasked(Decoder):
 
 
 STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "normalised values are added": (_PostNorm, "torch.add reads the values too"),
-    "the model's output": (_Output, "the model's output reads the values too"),
-    "two readers": (_Mixed, "head, with and without a normalisation before it, reads the values too"),
-    "tied": (_Tied, "tokens shares a parameter; give each layer its own"),
+    "normalised values are added": (lambda: Changed(post_norm), "torch.add reads the values too"),
+    "the model's output": (lambda: Changed(gives_stream), "the model's output reads the values too"),
+    "two readers": (
+        lambda: Changed(two_readers),
+        "head, with and without a normalisation before it, reads the values too",
+    ),
+    "tied": (
+        lambda: decoder_with(lambda model: setattr(model.head, "weight", model.tokens.weight)),
+        "tokens shares a parameter; give each layer its own",
+    ),
     "no normalisation": (
         lambda: Decoder(_Groups),
         "norms.0 is neither a LayerNorm nor a normalisation by the root mean",
     ),
-    "hook": (_hooked, "head computes its weight, or has hooks"),
+    "hook": (
+        lambda: decoder_with(lambda model: model.head.register_forward_hook(lambda *_: None)),
+        "head computes its weight, or has hooks",
+    ),
     "a head that the run does not reach": (_Training, "this batch does not reach other.weight, which may belong"),
     "a parameter that the run does not read": (_Unmasked, "this batch does not reach masked, which may belong"),
-    "two kinds": (_two_means, "some of its readers subtract the mean and others do not"),
+    "two kinds": (
+        lambda: decoder_with(lambda model: setattr(model, "norm", nn.RMSNorm(WIDTH))),
+        "some of its readers subtract the mean and others do not",
+    ),
 }
 
 
@@ -267,7 +271,7 @@ def test_a_layer_norm_that_blocks_share_is_replaced_everywhere_and_takes_scales(
 def test_a_model_without_such_values_says_so() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.LayerNorm(8))
     assert "nothing to rotate" in str(rotate(model, torch.randn(1, 1, 4, 4)))
-    activation = _Activation()
+    activation = Changed(lambda model, tokens: model.head(model.tokens(tokens).relu()))
     assert "nothing to rotate" in str(rotate(activation, tokens()))
 
 
@@ -279,9 +283,7 @@ def test_nothing_changes_after_an_interrupt(calls: int) -> None:
         rotate(model, x, forward=forward)
     except KeyboardInterrupt:
         assert [type(module) for module in model.modules()] == kinds
-        assert model.state_dict().keys() == before.keys()
-        for key, value in model.state_dict().items():
-            assert_same_bits(value, before[key])
+        assert_same_state(model, before)
     else:
         assert forward.calls < calls
 
@@ -297,9 +299,6 @@ def test_what_cannot_be_checked_is_refused() -> None:
         rotate(model, x, forward=lambda model, batch: model(torch.randint(0, 19, (4, 8), generator=own)))
 
 
-USUAL = ["nn LSTM", "nn UNet", "nn TransformerEncoder"]
-
-
-@each_architecture(USUAL)
+@each_architecture(["nn LSTM", "nn UNet", "nn TransformerEncoder"])
 def test_architectures_keep_their_float_function(name: str) -> None:
     changed_alike(name, lambda model, batch: rotate(model, batch, forward=run_batch))

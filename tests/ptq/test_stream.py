@@ -1,10 +1,12 @@
-"""One run over all batches that stops before each layer."""
+"""One run over all batches that stops before each layer, and what is added to the results of layers."""
 
 from __future__ import annotations
 
 import _thread
+import copy
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -14,8 +16,20 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.ptq.stream import Stage, Stream, _BatchThread, call_order, check_side_by_side
-from tests.support.bits import assert_same_bits
+from fakequant.model.run.outputs import watching
+from fakequant.model.weights import off
+from fakequant.ptq import collector, improvement
+from fakequant.ptq.solvers.sums import Drift
+from fakequant.ptq.stream import (
+    ResidualInput,
+    Stage,
+    Stream,
+    _BatchThread,
+    added_operands,
+    call_order,
+    check_side_by_side,
+)
+from tests.support.functional_models import Calls
 from tests.support.kept import kept
 
 
@@ -58,25 +72,6 @@ def test_a_stage_has_the_calls_of_all_batches_that_reach_its_layer() -> None:
         stages = {stage.name: {number: len(calls) for number, calls in stage.calls.items()} for stage in stream}
     once = dict.fromkeys(range(4), 1)
     assert stages == {"first": once, "skipped": {0: 1, 3: 1}, "loop": {0: 3, 1: 1, 2: 2, 3: 4}, "last": once}
-
-
-def test_what_changes_at_a_stage_is_what_later_layers_get() -> None:
-    model, changed = Branching(), Branching()
-    layers, seen = layers_of(model), {}
-    recorded = call_order(model, layers, kept(batches(), run))
-    with Stream(model, layers, kept(batches(), run), recorded) as stream, torch.no_grad():
-        for stage in stream:
-            seen[stage.name] = [calls[-1].first for calls in stage.calls.values()]
-            if stage.name in ("first", "skipped"):
-                layers[stage.name].weight.mul_(0.5)
-                layers_of(changed)[stage.name].weight.mul_(0.5)
-    expected: list[Tensor] = []
-    changed.last.register_forward_pre_hook(lambda _, args, kwargs: expected.append(kwargs["input"]), with_kwargs=True)
-    with torch.no_grad():
-        for batch in batches():
-            changed(batch)
-    for one, other in zip(seen["last"], expected, strict=True):
-        assert_same_bits(one, other)
 
 
 class Remembering(nn.Module):
@@ -124,20 +119,6 @@ def test_a_model_that_keeps_values_elsewhere_is_not(cls: type[Branching], repeat
     recorded = call_order(model := cls(), layers_of(model), given)
     check_side_by_side(model, layers_of(model), given, recorded)
     assert (len(recorded.counts), recorded.outputs_repeat) == (4, repeats)
-
-
-def test_layers_that_get_one_tensor_are_siblings() -> None:
-    class Siblings(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.out = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.q(x) + self.k(x))
-
-    model = Siblings()
-    siblings = call_order(model, layers_of(model), kept(batches(), run)).siblings
-    assert siblings == {"q": ["q", "k"], "k": ["q", "k"], "out": ["out"]}
 
 
 def test_the_calls_of_some_layers_are_those_of_a_run_that_watches_them_alone() -> None:
@@ -198,19 +179,112 @@ def test_lanes_have_the_default_device_of_the_caller() -> None:
     assert seen == [torch.device("meta")]
 
 
-@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
-def test_recurrent_layers_take_a_transform_while_lanes_wait_in_them(cls: type[nn.RNNBase]) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.rnn, self.out = cls(8, 16, batch_first=True), nn.Linear(16, 4)
+def block(end: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Two layers, and what is made of their results."""
+    torch.manual_seed(0)
+    parts: dict[str, nn.Module] = {"first": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "up": nn.Linear(4, 8)}
+    parts |= {"down": nn.Linear(8, 4), "dropout": nn.Dropout(0.5)}
+    return Calls(lambda m, x: end(x := m.first(x), m.dropout(m.down(m.up(m.norm(x)).relu()))), **parts)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.rnn(x)[0])
 
-    given = [torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
-    model = fq.prepare(Recurrent().eval(), "int8")
-    fq.calibrate(model, given, progress=False)
-    assert fq.ptq.improve(model, given, ["rotate"], progress=False).layers
+ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "first": lambda x, y: x + y,
+    "second": lambda x, y: y + x,
+    "in place": lambda x, y: x.add_(y),
+    "by name": lambda x, y: torch.add(input=x, other=y),
+    "with a number of 1": lambda x, y: torch.add(x, y, alpha=1),
+}
+OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a difference": lambda x, y: x - y,
+    "twice": lambda x, y: torch.add(x, y, alpha=2),
+    "of another shape": lambda x, y: x[:1] + y,
+    "to itself": lambda x, y: y + y,
+    "read by two": lambda x, y: (x + y) * y,
+    "after a function": lambda x, y: x + y.relu(),
+    "of a number": lambda x, y: y + 1,
+    "made later": lambda x, y: x.tanh() + y,
+}
+
+
+@pytest.mark.parametrize("name", [*ADDED, *OTHERS])
+def test_the_other_operand_is_found_where_a_result_is_only_added(name: str) -> None:
+    model = block((ADDED | OTHERS)[name]).eval()
+    with watching(model) as recording, torch.no_grad():
+        model(torch.ones(2, 4))
+    found = added_operands(recording, {one: one for one in ("first", "up", "down")})
+    assert found == ({"down": ResidualInput("first", 0, is_result=True)} if name in ADDED else {})
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    first, up, down = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+    parts = {"first": first, "up": up, "down": down}
+    return Calls(lambda m, x: (x := m.first(x).relu()) + m.down(m.up(x).relu()), **parts)
+
+
+def attended(*, batch_first: bool) -> nn.Module:
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(8, 8), "attention": nn.MultiheadAttention(8, 2, batch_first=batch_first)}
+    return Calls(lambda m, x: (x := m.first(x)) + m.attention(x, x, x, need_weights=False)[0], **parts)
+
+
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    return Calls(lambda m, x: (x := m.first(x)) + m.cell(x), first=nn.Linear(8, 8), cell=nn.RNNCell(8, 8))
+
+
+def _last_drift(monkeypatch: pytest.MonkeyPatch) -> list[Drift]:
+    """A list that gets the sums over the drift of each weight that is chosen."""
+    found, choose = list[Drift](), collector.choose
+
+    def keep(name: str, product: Any, sums: Any, *given: Any) -> Any:
+        sums = [*sums]
+        found.append(sums[0].drift)
+        return choose(name, product, sums, *given)
+
+    monkeypatch.setattr(collector, "choose", keep)
+    return found
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
+    "linear": (lambda: block(ADDED["first"]), "down", (3, 4)),
+    "tokens": (lambda: block(ADDED["in place"]), "down", (2, 3, 4)),
+    "masked": (lambda: block(ADDED["second"]), "down", (2, 3, 4)),
+    "convolution": (convolutions, "down", (3, 2, 5, 5)),
+    "attention": (lambda: attended(batch_first=True), "attention", (2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_drift_of_a_layer_is_that_of_the_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, last, shape = MODELS[name]
+    model, batches = make().eval(), [torch.randn(shape) for _ in range(2)]
+    mask = (lambda x: x[..., 0] > -0.5) if name == "masked" else None
+    own = fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY", batches[0])
+    found = _last_drift(monkeypatch)
+    fq.ptq.improve(own, batches, ["gptq", "drift"], judge=[], mask=mask, progress=False)
+    product = own.get_submodule(last).products()[-1]
+    weight = next(name for name, own in own.named_parameters() if own is product.parameter)
+    product.parameter.data.copy_(model.get_parameter(weight))
+    with off([product.quantizer]), torch.no_grad():
+        errors = [(model(x) - own(x)).double() for x in batches]
+    if mask is not None:
+        errors = [error[mask(x)] for error, x in zip(errors, batches, strict=True)]
+    expected = sum(float(error.square().sum()) for error in errors)
+    assert float(found[-1].output_squares.sum()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [recurrent, lambda: attended(batch_first=False)])
+def test_what_is_no_row_of_the_product_has_no_operand(make: Callable[[], nn.Module]) -> None:
+    model, batches = make().eval(), [torch.randn(3, 2, 8) if make is not recurrent else torch.randn(3, 8)] * 2
+    own = fq.prepare(model, "INT4_WEIGHT_ONLY", batches[0])
+    recorded: list[Any] = []
+
+    def keep(recording: Any, layers: Any) -> Any:
+        recorded.append(added_operands(recording, layers))
+        return recorded[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(improvement, "added_operands", keep)
+        fq.ptq.improve(own, batches, "fast", judge=[], progress=False)
+    assert recorded == [{}]

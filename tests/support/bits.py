@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,6 +40,23 @@ def assert_same_bits(actual: Tensor, expected: Tensor, label: object = "") -> No
         f"got {actual[first].item()!r} (0x{_unsigned(got[first], width):0{width}x}), "
         f"expected {expected[first].item()!r} (0x{_unsigned(wanted[first], width):0{width}x})"
     )
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module | Mapping[str, Tensor]) -> None:
+    """Fail unless a model holds the tensors of another one, or of a state, to the bit."""
+    __tracebackhide__ = True
+    own, wanted = actual.state_dict(), expected.state_dict() if isinstance(expected, nn.Module) else expected
+    assert own.keys() == wanted.keys()
+    for name, value in own.items():
+        assert_same_bits(value, wanted[name], name)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Fail if a block changes a tensor of a model."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert_same_state(model, before)
 
 
 def _unsigned(value: Tensor, hex_digits: int) -> int:

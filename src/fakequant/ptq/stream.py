@@ -35,7 +35,7 @@ from fakequant.nn.by_value import ByValue, call_again, calls_now
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.sites.functions import Trait
-from fakequant.restore import Restore, in_order, restore_after, run_to_the_end
+from fakequant.restore import Restore, in_order, restore_after
 
 
 class LayerCall(NamedTuple):
@@ -447,12 +447,9 @@ class Stream:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        def end() -> None:
-            for lane in self.lanes:
-                lane.end()
-            self._stack.close()
-
-        run_to_the_end(end)
+        for lane in self.lanes:
+            lane.end()
+        self._stack.close()
 
     def __iter__(self) -> Iterator[Stage]:
         while (stage := self.advance()) is not None:

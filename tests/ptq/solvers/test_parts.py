@@ -11,8 +11,6 @@ from torch import nn
 import fakequant as fq
 from fakequant.data import progress
 from fakequant.nn import products as windows
-from fakequant.nn.products import MatrixProduct
-from fakequant.nn.quantized.forms import product_class
 from fakequant.ptq.solvers import transforms
 from fakequant.ptq.solvers.sums import InputSums
 from fakequant.ptq.solvers.transforms import Parts
@@ -61,45 +59,6 @@ def test_wide_convolutions_gain_in_parts(spec: str) -> None:
     assert torch.equal(quantizer(weight), weight)
     stored = quantizer.spec.scale
     assert not stored.is_exact or torch.equal(stored.join(stored.split(quantizer.scale)), quantizer.scale)
-
-
-@pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("spec", SPECS)
-def test_parts_of_a_weight_are_joined_to_the_bit(spec: str) -> None:
-    layer = net(spec)[0]
-    own, params = Parts.of(layer.products()[0]), layer.weight_quantizer.qparams(layer.weight)
-    assert torch.equal(own.join(own.split(layer.weight)), layer.weight)
-    back = own.join_params(own.split_params(params))
-    assert torch.equal(back.scale, params.scale)
-    if params.zero_point is not None:
-        assert back.zero_point is not None
-        assert torch.equal(back.zero_point, params.zero_point)
-    rows = layer.products()[0].rows(torch.randn(2, 16, 5, 5))
-    together = (own.rows(rows) @ own.split(layer.weight).reshape(own.count, 8, -1).mT).sum(0)
-    torch.testing.assert_close(together, rows[0] @ layer.weight.reshape(8, -1).mT)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv2d(4, 6, 3, groups=2, padding="same"), (2, 4, 5, 5)),
-        (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, padding_mode="reflect"), (2, 4, 9, 9)),
-        (nn.Conv1d(4, 8, 5, stride=3, groups=4), (2, 4, 20)),
-        (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
-        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
-        (nn.Conv2d(4, 4, 3), (0, 4, 5, 5)),
-    ],
-    ids=str,
-)
-def test_rows_times_the_weight_are_the_product(layer: Any, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    with torch.no_grad():
-        product = product_class(layer).of(layer, "_weight_quantizer", "weight")
-        assert isinstance(product, MatrixProduct)
-        rows, wanted = product.rows(x), product.product(layer.weight, x).movedim(1, -1)
-        weight = layer.weight.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else layer.weight
-        found = (rows @ weight.reshape(len(rows), -1, rows.shape[-1]).mT).movedim(0, 1)
-        torch.testing.assert_close(found.reshape(wanted.shape), wanted)
 
 
 def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

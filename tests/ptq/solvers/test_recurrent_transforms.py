@@ -120,13 +120,20 @@ def test_one_direction_in_float_keeps_the_other_without() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
-def test_the_state_of_the_float_model_is_without_it(name: str) -> None:
+def test_files_and_copies_keep_it_and_the_float_model_is_without_it(name: str, tmp_path: Path) -> None:
     model, _ = improved(name, steps=["smooth", "rotate"])
-    twin, x = Model(name).eval(), batches(1, seed=3)[0]
-    with disabled(model):
-        wanted = model(x)
+    x = batches(1, seed=3)[0]
+    fq.save(model, tmp_path / "model.safetensors")
+    loaded = fq.load(Model(name).eval(), tmp_path / "model.safetensors")
+    for other in (loaded, copy.deepcopy(model)):
+        assert_same_bits(other(x), model(x))
+    fq.export_onnx(model, batches(1)[0], tmp_path / "model.onnx")
+    found = fq.verify_onnx(tmp_path / "model.onnx", model, batches(2, seed=4))
+    assert found.passed, str(found)
+    twin = Model(name).eval()
     twin.load_state_dict(fq.float_state_dict(model))
-    torch.testing.assert_close(twin(x), wanted)
+    with disabled(model):
+        torch.testing.assert_close(twin(x), model(x))
 
 
 @torch.no_grad()
@@ -136,25 +143,6 @@ def test_a_packed_sequence_goes_through_it() -> None:
     wanted = model(x)
     model.packs = True
     assert_same_bits(model(x).sort(0).values, wanted.flatten(0, 1).sort(0).values)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@torch.no_grad()
-def test_files_and_copies_keep_it(name: str, tmp_path: Path) -> None:
-    model, _ = improved(name, steps=["smooth", "rotate"])
-    x = batches(1, seed=3)[0]
-    fq.save(model, tmp_path / "model.safetensors")
-    loaded = fq.load(Model(name).eval(), tmp_path / "model.safetensors")
-    for other in (loaded, copy.deepcopy(model)):
-        assert_same_bits(other(x), model(x))
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_onnx_computes_the_same(name: str, tmp_path: Path) -> None:
-    model, _ = improved(name, steps=["smooth", "rotate"])
-    fq.export_onnx(model, batches(1)[0], tmp_path / "model.onnx")
-    found = fq.verify_onnx(tmp_path / "model.onnx", model, batches(2, seed=4))
-    assert found.passed, str(found)
 
 
 def test_gradients_are_those_of_the_transformed_input() -> None:

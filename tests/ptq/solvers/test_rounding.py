@@ -1,15 +1,20 @@
-"""The steps of GPTQ without an inverse give its codes, and losses of products in float32 are those of float64."""
+"""Codes and losses of GPTQ, sums of inputs, and the codes that the search for ranges reaches."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.ops import library
-from fakequant.ptq.solvers.problem import Problem, WeightGrid, gptq, gptq_and_loss
+from fakequant.ptq.solvers import sums as sums_module
+from fakequant.ptq.solvers.problem import Problem, WeightGrid, gptq, gptq_and_loss, mean_of_diagonal, ordered
 from fakequant.ptq.solvers.sums import Drift, InputSums
+from tests.support.bits import assert_same_bits
+from tests.support.weight_specs import WEIGHTS, spec_of_matrix
 
 OUT, COLUMNS, DAMPING = 24, 300, 0.05
 
@@ -88,3 +93,107 @@ def test_gptq_knows_what_its_values_lose(damping: float | None, kind: str, with_
     if with_drift:  # it makes good less of it for few rows
         assert own.share == len(x) / (len(x) + COLUMNS)
         assert own.loss(values) < own.loss(gptq(weight, own.sums.moments[0], grid, DAMPING))
+
+
+def test_both_halves_of_the_moments_follow_rows_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums_module, "_PANEL", 1)  # several panels
+    sums, rows = InputSums(), torch.randint(-8, 8, (2, 30, 300)).float()
+    sums.add(rows[:, :10])
+    assert torch.equal(sums.moments, sums.moments.mT)
+    shared = sums.with_drift(None)
+    sums.add(rows[:, 10:])
+    exact = rows.double().mT @ rows.double()
+    assert torch.equal(sums.moments, exact)
+    assert torch.equal(shared.moments, exact)  # not copied
+
+
+def test_moments_in_order_have_the_upper_half_alone() -> None:
+    moments = torch.randn(300, 300, dtype=torch.float64)
+    moments = moments @ moments.T
+    order, unit = torch.randperm(300), mean_of_diagonal(moments)
+    assert torch.equal(ordered(moments, unit, order).triu(), (moments[order][:, order] / unit).float().triu())
+
+
+def model_of(weight: Tensor, rule: str) -> nn.Sequential:
+    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight.data = weight
+    return fq.prepare(nn.Sequential(layer), fq.Config("test", (fq.Rule(weight=fq.TensorConfig(rule)),)))
+
+
+def rows_of(features: int) -> list[Tensor]:
+    return [torch.randn(64, features, generator=torch.Generator().manual_seed(0))]
+
+
+def codes(model: nn.Sequential) -> Tensor:
+    """The weight in steps of its scales [out, groups, columns of a group]."""
+    layer = model[0]
+    scale = layer.weight_quantizer.qparams(layer.weight).scale
+    return (layer.weight.detach().unflatten(1, (scale.shape[1], -1)) / scale[..., None]).round(decimals=4)
+
+
+NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
+FOUR = [10.0] + [7.5, -5.0, 3.75] * 5
+"""Steps of 2.5 hold it: 4, 3, 2 and 1.5 of them. With 10 as the code 6, 7.5 lies between two codes."""
+SIX = [6.0] + [4.0, -3.0, 2.0] * 5
+
+
+def test_a_block_of_nvfp4_takes_4_or_6_as_its_largest_value() -> None:
+    weight = torch.tensor([FOUR + SIX, SIX + FOUR])
+    model = model_of(weight.clone(), NVFP4)
+    assert codes_of_nearest(model) == [[6.0, 6.0], [6.0, 6.0]]
+    found = fq.ptq.improve(model, rows_of(32), ["ranges"], progress=False)
+    assert codes(model).abs().amax(-1).tolist() == [[4.0, 6.0], [6.0, 4.0]]
+    assert found.layers[0].after < 0.1 * found.layers[0].before
+
+
+def codes_of_nearest(model: nn.Sequential) -> list[list[float]]:
+    layer = model[0]
+    quantizer = layer.weight_quantizer
+    scale = quantizer.qparams(layer.weight).scale
+    values = quantizer(layer.weight).detach().unflatten(1, (scale.shape[1], -1))
+    return (values / scale[..., None]).abs().amax(-1).round(decimals=4).tolist()
+
+
+@pytest.mark.parametrize("steps", [["ranges"], ["ranges", "gptq"], "best"])
+def test_int4_uses_the_code_minus_8(steps: str | list[str], tmp_path: Path) -> None:
+    weight = torch.arange(-8.0, 8.0).repeat(4, 1)
+    weight[1] *= 0.5
+    model = model_of(weight.clone(), "int4 per_channel(0)")
+    x = rows_of(16)
+    found = fq.ptq.improve(model, x, steps, progress=False)
+    assert codes(model).amin((1, 2)).tolist() == [-8.0] * 4
+    assert found.layers[0].after < 0.2 * found.layers[0].before
+    y = model(x[0])
+    assert_same_bits(fq.load(nn.Sequential(nn.Linear(16, 4)), fq.save(model, tmp_path / "saved"))(x[0]), y)
+    pytest.importorskip("onnxruntime")
+    fq.export_onnx(model, x[0], tmp_path / "model.onnx")
+    assert fq.verify_onnx(tmp_path / "model.onnx", model, x).exact
+
+
+def test_int4_narrow_has_no_code_minus_8() -> None:
+    model = model_of(torch.arange(-8.0, 8.0).repeat(4, 1), "int4_narrow per_channel(0)")
+    fq.ptq.improve(model, rows_of(16), progress=False)
+    assert codes(model).amin() >= -7.0
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_columns_of_a_grid_are_those_of_the_operator(name: str) -> None:
+    spec, weight = spec_of_matrix(name), torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    params = fq.choose_qparams(weight, spec)
+    grid = WeightGrid(spec, params, weight.shape)
+    found = torch.stack([grid.column(column, weight[:, column] * 1.3) for column in range(20)], 1)
+    assert_same_bits(found, library.fake_quantize(weight * 1.3, params, spec))
+
+
+@pytest.mark.parametrize("preset", ["Q4_K", "Q2_K", "Q6_K", "Q4_0", "IQ4_NL", "IQ4_XS", "Q8_0", "TQ2_0"])
+def test_a_grid_has_the_values_of_the_operator_for_negative_and_zero_scales_and_offsets(preset: str) -> None:
+    spec = fq.presets.presets()[f"GGUF_{preset}"].rules[0].weight.spec  # type: ignore[union-attr]
+    weight = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    weight[2, :256] = 0.0
+    weight[3, 64:96] *= 1e-9
+    params = fq.choose_qparams(weight, spec)
+    assert not params.scale.all()
+    grid, wanted = WeightGrid(spec, params, weight.shape), library.fake_quantize(weight, params, spec)
+    assert torch.equal(grid.nearest(weight), wanted)
+    assert torch.equal(torch.stack([grid.column(place, weight[:, place]) for place in range(512)], 1), wanted)
+    assert torch.equal(grid.rows(slice(2, 4)).nearest(weight[2:4]), wanted[2:4])

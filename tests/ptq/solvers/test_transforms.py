@@ -50,19 +50,9 @@ KINDS = [(name, "channel_scale") for name in LAYERS] + [("linear", "block_hadama
 
 
 @pytest.mark.parametrize(("name", "kind"), [*KINDS, ("linear", "permutation")])
-@torch.no_grad()
-def test_the_state_of_the_float_model_is_without_transforms(name: str, kind: str) -> None:
-    model, _ = transformed(name, kind)
-    twin = nn.Sequential(copy.deepcopy(LAYERS[name][0]))
-    wanted = twin[0].weight.clone()
-    twin[0].weight.zero_()
-    twin.load_state_dict(fq.float_state_dict(model))
-    torch.testing.assert_close(twin[0].weight, wanted)
-
-
-@pytest.mark.parametrize(("name", "kind"), KINDS)
-def test_the_float_function_stays(name: str, kind: str) -> None:
+def test_the_float_function_stays_and_its_state_is_without_transforms(name: str, kind: str) -> None:
     model, x = transformed(name, kind)
+    torch.testing.assert_close(fq.float_state_dict(model)["0.weight"], LAYERS[name][0].weight.detach())
     with disabled(model):
         torch.testing.assert_close(model(x), LAYERS[name][0](x), rtol=1e-5, atol=1e-6)
     own = model[0].quantized_input(x)
@@ -149,9 +139,10 @@ def with_outliers(input: str, size: float = 100.0) -> Any:
     return model
 
 
-def test_smoothing_takes_away_what_outliers_cost() -> None:
+@pytest.mark.parametrize("batches", [outliers(), [torch.cat(outliers())]], ids=["four", "one"])
+def test_smoothing_takes_away_what_outliers_cost(batches: list[Tensor]) -> None:
     model = with_outliers("int8")
-    found = transform(model[0].products(), [[x] for x in outliers()], ["smooth"])
+    found = transform(model[0].products(), [[x] for x in batches], ["smooth"])
     assert isinstance(model[0].input_transform, ChannelScale)
     assert found.after < 0.01 * found.before
 
@@ -233,30 +224,20 @@ def agreement(model: nn.Module) -> float:
 def test_int8_of_a_block_with_outlier_channels_is_as_good_as_without() -> None:
     given = [torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = []
-    for size, steps in ((1.0, None), (100.0, None), (100.0, "fast")):
+    for size, steps in ((1.0, None), (100.0, None), (100.0, ["smooth"]), (100.0, "fast")):
         model = fq.prepare(Block(size), "int8")
         fq.calibrate(model, given, progress=False)
         if steps is not None:
             result = fq.ptq.improve(model, given, steps, progress=False)
-            assert {layer.layer: layer.after < 1.2e-3 for layer in result.layers} == dict.fromkeys(
-                ("up", "gate", "down"), True
-            )
+            assert steps != "fast" or all(layer.after < 1.2e-3 for layer in result.layers)
         found.append(agreement(model))
-    plain, spoilt, improved = found
+    plain, spoilt, smoothed, improved = found
     assert spoilt < plain - 50
+    assert smoothed > spoilt + 50
     assert improved > plain - 0.5
     assert type(model.up.input_transform) is ChannelScale
     assert_same_bits(model.up.input_transform.scale, model.gate.input_transform.scale)
     assert_same_bits(model.up.input_quantizer.scale, model.gate.input_quantizer.scale)
-
-
-def test_smoothing_alone_lowers_the_error_of_the_model() -> None:
-    given = [torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    model = fq.prepare(Block(), "int8")
-    fq.calibrate(model, given, progress=False)
-    before = agreement(model)
-    fq.ptq.improve(model, given, ["smooth"], progress=False)
-    assert agreement(model) > before + 50
 
 
 @pytest.mark.parametrize(("step", "rows", "seed"), [("smooth", 4, 0), ("smooth", 16, 1), ("input", 8, 4)])
@@ -276,10 +257,3 @@ def test_what_a_few_batches_alone_would_win_is_not_done(step: str, rows: int, se
         before = (model(new) - net(new)).square().sum()
         fq.ptq.improve(model, few, [step], progress=False)
         assert (model(new) - net(new)).square().sum() <= before
-
-
-def test_a_single_batch_is_judged_by_itself() -> None:
-    model = with_outliers("int8")
-    found = transform(model[0].products(), [[torch.cat(outliers())]], ["smooth"])
-    assert isinstance(model[0].input_transform, ChannelScale)
-    assert found.after < 0.01 * found.before
