@@ -2,14 +2,11 @@
 tests/support/compat_exactness.py and run by test_exactness.py; here are errors, edges, layouts, tracing and routing."""
 
 import contextlib
-import copy
 import dataclasses
 import threading
 
 import pytest
 import torch
-from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
-from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 import fakequant as fq
 from benchmarks import torch_ao
@@ -290,28 +287,6 @@ def test_routing_in_threads_that_leave_in_the_order_they_came():
     assert originals() == before
 
 
-class Learned(torch.nn.Module):
-    """A convolution and a linear layer with torch.ao's learnable quantizers."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.linear = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4 * 36, 5)
-        codes = {"quant_min": -8, "quant_max": 7, "dtype": torch.qint8}
-        of_channels = {"channel_len": 4, "ch_axis": 0, "qscheme": torch.per_channel_affine}
-        self.weight = _LearnableFakeQuantize(
-            MovingAveragePerChannelMinMaxObserver, use_grad_scaling=True, **of_channels, **codes
-        )
-        # Unsigned: of a negative zero point per tensor torch's gradient is that of another one.
-        codes = {"quant_min": 0, "quant_max": 15, "dtype": torch.quint8}
-        self.input = _LearnableFakeQuantize(
-            MovingAverageMinMaxObserver, qscheme=torch.per_tensor_affine, use_grad_scaling=True, **codes
-        )
-
-    def forward(self, images):
-        features = torch.nn.functional.conv2d(self.input(images), self.weight(self.conv.weight), self.conv.bias)
-        return self.linear(features.relu().flatten(1))
-
-
 @pytest.mark.parametrize("row", torch_ao.ROUTED, ids=lambda row: row.name)
 def test_models_of_torch_ao_train_to_the_same_bits(row, monkeypatch):
     row = dataclasses.replace(row, shape=(2, *row.shape[1:3], 8)[: len(row.shape)])
@@ -323,28 +298,3 @@ def test_models_of_torch_ao_train_to_the_same_bits(row, monkeypatch):
     monkeypatch.setattr(aten, "_values", lambda call: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         torch_ao.trained(row, by_us=True, batches=batches)
-
-
-def step(model):
-    torch.manual_seed(1)
-    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-
-
-def test_a_learnable_model_of_torch_ao_gets_the_same_gradients():
-    torch.manual_seed(0)
-    plain = Learned()
-    with torch.no_grad():
-        plain(torch.randn(2, 3, 8, 8))
-    for quantizer in (plain.weight, plain.input):
-        quantizer.enable_param_learning()
-        quantizer.scale.data *= 0.5  # so that some values are clipped
-    routed = copy.deepcopy(plain)
-    step(plain)
-    with aten.routed():
-        step(routed)
-    for (name, theirs), ours in zip(plain.named_parameters(), routed.parameters(), strict=True):
-        if name.endswith(("scale", "zero_point")):  # sums, which torch rounds to float32 on the way
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0)
-            assert theirs.grad.any()
-        else:
-            assert_same_bits(ours.grad + 0.0, theirs.grad + 0.0, name)  # torch's zeros have the sign of dy

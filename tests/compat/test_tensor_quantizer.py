@@ -1,9 +1,19 @@
-"""TensorQuantizer of the pytorch_quantization interface: stages, properties, errors, printed forms, compilers."""
+"""TensorQuantizer of the pytorch_quantization interface: stages, properties, errors, compilers; ranges of blocks,
+calibrated, learned and stored.
+"""
 
+import copy
+import itertools
+import math
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import fakequant as fq
+from fakequant.compat.pytorch_quantization.nn import Clip, functional
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3, tensor_quant
 from tests.support.bits import assert_same_bits
 from tests.support.compat_quantizers import X, quantizer
@@ -303,3 +313,263 @@ class TestTorchFeatures:
             hidden: Tensor = layer(X)
             assert q(hidden).dtype == torch.bfloat16
             assert layer(q(X)).dtype == torch.bfloat16
+
+
+class TestBlocks:
+    @pytest.mark.parametrize(
+        ("num_bits", "sizes", "spec"),
+        [
+            (4, {-1: 16}, "int4 per_block(-1:16,pad) multiplier"),
+            ((4, 3), {0: 8, 1: 8}, "float8_e4m3fn per_block(0:8,1:8,pad) multiplier"),
+            (
+                (2, 1),
+                {-1: 16, "scale_bits": (4, 3)},
+                "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
+            ),
+            ((2, 1), {-1: 32, "scale_bits": (8, 0)}, "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"),
+            (
+                4,
+                {-1: 8, "scale_bits": 8, "scale_block_sizes": {-1: 32}},
+                "int4 per_block(-1:8,pad) scale=uint8@per_block(-1:32,pad)",
+            ),
+        ],
+        ids=str,
+    )
+    def test_dynamic_blocks_are_the_cores(self, num_bits, sizes, spec):
+        x = torch.randn(3, 40)
+        q = quantizer(num_bits=num_bits, block_sizes={**sizes, "type": "dynamic"})
+        assert_same_bits(q(x), fq.fake_quantize(x, spec))
+        q.amax = 1.0
+        assert_same_bits(q(x), fq.fake_quantize(x, spec))
+
+    def test_static_blocks_are_calibrated(self):
+        q = quantizer(num_bits=4, block_sizes={0: 2, -1: 16}, if_calib=True)
+        batches = torch.randn(3, 5, 40).unbind()
+        q.disable_quant()
+        for batch in batches:
+            assert q(batch) is batch
+        q.load_calib_amax()
+        q.enable_quant()
+        expected = torch.zeros(3, 3)
+        for batch in batches:
+            padded = torch.nn.functional.pad(batch, (0, 8, 0, 1)).abs()
+            expected = torch.maximum(expected, padded.view(3, 2, 3, 16).amax((1, 3)))
+        assert_same_bits(q.amax, expected)
+        spec = "int4 per_block(0:2,-1:16,pad) multiplier"
+        assert_same_bits(q(batches[0]), fq.fake_quantize(batches[0], spec, amax=expected))
+        assert "block_sizes={0: 2, -1: 16} amax=[" in repr(q)
+
+    def test_one_block_keeps_its_axes(self):
+        q = quantizer(block_sizes={-1: 8}, if_calib=True)
+        q(torch.ones(1, 8))
+        q.load_calib_amax()
+        assert q.amax.shape == (1, 1)
+        assert_same_bits(q(torch.ones(1, 8)), torch.ones(1, 8))
+
+    def test_a_histogram_has_no_blocks(self):
+        with pytest.raises(NotImplementedError, match="calib_method='max'"):
+            quantizer(block_sizes={-1: 8}, calib_method="histogram", if_calib=True)(torch.ones(1, 8))
+
+
+class TestCalibration:
+    def test_the_loaded_amax_is_a_copy(self):
+        q = quantizer(if_calib=True)
+        q(torch.tensor([1.0]))
+        q.load_calib_amax()
+        q(torch.tensor([9.0]))
+        assert q.amax.item() == 1.0
+        kept = q.amax
+        q.load_calib_amax()
+        assert q.amax is kept
+        assert kept.item() == 9.0
+
+    def test_by_histogram(self):
+        q = quantizer(calib_method="histogram", if_calib=True)
+        q(X)
+        q.load_calib_amax("percentile", percentile=99.0)
+        assert_same_bits(q.amax, q._calibrator.compute_amax("percentile", percentile=99.0))
+        for wrong in ((), ("median",)):
+            with pytest.raises(TypeError):
+                q.load_calib_amax(*wrong)
+        per_max = quantizer(if_calib=True)
+        per_max(X)
+        with pytest.raises(TypeError):
+            per_max.load_calib_amax("mse")
+
+    def test_nothing_collected(self, caplog):
+        for method, args in (("max", ()), ("histogram", ("entropy",))):
+            q = quantizer(calib_method=method)
+            with pytest.raises(RuntimeError, match="Calibrator returned None"):
+                q.load_calib_amax(*args)
+            assert q.amax is None
+            q.load_calib_amax(*args, strict=False)
+            assert q.amax.isnan()
+            assert "becomes NaN" in caplog.text
+
+    def test_a_range_of_another_shape_replaces_the_one_that_is_there(self):
+        q = quantizer(axis=0, amax=1.0, if_calib=True)
+        q(X)
+        q.load_calib_amax()
+        assert_same_bits(q.amax, X.abs().amax((1, 2), keepdim=True))
+
+
+class TestLearning:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "ends",
+        [(-1.0, 2.0), (0.0, 6.0), (1.0, 2.0), (2.0, 1.0), (-3.0, -2.0), (-0.0, 0.0), (-1e-42, 1e-42)],
+        ids=str,
+    )
+    def test_clip_equals_the_formula_of_pact(self, dtype, ends):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(1000, 3, generator=generator).to(dtype)
+        beside = (math.nextafter(end, towards) for end, towards in itertools.product(ends, (-math.inf, math.inf)))
+        x[:11, 0] = torch.tensor([*ends, *beside, 0.0, -0.0, math.inf, -math.inf, math.nan]).to(dtype)
+        dy = torch.randn(3, 1000, generator=generator).to(dtype)
+        low, high = (torch.tensor(end, requires_grad=True) for end in ends)
+        # Transposed, so that rows are not contiguous.
+        x = x.t().requires_grad_()
+        y = functional.clip(x, low, high)
+        y.backward(dy)
+        given = x.detach()
+        lowest, highest = low.detach(), high.detach()
+        assert_same_bits(y, torch.max(torch.min(given, highest.to(dtype)), lowest.to(dtype)))
+        assert_same_bits(x.grad, torch.where((given > lowest) & (given < highest), dy, 0.0))
+        for bound, reached in ((low, given <= lowest), (high, given >= highest)):
+            assert_same_bits(bound.grad, torch.tensor(math.fsum(dy[reached].tolist())))
+
+    def test_the_gradient_of_a_bound_is_the_same_for_every_number_of_threads_and_layout(self):
+        generator = torch.Generator().manual_seed(4)
+        x, dy = torch.randn(2, 1024, 300, generator=generator)
+        dy *= 10.0 ** torch.arange(-10, 10).repeat(15)
+        expected = torch.tensor(math.fsum(dy[x >= 0.5].tolist()))
+        threads = torch.get_num_threads()
+        for count, transposed in itertools.product((1, 3), (False, True)):
+            high = torch.tensor(0.5, requires_grad=True)
+            torch.set_num_threads(count)
+            try:
+                functional.clip(x.t() if transposed else x, torch.tensor(-0.5), high).backward(
+                    dy.t() if transposed else dy
+                )
+            finally:
+                torch.set_num_threads(threads)
+            assert_same_bits(high.grad, expected)
+
+    def test_clip_of_several_bounds_has_no_gradient(self):
+        x = torch.ones(2, requires_grad=True)
+        y = functional.clip(x, torch.tensor([-1.0, -1.0]), torch.tensor([0.5, 2.0]))
+        assert y.tolist() == [0.5, 1.0]
+        with pytest.raises(ValueError, match="can only be scalar"):
+            y.sum().backward()
+        Clip([-1.0, -1.0], [0.5, 2.0])(x.detach())
+
+    @pytest.mark.parametrize("learned", [False, True])
+    @pytest.mark.parametrize("bound", ["1.0", None, {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]]])
+    def test_a_bound_that_is_no_number_is_refused(self, bound, learned):
+        with pytest.raises(TypeError, match=r"clip_value_min must be a number, or a tensor .* got"):
+            Clip(bound, 2.0, learn_min=learned)
+        with pytest.raises(TypeError, match=r"clip_value_max must be a number, or a tensor .* got"):
+            Clip(-1.0, bound, learn_max=learned)
+
+    @pytest.mark.parametrize(
+        "bound", [torch.tensor(2.0), torch.ones(2), torch.nn.Parameter(torch.tensor(2.0)), [0.5, 2.0]]
+    )
+    def test_a_learned_bound_is_one_number_and_no_tensor(self, bound):
+        for learned in ("min", "max"):
+            with pytest.raises(ValueError, match=rf"must be scalar for .* clip_value_{learned} is "):
+                Clip(bound, bound, **{f"learn_{learned}": True})
+
+    @pytest.mark.parametrize(
+        ("bound", "learned"),
+        [*((bound, learned) for bound in (2, 2.0, np.float32(2.0), np.array(2.0)) for learned in (False, True)),
+         (torch.tensor(2.0), False)],
+    )  # fmt: skip
+    def test_a_bound_is_copied(self, bound, learned):
+        clip = Clip(-1.0, bound, learn_max=learned)
+        assert clip(torch.tensor([-5.0, 0.5, 5.0])).tolist() == [-1.0, 0.5, 2.0]
+        assert clip.clip_value_max is not bound
+        assert clip.clip_value_max.dtype == torch.float32
+
+    def test_a_bound_that_is_a_parameter_stays_that_parameter(self):
+        bound = torch.nn.Parameter(torch.tensor(2.0))
+        clip = Clip(-1.0, bound)
+        assert next(clip.parameters()) is bound
+        clip(torch.tensor([0.5, 3.0, 4.0])).sum().backward()
+        assert bound.grad.item() == 2.0
+
+    def test_learned_bounds_are_parameters_and_fixed_ones_buffers(self):
+        clip = Clip(-1.0, 2.0, learn_max=True)
+        assert [name for name, _ in clip.named_parameters()] == ["clip_value_max"]
+        assert [name for name, _ in clip.named_buffers()] == ["clip_value_min"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_range_learns_from_what_it_clips(self, dtype):
+        q = quantizer(learn_amax=True, amax=0.3).to(dtype)
+        x = torch.tensor([-1.0, 0.1, 0.2, 4.0], dtype=dtype, requires_grad=True)
+        y = q(x)
+        assert_same_bits(y, fake_tensor_quant(x.detach().clamp(-0.3, 0.3), torch.tensor(0.3), 8, False, False))
+        y.backward(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=dtype))
+        assert x.grad.tolist() == [0.0, 2.0, 4.0, 0.0]
+        assert (q.clip.clip_value_min.grad.item(), q.clip.clip_value_max.grad.item()) == (1.0, 8.0)
+        assert q.clip.clip_value_max.dtype == torch.float32
+
+    def test_the_farther_bound_is_amax(self):
+        q = quantizer(learn_amax=True)
+        assert (q.clip.clip_value_min.item(), q.clip.clip_value_max.item()) == (-1.0, 1.0)
+        with torch.no_grad():
+            q.clip.clip_value_max.fill_(0.25)
+        x = torch.tensor([-2.0, 2.0])
+        expected = fake_tensor_quant(torch.tensor([-1.0, 0.25]), torch.tensor(1.0), 8, False, False)
+        assert_same_bits(q(x), expected)
+
+    def test_starting_from_a_calibrated_range(self):
+        q = quantizer(learn_amax=True)
+        with pytest.raises(AttributeError):
+            q.init_learn_amax()
+        q.amax = [[1.0], [2.5]]
+        q.init_learn_amax()
+        assert (q.clip.clip_value_min.item(), q.clip.clip_value_max.item()) == (-2.5, 2.5)
+        with pytest.raises(RuntimeError, match="learn_amax"):
+            quantizer().init_learn_amax()
+
+    def test_learning_can_be_switched_off_and_on(self):
+        q = quantizer(learn_amax=True)
+        q.disable_clip()
+        assert not any(p.requires_grad for p in q.parameters())
+        q.enable_clip()
+        assert all(p.requires_grad for p in q.parameters())
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="must be scalar"):
+            quantizer(learn_amax=True, amax=[1.0, 2.0])
+        with pytest.raises(TypeError):
+            quantizer(learn_amax=True, axis=0)
+
+
+class TestState:
+    def test_a_state_with_ranges_loads_into_a_quantizer_without(self):
+        given = quantizer(axis=0, amax=[[1.0], [2.0]])
+        given.pre_quant_scale = 2.0
+        state = given.state_dict()
+        assert set(state) == {"_amax", "_pre_quant_scale"}
+        q = quantizer(axis=0)
+        q.load_state_dict(state)
+        assert_same_bits(q.amax, given.amax)
+        assert_same_bits(q.pre_quant_scale, given.pre_quant_scale)
+        other_shape = quantizer(amax=5.0)
+        other_shape.load_state_dict(state)
+        assert_same_bits(other_shape.amax, given.amax)
+
+    def test_a_state_without_a_range_does_not_load_into_a_quantizer_with_one(self):
+        with pytest.raises(RuntimeError, match="_amax"):
+            quantizer(amax=1.0).load_state_dict({})
+
+    def test_copies_pickles_and_models_pickled_by_the_original(self):
+        q = quantizer(amax=1.0, calib_method="histogram")
+        for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+            assert_same_bits(other(X), q(X))
+            assert repr(other) == repr(q)
+        older = copy.deepcopy(q)
+        for name in ("_dynamic", "_blocks"):
+            del older.__dict__[name]
+        assert_same_bits(older(X), q(X))

@@ -104,17 +104,13 @@ def test_a_model_with_any_number_of_arguments_gets_all_of_them(cls: type[nn.Modu
     assert torch.equal(run_batch(model, (X, X)), model(X, X))
 
 
-def test_what_is_no_argument_cannot_be_labels() -> None:
-    model = Masked()
-    assert torch.equal(run_batch(model, (X, MASK, None)), model(X, MASK))
-
-
 def test_items_beyond_the_parameters_are_left_out() -> None:
     assert run_batch(Echo(), (1, 2)) == (1, 2, None)
     assert run_batch(Echo(), (1, 2, 3, 4)) == (1, 2, 3)
     model = Masked()
     assert torch.equal(run_batch(model, (X,)), model(X))
     assert torch.equal(run_batch(model, (X, MASK, X[:, :3], LABELS)), model(X, MASK, X[:, :3]))
+    assert torch.equal(run_batch(model, (X, MASK, None)), model(X, MASK))  # None is no label
 
 
 @pytest.mark.parametrize("batch", [(X, LABELS), [X, LABELS], (X, MASK, LABELS)], ids=["tuple", "list", "two"])
@@ -122,6 +118,8 @@ def test_an_item_that_may_be_labels_or_an_optional_argument_is_refused(batch: An
     model = prepare(Masked(), presets.INT8)
     with pytest.raises(ConfigError, match=rf"tuple of {len(batch)} items, but forward needs only 1: .* give a dict"):
         calibrate(model, [batch])
+    with pytest.raises(ConfigError, match=r"Give inputs=0 if it is labels, or inputs=slice\(2\) if it is an argument"):
+        calibrate(model, LOADER)
     calibrate(model, [{"x": X, "mask": MASK}])
     calibrate(model, [batch], forward=lambda model, batch: model(batch[0]))
 
@@ -222,13 +220,6 @@ def test_inputs_and_forward_say_the_same_thing_twice() -> None:
     model = prepare(Masked(), presets.INT8)
     with pytest.raises(ConfigError, match="inputs= and forward= both say"):
         calibrate(model, LOADER, inputs=0, forward=lambda model, batch: model(batch[0]))
-
-
-def test_the_refusal_says_what_to_write() -> None:
-    model = prepare(Masked(), presets.INT8)
-    with pytest.raises(ConfigError, match=r"Give inputs=0 if it is labels, or inputs=slice\(2\) if it is an argument"):
-        calibrate(model, LOADER)
-    calibrate(model, LOADER, inputs=0)
 
 
 class Stream(IterableDataset[Any]):

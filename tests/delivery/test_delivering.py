@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fakequant as fq
-from fakequant.delivery import DeliveryFormat, Part, delivery_formats, register_delivery
+from fakequant.delivery import DeliveryFormat, Part, delivery_formats, fix_global_scales, register_delivery
 from fakequant.delivery.delivering import refuse_replacing
 from fakequant.delivery.format import _added
-from fakequant.errors import CheckpointError, ExportError, OutputError
-from fakequant.model.state.snapshots import TensorFile, write_folder
+from fakequant.errors import CalibrationError, CheckpointError, ExportError, OutputError
+from fakequant.model.state.snapshots import TensorFile, read_folder, write_folder
 from tests.support.language_models import llama
 
 X = torch.linspace(-3, 3, 3 * 64).reshape(3, 64)
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64, bias=False))
 
 
@@ -173,8 +173,6 @@ def test_weights_of_another_model_are_not_left_beside(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_header_and_copies(tmp_path: Path) -> None:
-    from fakequant.model.state.snapshots import read_folder, write_folder
-
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     tensors = TensorFile({"t": torch.ones(3)}, {"made by": "hand"})
     write_folder(tmp_path, {"t.safetensors": tensors, "copy.json": tmp_path / "a", "parts": iter([b"a", b"b"])})
@@ -201,11 +199,6 @@ def test_a_file_has_the_same_bytes_each_time(tmp_path: Path) -> None:
         write_folder(tmp_path, {f"{name}.safetensors": tensors})
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert safe_open(tmp_path / "a.safetensors", "pt").metadata() == tensors.metadata
-
-
-def other_net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64, bias=False))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -276,7 +269,7 @@ def test_a_file_of_another_is_not_replaced_by_one_of_a_suffix(tmp_path: Path) ->
 
 
 def test_a_kill_between_any_two_names_leaves_one_model_or_none(tmp_path: Path) -> None:
-    first, second = prepared(), fq.prepare(other_net(), "INT4_GROUP32")
+    first, second = prepared(), fq.prepare(net(1), "INT4_GROUP32")
     for size in (5 * 10**9, 1500):
         seen, place = set[int | None](), 0
         while True:
@@ -312,7 +305,7 @@ def test_a_kill_between_any_two_names_leaves_one_model_or_none(tmp_path: Path) -
 def test_a_name_that_cannot_be_given_brings_the_old_files_back(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = prepared(), fq.prepare(other_net(), "INT4_GROUP32")
+    first, second = prepared(), fq.prepare(net(1), "INT4_GROUP32")
     fq.deliver(first, tmp_path, "compressed-tensors", max_shard_size=1500)
     before, own = contents(tmp_path), getattr(os, call)
     for place in range(len(before)):
@@ -347,7 +340,7 @@ def once(fails: Any, own: Any) -> Any:
 
 
 def test_two_deliveries_at_once_give_one_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, own = prepared(), fq.prepare(other_net(), "INT4_GROUP32"), os.replace
+    first, second, own = prepared(), fq.prepare(net(1), "INT4_GROUP32"), os.replace
     reached, errors = threading.Event(), list[BaseException]()
 
     def slow(*args: Any) -> None:
@@ -412,3 +405,35 @@ def test_code_that_a_configuration_names_is_not_taken(tmp_path: Path) -> None:
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         (path / "config.json").write_text(json.dumps({**values, key: "kernels-community/x"}))
         assert fq.read(path).config._attn_implementation != "kernels-community/x"
+
+
+BATCHES = [torch.full((2, 32), 1.0), torch.full((3, 32), -2.0)]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, is_second: bool = False) -> torch.Tensor:
+        return self.two(x) if is_second else self.one(x)
+
+
+def test_the_largest_magnitude_of_all_batches_counts() -> None:
+    model = fq.prepare(Branches(), "nvfp4", skip=[])
+    fix_global_scales(model, BATCHES, forward=lambda m, x: (m(x), m(x / 4, is_second=True)))
+    assert torch.equal(model.one.input_quantizer.global_scale, torch.tensor([448 * 6 / 2.0]))
+    assert torch.equal(model.two.input_quantizer.global_scale, torch.tensor([448 * 6 / 0.5]))
+
+
+def test_a_layer_that_no_batch_reaches_is_named_and_nothing_changes() -> None:
+    model = fq.prepare(Branches(), "nvfp4", skip=[])
+    with pytest.raises(CalibrationError, match=r"no batch has values other than 0 for two\._input_quantizer"):
+        fix_global_scales(model, BATCHES)
+    assert model.one.input_quantizer.global_scale is None
+    assert not model.one.input_quantizer._forward_pre_hooks
+
+
+def test_a_model_without_such_inputs_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="no dynamic inputs under one scale of the tensor"):
+        fix_global_scales(fq.prepare(Branches(), "int8_per_token", skip=[]), BATCHES)

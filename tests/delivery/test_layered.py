@@ -17,39 +17,23 @@ from torch import Tensor
 import fakequant as fq
 from fakequant.errors import CheckpointError
 from tests.delivery.formats import test_awq, test_bitsandbytes, test_gptq, test_modelopt
+from tests.support.language_models import language_model
 from tests.support.quantized_folders import net, read, words, write
-from tests.support.vision import import_torchvision
 
-import_torchvision()
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+# The weights that are quantized, by the ends of their names, and how many layers have them.
 MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
-    "llama": (
-        lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_key_value_heads=1, **SMALL)
-        ),
-        ("_proj.weight",),
-        7,
-    ),
+    "llama": (lambda: language_model("llama", intermediate_size=64, **SMALL), ("_proj.weight",), 7),
     "experts": (
-        lambda: transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(
-                hidden_size=32,
-                moe_intermediate_size=32,
-                num_key_value_heads=1,
-                num_experts=3,
-                num_experts_per_tok=2,
-                **SMALL,
-            )
-        ),
+        lambda: language_model("qwen3_moe", moe_intermediate_size=32, num_experts=3, **SMALL),
         ("_proj.weight",),
         6,
     ),
     "transposed": (
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=40, eos_token_id=0)
-        ),
+        lambda: language_model("gpt2", n_positions=16, **SMALL),
         ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
         4,
     ),

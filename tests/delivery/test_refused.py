@@ -67,32 +67,30 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 96))
 
 
-def refused(config: fq.Config, folder: Path) -> str:
-    model = fq.prepare(net(), config)
-    fq.calibrate(model, [X], progress=False)
+def refusal(model: nn.Module, folder: Path, format: str = "compressed-tensors") -> str:
     with pytest.raises(ExportError) as raised:
-        fq.deliver(model, folder / "new", "compressed-tensors")
+        fq.deliver(model, folder / "new", format)
     assert not (folder / "new").exists()
     return str(raised.value)
 
 
-def test_there_are_many() -> None:
-    assert len(WEIGHTS) + len(INPUTS) >= 60
+def prepared(config: fq.Config | str) -> nn.Module:
+    model = fq.prepare(net(), config)
+    fq.calibrate(model, [X], progress=False)
+    return model
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("spec", WEIGHTS)
 def test_weights(spec: str, tmp_path: Path) -> None:
-    text = refused(fq.Config("own", [fq.Rule("0", weight=spec)]), tmp_path)
+    text = refusal(prepared(fq.Config("own", [fq.Rule("0", weight=spec)])), tmp_path)
     first, line = text.split("\n")
     assert first == "compressed-tensors cannot hold 1 parts of the model as they are quantized:"
     assert line.startswith("  0: its weight is ")
     assert "; the nearest preset that it holds is " in line
     nearest = line.rpartition(" ")[2]
     assert nearest in {name for name in dir(fq.presets) if name.isupper()}
-    model = fq.prepare(net(), nearest)
-    fq.calibrate(model, [X], progress=False)
-    assert fq.deliver(model, tmp_path / "nearest", "compressed-tensors").is_dir()
+    assert fq.deliver(prepared(nearest), tmp_path / "nearest", "compressed-tensors").is_dir()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -100,17 +98,14 @@ def test_weights(spec: str, tmp_path: Path) -> None:
 def test_activations(spec: str, tmp_path: Path) -> None:
     words = spec.split(" dynamic")
     rule = fq.Rule("2", weight="int8 per_channel(0)", input=fq.TensorConfig(words[0], len(words) > 1))
-    text = refused(fq.Config("own", [rule]), tmp_path)
+    text = refusal(prepared(fq.Config("own", [rule])), tmp_path)
     assert "\n  2: its input is " in text
     assert "; the nearest preset that it holds is " in text
 
 
-@pytest.mark.parametrize(
-    ("preset", "nearest"),
-    [("MXFP4", "NVFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")],
-)
+@pytest.mark.parametrize(("preset", "nearest"), [("MXFP4", "NVFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")])
 def test_the_nearest_preset_has_the_format_of_the_weight(preset: str, nearest: str, tmp_path: Path) -> None:
-    assert refused(getattr(fq.presets, preset), tmp_path).endswith(f"; the nearest preset that it holds is {nearest}")
+    assert refusal(prepared(preset), tmp_path).endswith(f"; the nearest preset that it holds is {nearest}")
 
 
 def test_a_layer_is_counted_once(tmp_path: Path) -> None:
@@ -118,13 +113,6 @@ def test_a_layer_is_counted_once(tmp_path: Path) -> None:
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
     expected = "cannot hold 2 parts of the model as they are quantized:\n  2 parts (0, 2): its range is learned; "
     assert expected in refusal(model, tmp_path)
-
-
-def refusal(model: nn.Module, folder: Path, format: str = "compressed-tensors") -> str:
-    with pytest.raises(ExportError) as raised:
-        fq.deliver(model, folder / "new", format)
-    assert not (folder / "new").exists()
-    return str(raised.value)
 
 
 @pytest.mark.parametrize("preset", ["INT8", "INT8_AFFINE", "int8 per_channel(0)"])

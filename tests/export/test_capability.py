@@ -1,21 +1,25 @@
-"""What ONNX can say of formats, granularities and operator sets."""
+"""What ONNX can say of formats, granularities and operator sets, and the record in a file's metadata."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 
 import fakequant as fq
-from fakequant.errors import ExportError
+from fakequant.errors import ExportError, VerificationError
 from fakequant.export.capability import (
     block_sizes,
     check_opset,
     check_scale,
     check_spec,
+    digest,
     encoding,
     layout,
+    read,
 )
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.granularity import parse_granularity
@@ -135,3 +139,25 @@ def test_operator_set_is_the_smallest_that_suffices() -> None:
     for opset in (17, 26):
         with pytest.raises(ExportError, match=f"opset={opset}: expected 18 to 25"):
             check_opset(opset, 13, "x")
+
+
+DAMAGED = [
+    *("[]", "{", '{"layout": 1}', "null"),
+    '{"layout": 1, "version": "", "style": "trt", "sites": [{}]}',
+    '{"layout": 1, "version": "", "style": "no style", "sites": [], "inputs": []}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_record(text: str) -> None:
+    model = onnx.ModelProto()
+    model.metadata_props.add(key="fakequant", value=text)
+    with pytest.raises(VerificationError, match="its record of quantizers is damaged"):
+        read(model)
+
+
+def test_digest_sees_contents_shape_and_type() -> None:
+    arrays = [np.zeros(4, np.int8), np.zeros((2, 2), np.int8), np.zeros(4, np.uint8), np.ones(4, np.int8)]
+    found = {digest([onnx.numpy_helper.from_array(array)]) for array in arrays}
+    assert len(found) == 4
+    assert digest([onnx.numpy_helper.from_array(np.zeros(4, np.int8), "another name")]) in found

@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.nn import Quantizer
 from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import products
-from fakequant.ops import products as convolutions
-
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-
-from tests.support.bits import assert_same_bits, bits_of  # noqa: E402
-from tests.support.matrix import full, sweep  # noqa: E402
-from tests.support.processor import needs_exact_sums  # noqa: E402
+from tests.support.bits import assert_same_bits, bits_of
+from tests.support.matrix import full, sweep
+from tests.support.processor import needs_exact_sums
 
 pytestmark = needs_exact_sums()
 PAGE = Path(__file__).parents[2] / "docs" / "notes" / "execution.md"
@@ -102,16 +98,7 @@ PRODUCTS = ("Conv", "FusedConv", "QLinearConv", "Gemm", "QGemm", "MatMul", "QLin
 
 
 class Results(NamedTuple):
-    """The outputs of one model.
-
-    Attributes:
-        scale: of a quantizer behind the output.
-        simulated: of the layers in float.
-        integer: of products of codes.
-        plain: of ONNX Runtime without its optimisations.
-        optimised: of ONNX Runtime with all of them.
-        operators: what computes the products then.
-    """
+    """The outputs of one model, `scale` of a quantizer behind them, and the operators that compute its products."""
 
     scale: Tensor
     simulated: Tensor
@@ -122,16 +109,7 @@ class Results(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How far outputs are apart.
-
-    Attributes:
-        share: of elements whose bits differ.
-        largest: the largest difference.
-        units: the same in units of the last place of the largest output.
-        moved: codes of a quantizer behind them that differ.
-        steps: the largest difference of codes.
-        elements: how many there are.
-    """
+    """How far outputs are apart: `units` of the last place, `moved` codes of a quantizer behind, `steps` of codes."""
 
     share: float
     largest: float
@@ -265,7 +243,7 @@ each_input = pytest.mark.parametrize(("dtype", "zero"), INPUTS)
 
 
 @each_input
-def test_matmul_integer_has_our_sums(dtype: torch.dtype, zero: int) -> None:
+def test_integer_products_have_our_sums(dtype: torch.dtype, zero: int) -> None:
     x, weight = codes_of(dtype, 64, 384), codes_of(torch.int8, 48, 384, seed=1)
     zero_point = torch.tensor(zero, dtype=dtype)
     nodes = [helper.make_node("MatMulInteger", ["x", "w", "zero"], ["y"])]
@@ -273,16 +251,11 @@ def test_matmul_integer_has_our_sums(dtype: torch.dtype, zero: int) -> None:
     # Sums of 384 products are below 2**24, so float32 holds them.
     ours = products.linear(QuantizedOperand(x, ONE, zero_point), QuantizedOperand(weight, ONE), None)
     assert_same_bits(run(data, x).float(), ours)
-
-
-@each_input
-def test_conv_integer_has_our_sums(dtype: torch.dtype, zero: int) -> None:
     x, weight = codes_of(dtype, 4, 16, 12, 10), codes_of(torch.int8, 24, 16, 3, 3, seed=1)
-    zero_point = torch.tensor(zero, dtype=dtype)
     nodes = [helper.make_node("ConvInteger", ["x", "w", "zero"], ["y"], pads=[1] * 4, strides=[2, 1])]
     data = model_of(nodes, x, TensorProto.INT32, w=weight, zero=zero_point)
-    packed = convolutions.PackedWeight(weight, ConvParams([2, 1], [1, 1], [1, 1], 1))
-    ours = convolutions.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), None)
+    packed = products.PackedWeight(weight, ConvParams([2, 1], [1, 1], [1, 1], 1))
+    ours = products.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), None)
     assert_same_bits(run(data, x).float(), ours)
 
 
@@ -345,10 +318,10 @@ def test_qlinear_conv_has_our_codes(dtype: torch.dtype, zero: int) -> None:
     constants = {"xs": x_scale, "xz": zero_point, "w": weight, "ws": w_scale, "ys": y_scale, "b": bias}
     output = helper.np_dtype_to_tensor_dtype(x.numpy().dtype)
     theirs = run(model_of(nodes, x, output, **constants, wz=torch.zeros(24, dtype=torch.int8), yz=y_zero), x)
-    packed = convolutions.PackedWeight(weight, ConvParams([1, 1], [1, 1], [1, 1], 1))
-    sums = convolutions.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), bias.float())
+    packed = products.PackedWeight(weight, ConvParams([1, 1], [1, 1], [1, 1], 1))
+    sums = products.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), bias.float())
     assert_same_bits(theirs, rounded(sums, (x_scale * w_scale / y_scale).reshape(-1, 1, 1), dtype))
-    y = convolutions.convolution(QuantizedOperand(x, x_scale, zero_point), packed, w_scale, bias * (x_scale * w_scale))
+    y = products.convolution(QuantizedOperand(x, x_scale, zero_point), packed, w_scale, bias * (x_scale * w_scale))
     assert_few_ties(theirs, y, y_scale)
 
 

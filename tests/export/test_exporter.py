@@ -8,23 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ExportError
+from fakequant.export import export_onnx, verify_onnx
 from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import Add, MatMul, Mode, quantizers
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from fakequant.export import export_onnx, verify_onnx  # noqa: E402
-from tests.support.export_models import config, linear  # noqa: E402
-from tests.support.matrix import full, sweep  # noqa: E402
+from tests.support.export_models import config, linear
+from tests.support.matrix import full, sweep
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""The inputs of a file: one for each tensor of the example, all of them read, and those of a model's state."""
+"""The inputs of a file, those of a model's state, and the constants of a graph that is being changed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError, VerificationError
-from fakequant.export.inputs import depends_on
-
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+from fakequant.export.inputs import GraphEditor, depends_on
+from tests.support.bits import assert_same_bits
 
 
 class Two(nn.Module):
@@ -115,14 +117,8 @@ def test_an_input_that_became_a_constant_is_refused(tmp_path: Path) -> None:
 def test_what_results_depend_on(x: Tensor) -> None:
     assert depends_on(lambda batch: batch[1] * 2, (Z, x), 1) is True
     assert depends_on(lambda batch: batch[0] * 2, (Z, x), 1) is False
-
-
-def test_what_cannot_be_tried_is_not_known() -> None:
-    def run(batch: Any) -> Tensor:
-        return torch.zeros(1)[batch[0]]
-
-    assert depends_on(run, (torch.zeros(2, dtype=torch.int64),), 0) is None
-    assert depends_on(run, (torch.zeros(0),), 0) is None
+    index = (torch.zeros(2, dtype=torch.int64),)
+    assert depends_on(lambda batch: torch.zeros(1)[batch[0]], index, 0) is None  # it cannot be tried
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b", "c"]])
@@ -299,3 +295,37 @@ def test_a_state_that_cannot_be_traced_is_refused(keep: Callable[[Any, Tensor], 
     model = fq.prepare(Attribute(keep).eval(), "int8_weight_only")
     with pytest.raises(ExportError, match=r"forward (writes|keeps) .*(register_buffer|copy_)"):
         fq.export_onnx(model, Z[:4], tmp_path / "m.onnx")
+
+
+def editor() -> GraphEditor:
+    value = helper.make_tensor_value_info
+    return GraphEditor(
+        helper.make_graph(
+            [helper.make_node("Add", ["x", "a"], ["y"])],
+            "g",
+            [value("x", TensorProto.FLOAT16, ["n", 2])],
+            [value("y", TensorProto.FLOAT16, ["n", 2])],
+            [numpy_helper.from_array(np.zeros(2, np.float16), "a"), numpy_helper.from_array(np.ones(3), "unused")],
+        )
+    )
+
+
+def test_equal_constants_of_a_name_are_one_and_others_are_renamed() -> None:
+    graph = editor()
+    zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+    assert [graph.add("q/s", zeros), graph.add("q/s", zeros), graph.add("q/s", ones)] == ["q/s", "q/s", "q/s#2"]
+    assert graph.add("other", zeros) == "other"
+    assert [graph.add("c", ones, shared=True), graph.add("d", ones, shared=True)] == ["c", "c"]
+
+
+def test_a_constant_read_only_inside_a_branch_is_kept() -> None:
+    branch = helper.make_graph([helper.make_node("Neg", ["unused"], ["z"])], "branch", [], [])
+    graph = editor()
+    graph.finish([*graph.graph.node, helper.make_node("If", ["y"], [], then_branch=branch, else_branch=branch)])
+    assert {tensor.name for tensor in graph.graph.initializer} == {"a", "unused"}
+
+
+def test_bfloat16_constants() -> None:
+    tensor = helper.make_tensor("b", TensorProto.BFLOAT16, [2], [1.5, -0.0])
+    graph = GraphEditor(helper.make_graph([], "g", [], [], [tensor]))
+    assert_same_bits(graph.tensor("b"), torch.tensor([1.5, -0.0], dtype=torch.bfloat16))

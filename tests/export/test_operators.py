@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
-onnx = pytest.importorskip("onnx")
-
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-from onnx.reference import ReferenceEvaluator  # noqa: E402
-
-from fakequant.export.operators import OPERATORS  # noqa: E402
+from fakequant.export.operators import OPERATORS
 
 RANGES = {"INT8": (-128, 127), "UINT8": (0, 255), "INT4": (-8, 7), "UINT4": (0, 15), "INT16": (-32768, 32767)}
 E4M3_MAX = 448

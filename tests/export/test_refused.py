@@ -1,9 +1,11 @@
-"""What is refused before a file is written: models that ONNX cannot say, and places that cannot be written."""
+"""What is refused before a file is written: models that ONNX cannot say, places, and packages that are missing."""
 
 from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,11 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError, OutputError
+from fakequant.export import export_onnx, exporter, packages, verify_onnx
 from fakequant.model import presets
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
-
-pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from fakequant.export import export_onnx, exporter, verify_onnx
 from tests.support.export_models import linear
 
 MULTIPLIER = Config(
@@ -172,3 +170,29 @@ def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
 def test_a_missing_folder_is_made(tmp_path: Path) -> None:
     export_onnx(linear(presets.INT8), torch.ones(2, 8), tmp_path / "a" / "b" / "m.onnx")
     assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["m.onnx"]
+
+
+INSTALL = r"run pip install 'fakequant\[onnx\]'"
+
+
+def test_missing_packages_are_all_named() -> None:
+    packages.require("torch")
+    with pytest.raises(ExportError, match=rf"ONNX needs no_such_a and no_such_b, not installed here; {INSTALL}"):
+        packages.require("torch", "no_such_a", "no_such_b")
+
+
+def test_export_and_verification_ask_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(ExportError, match=f"onnx and onnxscript.*{INSTALL}"):
+        export_onnx(nn.Linear(2, 2), torch.ones(1, 2), tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match=f"onnx and onnxruntime.*{INSTALL}"):
+        verify_onnx(tmp_path / "m.onnx")
+
+
+def test_importing_the_room_imports_none_of_them() -> None:
+    code = (
+        "import sys, fakequant.export\n"
+        "print([m for m in ('onnx', 'onnx_ir', 'onnxruntime', 'onnxscript') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"

@@ -8,27 +8,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError, VerificationError
+from fakequant.export import VerifyReport, export_onnx, verify_onnx
+from fakequant.export.capability import Style
 from fakequant.model import presets
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
 from fakequant.numerics.scales import ScaleRounding
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from onnx import numpy_helper  # noqa: E402
-
-from fakequant.export import VerifyReport, export_onnx, verify_onnx  # noqa: E402
-from fakequant.export.capability import Style  # noqa: E402
-from tests.support.range_cases import hostile  # noqa: E402
+from tests.support.range_cases import hostile
 
 FEATURES = 256
 STYLES = [style.value for style in Style]

@@ -106,9 +106,8 @@ def test_models_of_one_function(function):
 
 
 def test_several_outputs_come_in_the_order_of_leaves():
-    model, x = Calls(several), torch.randn(3, 4)
-    graph = ir.capture(model, x)
-    for got, wanted in zip(graph.run(x), (x + 1, x * x), strict=True):
+    x = torch.randn(3, 4)
+    for got, wanted in zip(ir.capture(Calls(several), x).run(x), (x + 1, x * x), strict=True):
         assert_same_bits(got, wanted)
 
 
@@ -215,41 +214,30 @@ def test_a_quantizer_without_a_range_is_named():
         ir.capture(fq.prepare(nn.Sequential(nn.Linear(4, 2)), "INT8"), torch.randn(3, 4))
 
 
-class Applied(nn.Module):
-    """A function of a layer and an input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.linear = function, nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.function(self.linear, x)
-
-
 @pytest.mark.parametrize(
     ("function", "shape", "dynamic"),
     [
-        (lambda layer, x: F.linear(x, layer.weight, layer.bias[:1]), (2, 4), False),
-        (lambda layer, x: F.max_pool2d(x, 4, ceil_mode=True), (1, 1, 3, 3), False),
-        (lambda layer, x: F.avg_pool2d(x, 4, 3, ceil_mode=True), (1, 1, 3, 3), False),
-        (lambda layer, x: x.squeeze(), (3, 1, 4), True),
-        (lambda layer, x: x.squeeze(0), (3, 1, 4), True),
+        (lambda self, x: F.linear(x, self.weight, self.weight[0, :1]), (2, 4), False),
+        (lambda self, x: F.max_pool2d(x, 4, ceil_mode=True), (1, 1, 3, 3), False),
+        (lambda self, x: F.avg_pool2d(x, 4, 3, ceil_mode=True), (1, 1, 3, 3), False),
+        (lambda self, x: x.squeeze(), (3, 1, 4), True),
+        (lambda self, x: x.squeeze(0), (3, 1, 4), True),
     ],
     ids=["bias of one", "maximum of less than a window", "average of less", "squeeze", "squeeze of a dynamic one"],
 )
 def test_what_torch_allows_at_the_edges(function, shape, dynamic):
-    model, x = Applied(function), torch.randn(shape)
-    shapes = ({0: torch.export.Dim("n", min=2)},) if dynamic else None
+    model, x = Calls(function), torch.randn(shape)
+    shapes = (({0: torch.export.Dim("n", min=2)},),) if dynamic else None
     assert_same_bits(ir.capture(model, x, dynamic_shapes=shapes).run(x), model(x))
 
 
 def test_automatic_types_are_refused():
-    def function(layer, x):
+    def function(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return layer(x)
+            return F.linear(x, self.weight)
 
     with pytest.raises(GraphError, match=r"under torch\.autocast.* model\.bfloat16"):
-        ir.capture(Applied(function), torch.randn(2, 4))
+        ir.capture(Calls(function), torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"padding_idx": 2}, {"include_last_offset": True}], ids=str)
@@ -283,28 +271,23 @@ def test_transformer_encoders_are_captured_beside_the_fast_path_of_torch(prepare
     assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))
 
 
-class Concatenates(nn.Module):
-    """Concatenates a part without elements, and labels that are integers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        labels = torch.ones(len(x), 1, dtype=torch.int32)
-        return torch.cat([torch.cat([x * 2, x[:, x.shape[1] :]], dim=1), labels], dim=1)
+def concatenated(self, x: Tensor) -> Tensor:
+    """A part without elements, and labels that are integers."""
+    labels = torch.ones(len(x), 1, dtype=torch.int32)
+    return torch.cat([torch.cat([x * 2, x[:, x.shape[1] :]], dim=1), labels], dim=1)
 
 
-def test_concatenations_of_empty_parts_and_of_several_types():
-    model, x = Concatenates().eval(), torch.randn(3, 4)
-    graph = fq.ir.capture(model, x)
+def selected(self, x: Tensor) -> Tensor:
+    """A part whose length depends on data."""
+    return torch.cat([x.flatten().nonzero().flatten(), torch.arange(3)])
+
+
+@pytest.mark.parametrize("function", [concatenated, selected])
+def test_concatenations_of_all_kinds_of_parts(function):
+    model, x = Calls(function).eval(), torch.tensor([[1.0, 0.0, 2.0]])
+    graph = ir.capture(model, x)
     assert torch.equal(graph.run(x), model(x))
-    assert [op.op_type for op in graph.ops if op.op_type in ("Slice", "Cast")] == ["Cast"]
-
-
-def test_concatenations_of_parts_whose_length_depends_on_data():
-    class Selects(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x.flatten().nonzero().flatten(), torch.arange(3)])
-
-    model, x = Selects().eval(), torch.tensor([[1.0, 0.0, 2.0]])
-    assert torch.equal(fq.ir.capture(model, x).run(x), model(x))
+    assert [op.op_type for op in graph.ops if op.op_type in ("Slice", "Cast")] == ["Cast"] * (function is concatenated)
 
 
 def test_weights_standardized_by_batch_norm_without_statistics():

@@ -3,7 +3,7 @@ import torch
 
 import fakequant as fq
 from fakequant.ir import FakeQuantizationOp, Graph, IRType
-from fakequant.ir.fake_quantization import FakeQuantize, WideFakeQuantize, group_shape, plain_quantizer
+from fakequant.ir.fake_quantization import FakeQuantize, WideFakeQuantize, group_shape
 from tests.support.bits import assert_same_bits
 
 HOSTILE = torch.tensor(
@@ -48,20 +48,6 @@ def test_an_asymmetric_range_keeps_negative_numbers():
     y = module_of(shape=(4,), symmetric=False)(x)
     assert ((y - x).abs() < 0.006).all()
     assert y[2] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("attributes", "kind"),
-    [
-        ((8, 0.1, 0.0, True), "_WithNumbers"),
-        ((25, None, 0.0, True), "WideFakeQuantize"),
-        ((8, 0.1, 0.5, False), "WideFakeQuantize"),
-        ((8, 0.1, 300.0, False), "WideFakeQuantize"),
-        ((8, 1e-60, 0.0, True), "WideFakeQuantize"),
-    ],
-)
-def test_what_computes_it(attributes, kind):
-    assert type(plain_quantizer(*attributes)).__name__ == kind
 
 
 def test_the_formula_beyond_24_bits():

@@ -1,9 +1,14 @@
-"""A model that is chosen block after block gets the bits of the model in memory, also after a kill."""
+"""A model that is chosen block after block gets the bits of the model in memory, also after a kill, and says of damage
+what to do; its folder loses what the run wrote, and nothing else.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +84,15 @@ class Killed(BaseException):
     pass
 
 
+@contextmanager
+def killed_at_the_end() -> Iterator[None]:
+    """A run is killed after its last block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            yield
+
+
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
@@ -121,11 +135,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     assert len(chosen) < 4  # finished blocks are not chosen again
 
 
-def test_a_folder_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
-    with pytest.raises(Killed):
+def test_a_folder_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    with killed_at_the_end():
         streamed(decoder(), tmp_path, "int4_group32", "fast")
-    monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"3 blocks of a call with other steps; .*remove the folder"):
         streamed(decoder(), tmp_path, "int4_group32", GPTQ)
     with pytest.raises(CheckpointError, match="other model, quantization or blocks"):
@@ -152,13 +164,7 @@ def test_a_model_in_memory_and_missing_or_misshaped_tensors_are_refused(tmp_path
     assert not [*tmp_path.iterdir()]
     empty, _ = without_weights(decoder())
     with pytest.raises(CheckpointError, match="has the shape"):
-        improve_folder(
-            empty,
-            tmp_path / "b",
-            "int4_group32",
-            batches(),
-            load=lambda path: {n: x[:1] for n, x in load(path).items()},
-        )
+        improve_folder(empty, tmp_path / "b", "int4_group32", batches(), load=cut)
 
 
 def _rank(rank: int, folder: Path) -> None:
@@ -232,13 +238,9 @@ def test_folders_that_would_be_lost_or_mixed_up_are_refused(tmp_path: Path) -> N
         streamed(decoder(), tmp_path / "held", "int4_group32", "fast")
 
 
-def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            streamed(decoder(), tmp_path, "int4_group32", "fast")
+def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(tmp_path: Path) -> None:
+    with killed_at_the_end():
+        streamed(decoder(), tmp_path, "int4_group32", "fast")
     for block in range(3):
         other = decoder()
         with torch.no_grad():
@@ -253,7 +255,7 @@ def test_a_run_with_other_weights_masks_or_calls_does_not_go_on(
             streamed(model, tmp_path, "int4_group32", "fast", mask)
 
 
-def test_a_buffer_that_no_state_has_counts_as_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_no_state_has_counts_as_a_weight(tmp_path: Path) -> None:
     def with_buffer(value: float) -> nn.Module:
         model = decoder()
         model.blocks[1].register_buffer("shift", torch.full((4,), value), persistent=False)  # type: ignore[union-attr]
@@ -269,10 +271,8 @@ def test_a_buffer_that_no_state_has_counts_as_a_weight(tmp_path: Path, monkeypat
 
         improve_folder(empty, tmp_path, "int4_group32", batches(), load=load, progress=False)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(choosing.Blocks, "improve_rest", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            run(1.0)
+    with killed_at_the_end():
+        run(1.0)
     with pytest.raises(CheckpointError, match=r"other weights in blocks\.1"):
         run(2.0)
 
@@ -298,3 +298,136 @@ def test_what_fails_while_a_block_is_loaded_names_the_block(path: str, error: Ex
 
     with pytest.raises(CheckpointError, match=f"{path or 'the model'}.* cannot be loaded: {type(error).__name__}"):
         improve_folder(empty, tmp_path, "int4_group32", batches(), load=failing)
+
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+MINE = (
+    *("run-2026-03-01.json", "block-diagrams/thesis.txt", "hidden-gems.txt", "copies-of-keys/k.txt"),
+    *("block-00001/thesis.txt", "hidden-00001-0.safetensors", "copies-0/k.txt", "run-0.json", "run-1.json"),
+)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("is_refused_later", [False, True])
+@pytest.mark.parametrize("name", MINE)
+def test_a_file_of_the_user_is_refused_and_stays(name: str, is_refused_later: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text('{"my": "log"}')
+    before = files_in(folder)
+    empty, load = without_weights(decoder())
+    with pytest.raises(CheckpointError, match=f"holds other files, {name.partition('/')[0]}; remove them"):
+        fq.improve_folder(
+            empty,
+            tmp_path / "out",
+            "int4_group32",
+            batches(),
+            load=(lambda _: {}) if is_refused_later else load,
+            work=folder,
+        )
+    assert files_in(folder) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_the_user_in_a_folder_of_a_run_stay(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work", 0)
+    work.mark()
+    work.begin({"steps": "fast"})
+    work.put_block(1, fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only"), [], "digest")
+    mine = ("block-00001/notes.txt", "block-00001/model-0123456789abcdef.safetensors", ".hidden.txt")
+    for name in mine:
+        (work.folder / name).write_text("mine")
+    Work(tmp_path / "work", 0).remove()
+    assert files_in(work.folder) == dict.fromkeys(mine, b"mine")
+
+
+def test_a_kill_while_the_folder_is_removed_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: what says that the folder holds a run goes last."""
+    remove, places = Work.remove, list[int]()
+
+    def killed(work: Work) -> None:
+        unlink, left = Path.unlink, iter(range(len(places)))
+
+        def cut(path: Path, missing_ok: bool = False) -> None:
+            if next(left, None) is None:
+                raise Killed
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", cut)
+            remove(work)
+
+    monkeypatch.setattr(Work, "remove", killed)
+    while True:
+        target = tmp_path / str(len(places))
+        try:
+            streamed(decoder(), target, "int4_group32", ("ranges",))
+        except Killed:
+            places.append(1)
+        else:
+            break
+        assert Work.is_begun(target / ".unfinished")
+        if len(places) in (1, 5, 9):
+            with monkeypatch.context() as patch:
+                patch.setattr(Work, "remove", remove)
+                streamed(decoder(), target, "int4_group32", ("ranges",))
+            assert sorted(one.name for one in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert len(places) > 9
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weights": 1, "layers": []}', '{"weights": "", "layers": [1]}', "\x00"]
+)
+def test_a_damaged_file_of_a_block_is_named(content: str, tmp_path: Path) -> None:
+    work = Work(tmp_path, 0)
+    work.mark()
+    work.put_block(0, None, [], "digest")
+    (tmp_path / "block-00000" / "layers.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"layers\.json is damaged: .*; remove"):
+        work.layers(0)
+
+
+def test_the_file_of_a_suffix_beside_that_of_the_user_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF, mine")
+    for target in (tmp_path, tmp_path / "model.gguf"):
+        empty, load = without_weights(decoder())
+        with pytest.raises(OutputError, match=r"model\.gguf, which fakequant\.deliver did not write"):
+            fq.improve_folder(empty, target, "int4_group32", batches(), load=load, format="gguf")
+    assert files_in(tmp_path) == {"model.gguf": b"GGUF, mine"}
+    (tmp_path / "model.gguf").rename(tmp_path / "config.json")
+    empty, load = without_weights(decoder())
+    with pytest.raises(OutputError, match=r"config\.json, which fakequant\.deliver did not write"):
+        fq.improve_folder(empty, tmp_path, "int4_group32", batches(), load=load)
+
+
+@pytest.mark.parametrize("what", ["a name", "one more", "one less", "another weight", "nothing left"])
+def test_a_finished_block_with_other_layers_is_refused(what: str, tmp_path: Path) -> None:
+    empty, load = without_weights(decoder())
+
+    def stops(path: str) -> object:
+        if path == "blocks.2":
+            raise Killed
+        return load(path)
+
+    how = {"work": tmp_path / "work", "progress": False}
+    with pytest.raises(Killed):
+        fq.improve_folder(empty, tmp_path / "out", "int4_group32", batches(), ("ranges",), load=stops, **how)  # type: ignore[arg-type]
+    path = tmp_path / "work" / "block-00001" / "fakequant.json"
+    values = json.loads(path.read_text())
+    first = next(iter(values["layers"]))
+    entry = values["layers"][first] if what == "one more" else values["layers"].pop(first)
+    if what in ("a name", "one more"):
+        values["layers"]["x"] = entry
+    if what == "another weight":
+        values["packed"] = {"up.bias": next(iter(values["packed"].values()))}
+    path.write_text(json.dumps(values))
+    if what == "nothing left":
+        path.unlink()
+    empty, load = without_weights(decoder())
+    with pytest.raises(CheckpointError, match=r"block-00001 is damaged: .*; remove"):
+        fq.improve_folder(empty, tmp_path / "out", "int4_group32", batches(), ("ranges",), load=load, **how)  # type: ignore[arg-type]
+    assert not [*tmp_path.glob("out/*.safetensors")]

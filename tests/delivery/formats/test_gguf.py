@@ -19,6 +19,17 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 IDS = torch.arange(64).reshape(2, 32) * 5 % 320
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
+LONGROPE |= {"short_factor": [1.0 + 0.01 * i for i in range(32)], "long_factor": [1.0 + 0.5 * i for i in range(32)]}
 
 
 @torch.no_grad()
@@ -149,20 +160,7 @@ def test_several_files_of_a_model(tmp_path):
         ("llama", {}, 1e-5),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, 1e-5),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 1e-5),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 500.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            1e-5,
-        ),
+        ("llama", {"rope_parameters": LLAMA3}, 1e-5),
         ("mistral", {}, 1e-5),
         ("qwen2", {}, 1e-5),
         ("qwen3", {"head_dim": 64}, 1e-5),
@@ -172,20 +170,7 @@ def test_several_files_of_a_model(tmp_path):
         ("gemma2", {}, 3e-4),  # llama.cpp has a table of float16 for its activation
         ("gemma3_text", {}, 3e-4),
         ("phi3", {}, 1e-5),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0 + 0.01 * i for i in range(32)],
-                    "long_factor": [1.0 + 0.5 * i for i in range(32)],
-                    "original_max_position_embeddings": 128,
-                },
-                "max_position_embeddings": 256,
-            },
-            1e-5,
-        ),
+        ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 256}, 1e-5),
     ],
 )
 def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
@@ -221,33 +206,12 @@ def test_a_model_is_built_by_the_file_alone(tmp_path):
     assert torch.equal(logits(read(deliver(model, tmp_path, "gguf"))), logits(model))
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, "rope.scaling."),
         ("llama", {"rope_parameters": LLAMA3}, "rope_freqs.weight"),
-        (
-            "qwen2",
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "rope_theta": 1e4,
-                    "original_max_position_embeddings": 32,
-                }
-            },
-            "rope.scaling.",
-        ),
+        ("qwen2", {"rope_parameters": YARN}, "rope.scaling."),
         ("llama", {"attention_bias": True}, "no place: blk.0.attn_k.bias"),
         ("qwen3", {"head_dim": 64}, "qwen3.attention.key_length is 64, but the model has 128"),
         ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 64}, "its query_pre_attn_scalar is 256, not 64"),

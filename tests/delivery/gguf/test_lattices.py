@@ -1,15 +1,15 @@
-"""Specifications and types of GGUF: the same values in every bit, and back."""
+"""Specifications, types and bytes of GGUF's blocks: the values that the package gguf reads, in every bit, and back."""
 
 import numpy as np
 import pytest
 import torch
 
 import fakequant as fq
-from fakequant.delivery.gguf.blocks import LAYOUTS, pack
+from fakequant.delivery.gguf.blocks import LAYOUTS, pack, unpack
 from fakequant.delivery.gguf.lattices import from_blocks, kind_of, spec_of, to_blocks
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.state.weight_codes import WeightCodes
-from tests.support.gguf_blocks import numbers_of
+from tests.support.gguf_blocks import BLOCKS, numbers_of
 
 SHAPE = 8, 512
 
@@ -131,3 +131,61 @@ def test_rows_that_are_no_whole_blocks_are_refused_by_what_llama_cpp_stores_then
     message = f"its rows of {columns} are no whole blocks of .* llama.cpp stores such weights as {instead}$"
     with pytest.raises(ShapeError, match=message):
         kind_of(spec_of(kind), (8, columns))
+
+
+@pytest.mark.parametrize("fill", ["random", "lowest", "highest", "rising"])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_blocks_are_those_that_the_package_gguf_reads(kind, fill):
+    gguf = pytest.importorskip("gguf")
+    numbers = numbers_of(kind, fill)
+    raw = pack(kind, numbers)
+    type_ = gguf.GGMLQuantizationType[kind]
+    assert (LAYOUTS[kind].weights, LAYOUTS[kind].size) == gguf.GGML_QUANT_SIZES[type_]
+    again = unpack(kind, raw)
+    assert again.keys() == numbers.keys()
+    for name, values in numbers.items():
+        assert (again[name].dtype, again[name].tobytes()) == (values.dtype, values.tobytes()), name
+    assert np.array_equal(pack(kind, again), raw)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_all_bytes_are_read_as_the_package_gguf_reads_them(kind):
+    gguf = pytest.importorskip("gguf")
+    raw = np.random.default_rng(1).integers(0, 256, (BLOCKS, LAYOUTS[kind].size)).astype(np.uint8)
+    if kind == "TQ2_0":
+        with pytest.raises(CheckpointError, match="codes of TQ2_0 are -1 to 1, got 2"):
+            unpack(kind, raw)
+        raw[:, :64] = (raw[:, :64] & 0x55) << (raw[:, :64] >> 1 & 1)  # no code of two bits is 3
+    place = 0
+    for field in LAYOUTS[kind].fields:
+        size = field.size(LAYOUTS[kind])
+        if getattr(field, "name", "") in ("d", "m"):
+            raw[:, place : place + size] &= np.uint8(0x3F)  # finite
+        place += size
+    read = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    if kind != "TQ1_0":  # 256 bytes, of which 243 are written
+        assert np.array_equal(pack(kind, unpack(kind, raw)), raw)
+    if kind == "MXFP4":  # a part of the exponents has infinite values
+        raw[:, 0] = raw[:, 0].clip(1, 252)
+        read = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(from_blocks(kind, raw, torch.float32).values().numpy().reshape(read.shape), read)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_no_integer_is_cut(kind):
+    for name, one in LAYOUTS[kind].integers.items():
+        for wrong in (one.lowest - 1, one.highest + 1):
+            numbers = numbers_of(kind, "random")
+            if not np.iinfo(one.dtype).min <= wrong <= np.iinfo(one.dtype).max:
+                continue
+            numbers[name][-1, -1] = wrong
+            with pytest.raises(CheckpointError, match=f"{name} of {kind} are {one.lowest} to {one.highest}, got"):
+                pack(kind, numbers)
+
+
+def test_unknown_types_and_other_bytes_are_refused():
+    with pytest.raises(CheckpointError, match="no lattice is known for the GGUF type 'IQ2_XXS'; did you mean IQ4_XS"):
+        pack("IQ2_XXS", {})
+    with pytest.raises(CheckpointError, match=r"blocks of Q4_K are \[blocks, 144\] of uint8, got \[3, 143\]"):
+        unpack("Q4_K", np.zeros((3, 143), np.uint8))
+    assert unpack("Q4_K", pack("Q4_K", {k: v[:0] for k, v in numbers_of("Q4_K", "random").items()}))["d"].shape == (0,)

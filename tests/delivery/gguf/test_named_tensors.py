@@ -24,40 +24,41 @@ def delivered(tmp_path_factory):
     return deliver(model, tmp_path_factory.mktemp("delivered") / "one.gguf", "gguf").read_bytes()
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+TABLE = r"token_embd.weight is of shape \[320, 256\], and model.embed_tokens.weight of"
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "values", "message"),
+    ("values", "message"),
     [
-        (
-            b"",
-            b"",
-            {"vocab_size": 256},
-            r"token_embd.weight is of shape \[320, 256\], and model.embed_tokens.weight of",
-        ),
-        (b"", b"", {"num_hidden_layers": 1}, "tensors for which the model has no place: blk.1.attn_k.weight,"),
-        (b"", b"", {"num_hidden_layers": 3}, "lacks blk.2.attn_q.weight, which is model.layers.2.self_attn.q_proj"),
-        (b"", b"", {"tie_word_embeddings": True}, "the model has no place: output.weight"),
-        (
-            b"",
-            b"",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "llama.rope.freq_base is 10000.0, but",
-        ),
-        (b"", b"", {"rope_parameters": LINEAR}, "llama.rope.scaling.factor is None, but the model has 2.0"),
-        (b"", b"", {"rms_norm_eps": 1e-3}, "llama.attention.layer_norm_rms_epsilon is .*, but the model has 0.001"),
-        (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", {}, "lacks blk.1.attn_k.weight"),
-        (
-            b"\x05\0\0\0\0\0\0\0llama",
-            b"\x05\0\0\0\0\0\0\0qwen2",
-            {},
-            "of the architecture 'qwen2', and the model of 'llama'",
-        ),
+        ({"vocab_size": 256}, TABLE),
+        ({"num_hidden_layers": 1}, "tensors for which the model has no place: blk.1.attn_k.weight,"),
+        ({"num_hidden_layers": 3}, "lacks blk.2.attn_q.weight, which is model.layers.2.self_attn.q_proj"),
+        ({"tie_word_embeddings": True}, "the model has no place: output.weight"),
+        ({"rope_parameters": DEFAULT}, "llama.rope.freq_base is 10000.0, but"),
+        ({"rope_parameters": LINEAR}, "llama.rope.scaling.factor is None, but the model has 2.0"),
+        ({"rms_norm_eps": 1e-3}, "llama.attention.layer_norm_rms_epsilon is .*, but the model has 0.001"),
     ],
 )
-def test_files_of_other_models_are_refused(delivered, old, new, values, message, tmp_path):
+def test_a_file_of_another_model_is_refused(delivered, values, message, tmp_path):
+    path = tmp_path / "one.gguf"
+    path.write_bytes(delivered)
+    with pytest.raises(CheckpointError, match=message):
+        read(path, language_model("llama", **values))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", "lacks blk.1.attn_k.weight"),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0qwen2", "architecture 'qwen2', and the model of 'llama'"),
+    ],
+)
+def test_a_file_of_other_names_is_refused(delivered, old, new, message, tmp_path):
     path = tmp_path / "one.gguf"
     path.write_bytes(delivered.replace(old, new, 1))
     with pytest.raises(CheckpointError, match=message):
-        read(path, language_model("llama", **values))
+        read(path, language_model("llama"))
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_name(delivered, tmp_path):

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 
 import fakequant as fq
 from fakequant.errors import ExportError
+from fakequant.export import export_onnx, verify_onnx
+from fakequant.export.capability import encoding
+from fakequant.export.inputs import GraphEditor
+from fakequant.export.nodes.loops import code_values, round_to
+from fakequant.export.nodes.trt import Emitter
+from fakequant.export.verification.verdict import Session
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 from tests.support.bits import assert_same_bits
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from onnx import TensorProto, helper  # noqa: E402
-
-from fakequant.export import export_onnx, verify_onnx  # noqa: E402
-from fakequant.export.capability import encoding  # noqa: E402
-from fakequant.export.inputs import GraphEditor  # noqa: E402
-from fakequant.export.nodes.loops import code_values, round_to  # noqa: E402
-from fakequant.export.nodes.trt import Emitter  # noqa: E402
-from fakequant.export.verification.verdict import Session  # noqa: E402
-from tests.support.export_models import Weights, quantizer  # noqa: E402
+from tests.support.export_models import Weights, quantizer
 
 FORMATS = {
     **{name: fmt for name, fmt in fq.formats().items() if fmt.bits <= 8 and fmt.has_zero},

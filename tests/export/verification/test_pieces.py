@@ -1,4 +1,4 @@
-"""A file that runs in pieces."""
+"""Sessions of a file: inner tensors of the whole, or in pieces; what cannot be loaded or run is named."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.errors import VerificationError
 from fakequant.export.verification import verify
 from fakequant.export.verification.verdict import Session
 from fakequant.export.verification.verify import Evaluator, Pieces
 from tests.support.bits import assert_same_bits
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from onnx import TensorProto, helper  # noqa: E402
+from tests.support.export_models import assert_tensors_are_seen, model_of
 
 
 class Block(nn.Module):
@@ -113,3 +112,26 @@ def test_verification_grows_with_the_model_not_with_its_square(tmp_path: Path, m
         path = fq.export_onnx(model, x, tmp_path / "m.onnx").path
         counts.append(frames(lambda path=path, model=model, x=x: fq.verify_onnx(path, model, [x])))
     assert counts[3] - counts[2] < 1.1 * (counts[2] - counts[1])
+
+
+@pytest.mark.parametrize("load", [Session, Evaluator])
+def test_inputs_inner_tensors_and_outputs_are_seen_and_the_model_stays(load: Any) -> None:
+    assert_tensors_are_seen(load)
+
+
+@pytest.mark.parametrize(
+    ("load", "name"), [(Session, "ONNX Runtime"), (Evaluator, "the ReferenceEvaluator of onnx .*")], ids=["ort", "onnx"]
+)
+def test_what_does_not_load_or_run_is_an_error_with_its_message(load: Any, name: str) -> None:
+    with pytest.raises(VerificationError, match=f"{name} cannot load it: .*NoSuchOperator"):
+        load(model_of("NoSuchOperator"))
+    with pytest.raises(VerificationError, match=r"cannot (load|run) it: .*no_such_tensor"):
+        load(model_of(), ["no_such_tensor"]).run({"x": torch.zeros(2)})
+    with pytest.raises(VerificationError, match=r"ONNX Runtime cannot run it: |the input x is .*takes float32 \[2\]"):
+        load(model_of()).run({"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2).double(), torch.zeros(2, 1)], ids=str)
+def test_inputs_that_do_not_fit_the_evaluator_are_an_error(x: torch.Tensor) -> None:
+    with pytest.raises(VerificationError, match=r"the input x is float\d\d \[.*but the file takes float32 \[2\]"):
+        Evaluator(model_of()).run({"x": x})

@@ -1,13 +1,21 @@
-"""Counting: which bits differ, and by how much outputs do."""
+"""The verdict on a file: bits that differ, outputs, and how ONNX Runtime runs it by default."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
 
+import fakequant as fq
+from fakequant.cli.commands import app
+from fakequant.export import exporter
 from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport, differing_bits
+from fakequant.nn import quantizers
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -80,3 +88,115 @@ def test_nodes_that_nothing_compares_are_said() -> None:
     assert not report.exact
     assert "7 nodes quantize but belong to no quantizer of the file" in str(report)
     assert "n0, n1, n2, n3, n4, ..." in str(report)
+
+
+X = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+BITS = 'SessionOptions.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")'
+BIAS = 'InferenceSession(..., disabled_optimizers=["WeightBiasQuantization"])'
+
+Made = tuple[nn.Module, Tensor]
+
+
+def calibrated(net: nn.Module, preset: str, x: Tensor) -> nn.Module:
+    model = fq.prepare(net, preset, example=x, target=None)
+    fq.calibrate(model, [x])
+    return model.eval()
+
+
+def linears(preset: str) -> Made:
+    torch.manual_seed(0)
+    return calibrated(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), preset, X), X
+
+
+def rounded_linears(preset: str) -> Made:
+    """A model whose weights are codes times scales, as `improve` leaves them: without quantizers it is the same."""
+    model, x = linears(preset)
+    found = quantizers(model)
+    with torch.no_grad():
+        for path in ("0", "2"):
+            weight = model.get_parameter(f"{path}.weight")
+            weight.copy_(found[f"{path}._weight_quantizer"](weight))
+    return model, x
+
+
+def tiny_scale(layer: Callable[..., nn.Module], x: Tensor) -> Made:
+    """A channel of zeros with a bias, which ONNX Runtime divides by the product of both scales."""
+    torch.manual_seed(0)
+    model = calibrated(nn.Sequential(layer(3, 8, 3), nn.ReLU(), layer(8, 4, 3)), "INT8", x)
+    scale = quantizers(model)["0._weight_quantizer"].scale
+    assert scale is not None
+    with torch.no_grad():
+        model.get_parameter("0.weight")[5] = 0
+        model.get_parameter("0.bias")[5] = 0.5
+        scale[5] = 2.0**-100
+    return model, x
+
+
+def head_alone_is_lost() -> Made:
+    """Two outputs, of which the smaller one alone loses."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return 1000 * x, self.small(x)
+
+    torch.manual_seed(0)
+    return calibrated(Heads(), "INT8_WEIGHT_ONLY", X), X
+
+
+LOST = {
+    "bits_of_linears": (lambda: linears("INT8_WEIGHT_ONLY"), BITS),
+    "rounded": (lambda: rounded_linears("INT8_WEIGHT_ONLY"), BITS),
+    "one_of_two_outputs": (head_alone_is_lost, BITS),
+    "tiny_scale": (lambda: tiny_scale(nn.Conv2d, IMAGE), BIAS),
+    "tiny_scale_1d": (lambda: tiny_scale(nn.Conv1d, IMAGE[:, :, 0]), BIAS),
+}
+KEPT = {
+    "fewer_bits": (lambda: linears("INT4_WEIGHT_ONLY"), BITS),
+    "fewer_rounded_bits": (lambda: rounded_linears("INT4_WEIGHT_ONLY"), BITS),
+    "activations": (lambda: linears("INT8"), None),
+    "dynamic_activations": (lambda: linears("INT8_PER_TOKEN"), BITS),
+    "blocks_of_floats": (lambda: linears("MXFP4"), None),
+}
+CASES = {name: (*case, False) for name, case in LOST.items()} | {name: (*case, True) for name, case in KEPT.items()}
+
+
+@pytest.mark.parametrize(("make", "restored_by", "as_deployed"), CASES.values(), ids=CASES)
+def test_what_the_default_session_loses_beside_quantization(
+    make: Callable[[], Made],
+    restored_by: str | None,
+    as_deployed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = make()
+    if restored_by == BIAS:  # a file of before the export raised scales under which the int32 bias overflows
+        monkeypatch.setattr(exporter, "raise_scales", lambda _: [])
+    path = fq.export_onnx(model, x, tmp_path / "model.onnx").path
+    for given in (fq.verify_onnx(path, model, [x]), fq.verify_onnx(path, model), fq.verify_onnx(path)):
+        assert given.exact
+        assert given.as_deployed is as_deployed
+        assert given.passed is as_deployed
+        assert given.to_dict()["as_deployed"] is as_deployed
+        assert given.restored_by == restored_by
+        assert ("NOT as deployed" in str(given)) is not as_deployed
+    assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == (0 if as_deployed else 1)
+
+
+def test_other_styles_are_for_other_engines(tmp_path: Path) -> None:
+    model, x = linears("INT8_WEIGHT_ONLY")
+    report = fq.verify_onnx(fq.export_onnx(model, x, tmp_path / "model.onnx", style="trt").path, model, [x])
+    assert report.exact
+    assert report.as_deployed is None
+    assert report.passed
+    assert report.optimised[0].sqnr < 50
+
+
+def test_a_file_that_does_not_load_by_default_is_not_deployed() -> None:
+    report = fq.export.VerifyReport("f", "given", [fq.export.Row("q", "int8 per_tensor", "weight", 1)])
+    report.optimised_error = "ONNX Runtime cannot load it"
+    assert (report.exact, report.as_deployed, report.passed) == (True, False, False)
