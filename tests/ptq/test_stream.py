@@ -62,6 +62,11 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
 
 
+def streamed(model: nn.Module, given: list[Tensor]) -> Stream:
+    batches, layers = kept(given, run), layers_of(model)
+    return Stream(model, layers, batches, call_order(model, layers, batches))
+
+
 def test_a_stage_has_the_calls_of_all_batches_that_reach_its_layer() -> None:
     model = Branching()
     layers = layers_of(model)
@@ -142,8 +147,7 @@ def threads_after(before: int) -> int:
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_a_stream_that_is_left_ends_its_threads(stages: int) -> None:
     model, before = Branching(), _thread._count()
-    recorded = call_order(model, layers_of(model), kept(batches(), run))
-    with Stream(model, layers_of(model), kept(batches(), run), recorded) as stream:
+    with streamed(model, batches()) as stream:
         for _ in range(stages):
             assert isinstance(stream.advance(), Stage)
     assert threads_after(before) == before
@@ -152,10 +156,8 @@ def test_a_stream_that_is_left_ends_its_threads(stages: int) -> None:
 
 def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
     model, given = Branching(), batches()
-    recorded = call_order(model, layers_of(model), kept(given, run))
+    stream, before = streamed(model, given), _thread._count()
     model.last.weight = nn.Parameter(torch.zeros(4, 5))
-    before = _thread._count()
-    stream = Stream(model, layers_of(model), kept(given, run), recorded)
     with stream, pytest.raises(RuntimeError, match=r"4x5|5x4"):
         for _ in stream:
             pass
@@ -165,8 +167,7 @@ def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
 def test_the_threads_of_torch_are_as_before() -> None:
     model, before = Branching(), torch.get_num_threads()
     many = [torch.ones(1, 4)] * 1500  # with two threads of torch each: more than the limit
-    recorded = call_order(model, layers_of(model), kept(many, run))
-    with Stream(model, layers_of(model), kept(many, run), recorded) as stream:
+    with streamed(model, many) as stream:
         assert sum(1 for _ in stream) == 3
     assert torch.get_num_threads() == before
 

@@ -61,6 +61,22 @@ def test_wide_convolutions_gain_in_parts(spec: str) -> None:
     assert not stored.is_exact or torch.equal(stored.join(stored.split(quantizer.scale)), quantizer.scale)
 
 
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_of_a_weight_are_joined_to_the_bit(spec: str) -> None:
+    layer = net(spec)[0]
+    own, params = Parts.of(layer.products()[0]), layer.weight_quantizer.qparams(layer.weight)
+    assert torch.equal(own.join(own.split(layer.weight)), layer.weight)
+    back = own.join_params(own.split_params(params))
+    assert torch.equal(back.scale, params.scale)
+    if params.zero_point is not None:
+        assert back.zero_point is not None
+        assert torch.equal(back.zero_point, params.zero_point)
+    rows = layer.products()[0].rows(torch.randn(2, 16, 5, 5))
+    together = (own.rows(rows) @ own.split(layer.weight).reshape(own.count, 8, -1).mT).sum(0)
+    torch.testing.assert_close(together, rows[0] @ layer.weight.reshape(8, -1).mT)
+
+
 def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     add = InputSums.add
