@@ -41,6 +41,23 @@ def test_recipe_offers_what_it_has(recipe) -> None:
         assert type(found.evaluate(found.model().eval())) is float
 
 
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("", "model() and calibration_batches()"),
+        ("def model(): pass", "the function calibration_batches();"),
+        ("def calibration_batches(): pass", "the function model();"),
+    ],
+    ids=["both", "batches", "model"],
+)
+def test_recipe_that_lacks_a_function_names_it_and_the_file(recipe, text: str, missing: str) -> None:
+    path = recipe(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert str(path) in str(error.value)
+    assert missing in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["model", "calibration_batches", "evaluate", "train"])
 def test_recipe_whose_function_is_none_names_it(recipe, name: str) -> None:
     with pytest.raises(RecipeError, match=rf"tiny\.py: {name} is a int; it must be a function"):
@@ -62,6 +79,26 @@ def test_recipe_imports_its_neighbours_even_later(recipe) -> None:
     body = "def model():\n    import neighbour_of_the_recipe as n\n    return torch.nn.Linear(n.VALUE, 1)\n"
     found = load_recipe(recipe(f"{RECIPE}\n{body}"))
     assert found.model().weight.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "call", "expected"),
+    [
+        ("def model(): return 5", lambda r: r.model(), "model() returned 5 of type int, not a torch.nn.Module"),
+        ("def calibration_batches(): return None", lambda r: r.calibration_batches(), "of type NoneType, not a list"),
+        ("def calibration_batches(): return []", lambda r: r.first_batch(), "returned no batch; return at least one"),
+        ("def evaluate(net): return None", lambda r: r.evaluate(r.model()), "returned None of type NoneType"),
+        ("def evaluate(net): return 'good'", lambda r: r.evaluate(r.model()), "returned 'good' of type str"),
+        ("def evaluate(net): return float('nan')", lambda r: r.evaluate(r.model()), "not a finite number"),
+    ],
+    ids=["model", "batches", "no batch", "none", "text", "nan"],
+)
+def test_recipe_that_returns_something_else(recipe, body: str, call, expected: str) -> None:
+    found = load_recipe(recipe(f"{RECIPE}\n{body}\n"))
+    with pytest.raises(RecipeError) as error:
+        call(found)
+    assert expected in str(error.value)
+    assert "tiny.py" in str(error.value)
 
 
 def test_the_example_recipe_offers_all_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:

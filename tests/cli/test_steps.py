@@ -102,6 +102,11 @@ def test_quiet_prints_errors_only(recipe, tmp_path: Path, monkeypatch: pytest.Mo
     assert [console.quiet for console in consoles] == [True, False]
 
 
+def test_unknown_steps_are_found_before_the_recipe_runs(tmp_path: Path) -> None:
+    result = invoke("quantize", tmp_path / "absent.py", "--out", tmp_path / "out", "--improve", "bset")
+    assert "error: unknown steps 'bset' of --improve; did you mean best?" in result.output
+
+
 def test_verbose_shows_the_traceback_of_a_failing_batch(recipe, tmp_path: Path) -> None:
     verbose = invoke("quantize", recipe(WRONG), "--out", tmp_path / "out", "--method", "max", "-v")
     assert isinstance(verbose.exception, RuntimeError)

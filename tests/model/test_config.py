@@ -60,6 +60,11 @@ def test_a_rule_that_matches_nothing_raises(rule: Rule, text: str) -> None:
     assert type(model.stem) is nn.Conv2d
 
 
+def test_a_model_without_layers_raises() -> None:
+    with pytest.raises(ConfigError, match="no layer that can be quantized"):
+        prepare(nn.Sequential(nn.ReLU()), presets.INT8)
+
+
 def test_an_optional_rule_may_match_nothing() -> None:
     prepare(small_net(), presets.INT8.with_rule(Rule("nowhere", optional=True)))
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, ShapeError, StaleScaleWarning
@@ -186,6 +185,7 @@ def test_every_function_that_relies_on_a_stale_scale_says_so_once(preset, factor
         "layer_sqnr": lambda model: fq.layer_sqnr(model, [X]),
         "sensitivity": lambda model: fq.sensitivity(model, [X]),
         "bake_weights": fq.bake_weights,
+        "export_onnx": lambda model: fq.export_onnx(model, X, tmp_path / "model.onnx"),
     }
     for name, use in uses.items():
         model = calibrated(preset)
@@ -238,18 +238,6 @@ def test_copies_remember_and_a_float_checkpoint_is_noticed():
     model.load_state_dict({name: 2 * value for name, value in net().state_dict().items()}, strict=False)
     with pytest.warns(StaleScaleWarning, match="^the weights of 2 layers changed .*: 0, 2"):
         fq.summary(model)
-
-
-def test_a_convolution_that_is_fused_after_calibration_is_noticed(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
-    model[1].running_var.mul_(4)
-    images = torch.linspace(-1, 1, 384).view(2, 3, 8, 8)
-    fq.prepare(model, "int8")
-    fq.calibrate(model, [images])
-    fused = nn.Sequential(fuse_conv_bn_eval(model[0], model[1]))
-    with pytest.warns(StaleScaleWarning, match="since the scales were set: 0"):
-        fq.export_onnx(fused, images, tmp_path / "model.onnx")
 
 
 def test_a_loaded_model_is_watched_from_then_on(tmp_path):

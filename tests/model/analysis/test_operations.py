@@ -36,11 +36,14 @@ class Attention(nn.Module):
 
 
 def test_functional_products_are_listed() -> None:
-    model = prepare(Attention(), presets.INT8)
-    left = unquantized(model, torch.randn(2, 3, 8), products_only=True)
+    model, x = prepare(Attention(), presets.INT8), torch.randn(2, 3, 8)
+    left = unquantized(model, x, products_only=True)
     assert [(o.name, o.float_inputs, o.inputs) for o in left] == [("matmul", 2, 2), ("matmul", 2, 2)]
-    others = [o.name for o in unquantized(model, torch.randn(2, 3, 8)) if not o.is_product]
-    assert others == ["softmax", "add"]
+    assert [o.name for o in unquantized(model, x) if not o.is_product] == ["softmax", "add"]
+    text = str(summary(model, x))
+    assert "left in float: 2 products, 2 other operations" in text
+    assert "(model): matmul, 2 of 2 inputs in float" in text
+    assert "not calibrated" in text
 
 
 def test_a_result_that_is_quantized_in_place_reaches_the_next_product_quantized() -> None:
@@ -278,13 +281,6 @@ def test_a_bias_is_no_factor(bias: bool) -> None:
 
     (found,) = operations(Pair(), torch.ones(1, 2))
     assert (found.name, found.float_inputs, found.inputs) == ("bilinear", 3, 3)
-
-
-def test_summary_with_an_example_lists_what_is_left() -> None:
-    text = str(summary(prepare(Attention(), presets.INT8), torch.randn(2, 3, 8)))
-    assert "left in float: 2 products, 2 other operations" in text
-    assert "(model): matmul, 2 of 2 inputs in float" in text
-    assert "not calibrated" in text
 
 
 def test_values_that_only_move_stay_quantized() -> None:

@@ -181,6 +181,11 @@ def test_a_quantizer_in_a_module_of_your_own_is_turned_off():
     assert torch.equal(model["own"](X), X)
 
 
+def test_an_unknown_choice():
+    with pytest.raises(ConfigError, match="unseen cannot be 'flaot'; did you mean float"):
+        fq.calibrate(fq.prepare(Experts(), "int8"), [X], unseen="flaot")
+
+
 class Branches(nn.Module):
     """The second input of the model, and one of the experts, get zeros."""
 

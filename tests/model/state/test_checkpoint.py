@@ -77,14 +77,19 @@ def test_an_uncalibrated_model_stays_uncalibrated(tmp_path: Path) -> None:
     assert not any(q.calibrated for q in quantizers(load(small_net(), tmp_path)).values())
 
 
-def test_a_changed_bit_is_found_and_the_model_is_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda data: data[:-9], "is truncated or damaged"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "its SHA-256 is not the one"),
+    ],
+)
+def test_damage_is_found_and_the_model_is_untouched(change: Any, text: str, tmp_path: Path) -> None:
     saved(tmp_path)
     path = next(tmp_path.glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(change(path.read_bytes()))
     fresh = small_net()
-    with pytest.raises(CheckpointError, match="its SHA-256 is not the one"):
+    with pytest.raises(CheckpointError, match=text):
         load(fresh, tmp_path)
     assert quantizers(fresh) == {}
 
