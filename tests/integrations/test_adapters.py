@@ -92,9 +92,7 @@ def test_what_froze_them_otherwise_is_said_once():
     """Prompt learning freezes every parameter, and so does a program that imports peft after `set_scales`."""
     model = network().requires_grad_(False)
     model[0].bias.requires_grad_()
-    with pytest.warns(
-        UserWarning, match=r"requires_grad=False in training.*set_scales\(model, Scales\.LEARNED\)"
-    ) as told:
+    with pytest.warns(UserWarning, match=r"requires_grad=False.*set_scales\(model, Scales\.LEARNED\)") as told:
         train(model)
     assert len(told) == 1
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)

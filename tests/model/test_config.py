@@ -265,9 +265,7 @@ def test_torchscript_says_to_prepare_what_was_written(script: Any, inside: bool)
     with warnings.catch_warnings(action="ignore"):
         net = script(nn.Sequential(nn.Linear(4, 4)).eval())
     model = nn.Sequential(net) if inside else net
-    with pytest.raises(
-        ConfigError, match=r"is of TorchScript, in which no layer of torch is seen; prepare the model as"
-    ):
+    with pytest.raises(ConfigError, match=r"is of TorchScript, .* is seen; prepare the model as"):
         fq.prepare(model, "int8")
 
 

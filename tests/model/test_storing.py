@@ -139,9 +139,7 @@ def test_values_have_the_strides_that_the_weight_says(preset):
 
 def test_a_part_that_its_layer_holds_stays_in_float_and_is_named():
     model = fq.prepare(nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64)), "int8_weight_only")
-    with pytest.warns(
-        UserWarning, match=r"1 quantized weights stay in float: 0\.self_attn\.out_proj\.weight: it is held"
-    ):
+    with pytest.warns(UserWarning, match=r"stay in float: 0\.self_attn\.out_proj\.weight: it is held"):
         fq.store_codes(model)
     assert type(model[0].self_attn.in_proj_weight) is StoredWeight
 
@@ -216,9 +214,7 @@ def test_codes_of_another_format_are_refused():
         torch.save(given, file)
         file.seek(0)
         state = torch.load(file)
-        with pytest.raises(
-            ConfigError, match=r"the codes of 1\.weight are int4 per_block.*, and those of the model nf4"
-        ):
+        with pytest.raises(ConfigError, match=r"codes of 1\.weight are int4 .*, and those of the model nf4"):
             nf4.load_state_dict(state)
     with pytest.raises(ConfigError, match=r"the codes of 0\.weight are unknown, and those of the model int8"):
         int4.load_state_dict({name: own for name, own in state.items() if not name.endswith("_spec")})
@@ -333,9 +329,7 @@ def test_weights_cannot_be_written():
         lambda weight: setattr(weight, "data", torch.zeros(256, 128)),
         lambda weight: torch._foreach_add_([weight.data], 1.0),
     ):
-        with pytest.raises(
-            ConfigError, match=r"cannot be changed \((aten\.\w+|weight\.data =).*fakequant\.store_floats"
-        ):
+        with pytest.raises(ConfigError, match=r"changed \((aten\.\w+|weight\.data =).*fakequant\.store_floats"):
             write(stored[1].weight)
     stored.requires_grad_()
     stored(X).sum().backward()

@@ -255,9 +255,7 @@ def test_a_weight_of_another_shape_says_how_to_calibrate_it():
     model[0].weight.data = torch.cat([model[0].weight.data, torch.ones(3, 4)])
     with pytest.warns(StaleScaleWarning):
         fq.summary(model)
-    with pytest.raises(
-        ShapeError, match=r"weight changed its shape since then: .*pattern='0\._weight_quantizer'\), which"
-    ):
+    with pytest.raises(ShapeError, match=r"weight changed its shape .*pattern='0\._weight_quantizer'\)"):
         model(torch.arange(13))
     fq.calibrate(model, pattern="0._weight_quantizer")
     assert model(torch.arange(13)).shape == (13, 4)

@@ -308,9 +308,7 @@ def test_switched_off_quantizers_leave_their_tensor_in_float() -> None:
 @pytest.mark.parametrize("ask", [unquantized, summary])
 def test_an_example_on_which_the_model_fails_is_named_with_the_layer(ask: Callable[..., Any]) -> None:
     model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
-    with pytest.raises(
-        ConfigError, match=r"^the example, tensors of shape \[2, 5\], failed in layer 0 \(Linear 4 -> 4"
-    ):
+    with pytest.raises(ConfigError, match=r"^the example, .* \[2, 5\], failed in layer 0 \(Linear 4 -> 4"):
         ask(model, torch.ones(2, 5))
 
 

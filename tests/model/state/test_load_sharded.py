@@ -102,9 +102,7 @@ def learned_scales_are_refused(rank: int, folder: Path) -> None:
     model = fq.prepare(net(), "int8")
     fq.calibrate(model, [batch()], group=False, progress=False)
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
-    with pytest.raises(
-        CheckpointError, match=r"learned scales, which fully_shard must know .*; load before fully_shard"
-    ):
+    with pytest.raises(CheckpointError, match=r"learned scales, .*; load before fully_shard"):
         fq.load(empty(), fq.save(model, folder / f"learned-{rank}"))
 
 

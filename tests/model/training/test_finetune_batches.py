@@ -78,9 +78,7 @@ def test_errors_say_what_is_missing():
     model, error = calibrated(), "inputs, attention_mask, classes; give their key as targets="
     with pytest.raises(ConfigError, match=f"a batch has no targets 'labels' for the loss, only {error}"):
         fq.qat.finetune(model, [batch("classes")], by_logits, SCHEDULE)
-    with pytest.raises(
-        ConfigError, match="its output of type SimpleNamespace has none; give a function of outputs and targets"
-    ):
+    with pytest.raises(ConfigError, match="output of type SimpleNamespace has none; give a function of outputs"):
         fq.qat.finetune(model, [{"inputs": X}], None, SCHEDULE)
 
 
