@@ -25,7 +25,7 @@ ROOMS = [
     {"model"},
     {"ptq"},
     {"export"},
-    {"delivery"},
+    {"delivery", "engines"},
     {"streaming"},
     {"ir"},
     {"report"},

@@ -168,7 +168,7 @@ _MEMBERS = {
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),
 }
-for _room in ("export", "delivery"):  # they register presets, and what files can hold
+for _room in ("export", "delivery", "engines"):  # they register presets, what files can hold, and devices
     import_later(lambda room=_room: import_module(f"fakequant.{room}"))
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 

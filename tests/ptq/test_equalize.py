@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
 from fakequant.model.run.recorded import having
-from fakequant.nn.sites.functions import Trait
+from fakequant.nn.functions import Trait
 from fakequant.ptq import equalize
 from fakequant.ptq.scale_folding import OutputCheck
 from tests.support.architectures import changed_alike, each_architecture, relative

@@ -13,11 +13,11 @@ from torch import nn
 from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest, shown
 from fakequant.model.weights import weights_of
 from fakequant.nn.backward import GradientConfig
+from fakequant.nn.functions import canonical_ops
 from fakequant.nn.integer import Execution, as_execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.forms import computed_class, quantized_class
 from fakequant.nn.quantized.layers import layers
-from fakequant.nn.sites.functions import canonical_ops
 from fakequant.nn.wrappers import NO_KERNEL, Kernel, Role
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec, as_spec

@@ -1,4 +1,4 @@
-"""Whether the layers of a model are simulated or run in integers."""
+"""Whether a model is simulated, runs in integers, or computes what a device computes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TypeVar
 from torch import nn
 
 from fakequant.data.arguments import refuse_unprepared
-from fakequant.errors import ConfigError
-from fakequant.nn.integer import Execution, as_execution
+from fakequant.errors import ConfigError, CoverageWarning, warn_user
+from fakequant.nn.device import find_device
+from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 from fakequant.text import listed, module_name
@@ -22,16 +24,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @accepts_wrapped_model
 def set_execution(model: Model, execution: Execution | str, pattern: str = "*") -> Model:
-    """Set how the layers of a prepared model compute their products, in place; the model is returned.
+    """Set how a prepared model computes, in place; the model is returned.
+
+    The name of a device, such as "qnn", lets quantizers store the codes that the device stores: products have exact
+    sums, and the rule of the device rounds them. Gradients are those of the simulation. A trace, such as that of
+    `torch.compile` or of an export, sees the simulation. The devices are `fakequant.nn.devices()`.
 
     Args:
         model: a prepared model.
-        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
-        pattern: of the layers' paths in the model; `*` matches any characters (fnmatch).
+        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`; or the name of a device.
+        pattern: of the paths of layers and of modules that call functions with quantizers; `*` matches any characters
+            (fnmatch).
 
     Raises:
-        ConfigError: no quantized layer matches, or under "integer" some can never run in integers (names them all, with
-            the reasons); nothing is changed then.
+        ConfigError: nothing matches; under "integer" some layers can never run in integers, under a device no quantizer
+            has codes of the device (names them all, with the reasons); nothing is changed then.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
     >>> print(summary(set_execution(model, "auto")))
@@ -40,36 +47,54 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     0      Linear  int8 per_tensor  int8 per_channel(0)  integer    not calibrated
     weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
-    execution = as_execution(execution)
     refuse_unprepared(model)
-    found = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, QuantizedLayer) and matches(name, pattern)
+    device = None if execution in {*Execution, *(known.value for known in Execution)} else find_device(execution)
+    execution = Execution(execution) if device is None else Execution.SIMULATE
+    modules = {name: module for name, module in model.named_modules() if matches(name, pattern)}
+    layers = {name: module for name, module in modules.items() if isinstance(module, QuantizedLayer)}
+    # A quantizer belongs to what matches if it does itself, or one of the modules around it.
+    quantizers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Quantizer) and any(name == path or name.startswith(f"{path}.") for path in modules)
     }
-    if not found:
+    if not layers and (device is None or not quantizers):
         raise ConfigError(f"no quantized layer matches {pattern!r}; correct the pattern")
+    reasons = dict[str, list[str]]()
     if execution is Execution.INTEGER:
-        reasons = dict[str, list[str]]()
-        for name, layer in found.items():
+        for name, layer in layers.items():
             if (reason := layer.why_simulated(execution)) is not None:
                 reasons.setdefault(reason, []).append(module_name(name))
-        if reasons:
-            raise ConfigError(
-                'these layers cannot run in integers; use "auto", which simulates them: '
-                + "; ".join(f"{listed(names)} ({reason})" for reason, names in reasons.items())
-            )
-    with restore_on_error(attributes_of(found.values(), "execution")):
-        for layer in found.values():
+    elif device is not None:
+        for name, quantizer in quantizers.items():
+            if (reason := quantizer.why_simulated(device)) is not None:
+                reasons.setdefault(reason, []).append(name)
+    told = "; ".join(f"{listed(names)} ({reason})" for reason, names in reasons.items())
+    if execution is Execution.INTEGER and reasons:
+        raise ConfigError(f'these layers cannot run in integers; use "auto", which simulates them: {told}')
+    if device is not None and reasons:
+        message = f'under "{device.name}" these quantizers are simulated: {told}'
+        if sum(map(len, reasons.values())) == len(quantizers):
+            raise ConfigError(f'{message}; prepare with a preset such as "int8_affine" and target="{device.name}"')
+        warn_user(message, CoverageWarning)
+    of_layers = attributes_of(layers.values(), "execution")
+    of_quantizers = attributes_of(quantizers.values(), "device")
+    with restore_on_error(of_layers), restore_on_error(of_quantizers):
+        for layer in layers.values():
             layer.execution = execution
+        for quantizer in quantizers.values():
+            quantizer.device = device
     return model
 
 
 @contextmanager
 def simulated(model: nn.Module) -> Iterator[None]:
-    """A context in which every layer is simulated; each layer's own execution comes back."""
-    found = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
-    with restore_after(attributes_of(found, "execution")):
-        for layer in found:
+    """A context in which a model is simulated; the execution of each layer comes back."""
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    with restore_after(attributes_of(layers, "execution")), restore_after(attributes_of(quantizers, "device")):
+        for layer in layers:
             layer.execution = Execution.SIMULATE
+        for quantizer in quantizers:
+            quantizer.device = None
         yield

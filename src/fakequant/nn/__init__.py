@@ -1,5 +1,7 @@
 """Quantizers and quantized layers."""
 
+from fakequant.nn.device import Device, devices, register_device
+from fakequant.nn.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.integer import Execution
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.products import MatrixProduct, Product, TurnedProduct
@@ -11,7 +13,6 @@ from fakequant.nn.quantized import (  # noqa: F401  for their entries in the tab
 )
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer, layers, quantizes
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.sites.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.nn.wrappers import cached_weights, fixed_ranges
 
@@ -19,6 +20,7 @@ __all__ = [
     "Add",
     "BlockHadamard",
     "ChannelScale",
+    "Device",
     "Execution",
     "InputTransform",
     "Kind",
@@ -35,11 +37,13 @@ __all__ = [
     "Trait",
     "TurnedProduct",
     "cached_weights",
+    "devices",
     "fixed_ranges",
     "layers",
     "learned_ranges",
     "quantizers",
     "quantizes",
+    "register_device",
     "register_function",
     "register_learned_range",
 ]

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from fakequant.errors import (
 )
 from fakequant.functional import choose_qparams
 from fakequant.nn.by_value import ByValue, params_of_call
+from fakequant.nn.device import CodeGrid, Device, plain, stored
 from fakequant.nn.learned import (
     GLOBAL_SCALE,
     LearnedRange,
@@ -49,8 +51,8 @@ from fakequant.nn.learned import (
 from fakequant.nn.sharded import Mesh, fingerprint, known_parts
 from fakequant.nn.stored import StoredWeight
 from fakequant.numerics import reference
-from fakequant.numerics.formats.floats import as_integers, check_codes, integers_of, of_integers
-from fakequant.numerics.granularity import PerBlock, PerTensor
+from fakequant.numerics.formats.floats import IntegerFormat, as_integers, check_codes, integers_of, of_integers
+from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
 from fakequant.numerics.qparams import PLAIN, QParams, Range, check_scale, fill_empty_groups, is_concrete, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding, as_spec
@@ -328,6 +330,8 @@ class Quantizer(QuantizerPart):
     """The value of a call that chooses one of several ranges."""
     collected: Calibrator | None = None
     """The calibrator of an input's last `fakequant.calibrate`, from which `recalibrate` finds another range."""
+    device: Device | None = None
+    """The arithmetic by which calls store codes, see `fakequant.set_execution`; None for the simulation."""
     pinned: bool
     """Whether calibration and training leave the parameters alone, which an engine prescribes for a function."""
     is_zero_weight: bool | None = None
@@ -407,6 +411,8 @@ class Quantizer(QuantizerPart):
     # Calls.
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.device is not None and self.mode is Mode.QUANTIZE and (grid := self._grid(x)) is not None:
+            return stored(self.device, x, grid, partial(nn.Module.__call__, self))
         # Hooks for all modules, as of torch's trackers, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
@@ -419,6 +425,35 @@ class Quantizer(QuantizerPart):
             elif self.kind is Kind.INPUT and isinstance(x, Tensor) and not isinstance(x, FakeTensor):
                 self._check_same(x)
         return nn.Module.__call__(self, x)
+
+    def _grid(self, x: Tensor) -> CodeGrid | None:
+        """Where the codes of a tensor lie on the device; None where it is simulated: in a trace, or without a rule."""
+        if (
+            torch.compiler.is_compiling()
+            or library.needs_tracing(plain(x))
+            or self.why_simulated(self.device) is not None
+        ):
+            return None
+        params, fmt = self.qparams(plain(x)), self.spec.format
+        zero_point = 0 if params.zero_point is None else int(params.zero_point)
+        scale = params.scale.detach().double()
+        return CodeGrid(
+            scale.reshape(()) if scale.numel() == 1 else scale, zero_point, int(fmt.quant_min), int(fmt.quant_max)
+        )
+
+    def why_simulated(self, device: Device | None) -> str | None:
+        """Why calls are simulated under a device; None if the device stores codes of this quantizer."""
+        spec = self.spec
+        if device is None or not isinstance(spec.format, IntegerFormat) or not spec.arithmetic.is_linear:
+            return f"{spec} has no codes of a device"
+        if spec.format.bits > device.bits or spec.offset is not None:
+            return f"no rule is known for {spec}"
+        if self.kind is Kind.WEIGHT:
+            fits = spec.symmetric and isinstance(spec.granularity, (PerTensor, PerChannel))
+            return None if fits else f"a weight has a scale for each output channel on the device, not {spec}"
+        if self.scales_each_call or self.by_value is not None or not isinstance(spec.granularity, PerTensor):
+            return f"a device has one fixed scale for a tensor, not {spec}"
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""

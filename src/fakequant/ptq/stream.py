@@ -32,9 +32,9 @@ from fakequant.model.run.recorded import Recording, has
 from fakequant.model.run.recorder import tensors_in
 from fakequant.model.weights import off
 from fakequant.nn.by_value import ByValue, call_again, calls_now
+from fakequant.nn.functions import Trait
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.sites.functions import Trait
 from fakequant.restore import Restore, in_order, restore_after
 
 

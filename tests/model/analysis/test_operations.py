@@ -17,8 +17,8 @@ from fakequant.model.prepare import prepare
 from fakequant.model.run.recorded import has
 from fakequant.model.sites.sites import site_plan
 from fakequant.nn import quantizers
+from fakequant.nn.functions import Trait
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.sites.functions import Trait
 from tests.support.models import images, small_net
 from tests.support.plan_cases import needs_kernels
 

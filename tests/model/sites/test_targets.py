@@ -16,7 +16,7 @@ from fakequant.model.sites.sites import SitePlan, plan_sites
 from fakequant.model.sites.targets import ATTENTION_LAYER, RECURRENT, find_target, targets
 from fakequant.model.training import qat
 from fakequant.nn.backward import Factor, matmul
-from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import attend_in_parts
 from tests.support.functional_models import example, float_network
 from tests.support.placed_models import IDS, MODELS, bert

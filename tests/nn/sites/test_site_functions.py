@@ -16,7 +16,7 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import find_neighbors, has
 from fakequant.model.run.recorder import name_of
 from fakequant.model.sites.targets import targets
-from fakequant.nn.sites.functions import (
+from fakequant.nn.functions import (
     CALLED_AS,
     NO_TRAITS,
     SITE_FUNCTIONS,

@@ -15,7 +15,7 @@ from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, 
 from fakequant.model.sites.sites import site_plan
 from fakequant.model.sites.targets import targets
 from fakequant.nn import QuantizedLayer, quantizers
-from fakequant.nn.sites.functions import einsum_operand
+from fakequant.nn.functions import einsum_operand
 from tests.support.bits import assert_same_bits
 from tests.support.functional_models import Calls, weight
 

@@ -20,9 +20,9 @@ from fakequant.model.weights import (
     quantized_weights,
     weights_of,
 )
+from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.quantized.forms import own_class, product_function, quantized_class, why_changed
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.sites.sites import TRAINED, Site
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.text import listed, module_name

@@ -181,7 +181,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
                 {attribute: _shown(quantizer) for attribute, quantizer in held.items()},
                 _is_calibrated(held),
                 bool(layer.products()),
-                "integer" if told and why is None else "simulate",
+                "integer" if told and why is None else _execution(held),
                 why,
                 idle.get(layer),
                 "" if layer.gradient is None else str(layer.gradient),
@@ -195,13 +195,20 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
             texts |= {"_weight_quantizer": weights} if weights else {}
             gradient = str(site.gradient) if site.gradient is not None and site.function in TRAINED else ""
             calibrated = _is_calibrated(held)
-            rows.append(LayerSummary(name, site.function, texts, calibrated, bool(weights), gradient=gradient))
+            how = _execution(held)
+            rows.append(LayerSummary(name, site.function, texts, calibrated, bool(weights), how, gradient=gradient))
     follow = [w.quantizer for w in quantized_weights(model).values() if w.quantizer.scales_each_call]
     unsearched = sum(is_searched(one.spec, None) and not one.dynamic for one in follow)
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle), unsearched)
 
 
 _UNREAD = "no function of this run reads its weight either"
+
+
+def _execution(quantizers: Mapping[str, Quantizer]) -> str:
+    """The name of the device whose codes all quantizers store, else "simulate"."""
+    names = {q.device.name if q.device and q.why_simulated(q.device) is None else "" for q in quantizers.values()}
+    return names.pop() or "simulate" if len(names) == 1 else "simulate"
 
 
 def _is_of_output(quantizer: str) -> bool:

@@ -20,9 +20,9 @@ from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, 
 from fakequant.model.run.recorded import EXTREME, OF_A_CACHE, QUANTIZER, WITHOUT_FLOATS, ModuleCall, Recording, counted
 from fakequant.model.run.recorder import PLAIN, Detail, Recorder, holds_mask, largest, name_of, quantizes, tensors_in
 from fakequant.model.weights import evaluating
+from fakequant.nn.functions import CalledAs, called_as
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.classes import OF_CACHE, hide_caches
-from fakequant.nn.sites.functions import CalledAs, called_as
 from fakequant.nn.sites.sites import operands_of, takes_floats
 from fakequant.nn.wrappers import cached_weights
 from fakequant.restore import forwards_of, restore_after

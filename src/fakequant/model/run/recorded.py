@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from fakequant.errors import CalibrationWarning, warn_user
+from fakequant.nn.functions import NO_TRAITS, SITE_FUNCTIONS, Trait, called_as, read_traits
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.sites.functions import NO_TRAITS, SITE_FUNCTIONS, Trait, called_as, read_traits
 from fakequant.nn.sites.sites import Site, arguments_of
 from fakequant.numerics.qparams import Range
 from fakequant.text import listed
@@ -385,7 +385,7 @@ class Unreached:
         )
 
 
-# Functions that cannot be sites; `nn/sites/functions.py` has the others.
+# Functions that cannot be sites; `nn/functions.py` has the others.
 _TRAITS = read_traits("""
 contiguous dropout | moves scales channels identity
 flatten permute reshape to transpose view | moves scales channels

@@ -39,7 +39,7 @@ from fakequant.model.run.recorded import (
     is_number,
 )
 from fakequant.model.weights import not_compiled
-from fakequant.nn.sites.functions import CalledAs, Trait, called_as
+from fakequant.nn.functions import CalledAs, Trait, called_as
 from fakequant.restore import restore_after
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs

@@ -22,9 +22,9 @@ from fakequant.model.run.recorded import FunctionCall, Recording, has, having, m
 from fakequant.model.sites.sites import SiteQuantizer, candidates, operand_quantizer, path_of, rules_of_sites
 from fakequant.model.sites.targets import ATTENTION_LAYER, FixedRange, Target, products
 from fakequant.model.weights import evaluating
+from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.forms import output_channels, own_class, why_changed
-from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor

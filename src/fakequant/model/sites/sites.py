@@ -24,11 +24,11 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, Recording
 from fakequant.model.weights import exceeds_float, training
 from fakequant.nn.backward import GradientConfig
+from fakequant.nn.functions import SITE_FUNCTIONS, SiteOperand, Trait, einsum_operand
 from fakequant.nn.quantized.forms import bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.sites.classes import add_sites, is_shielded, shield
-from fakequant.nn.sites.functions import SITE_FUNCTIONS, SiteOperand, Trait, einsum_operand
 from fakequant.nn.sites.sites import SITES, Site, Sites, site_key, site_keys, sites_of
 from fakequant.nn.wrappers import Kernel, Role, accepts_wrapped_model
 from fakequant.numerics.granularity import PerChannel, PerTensor

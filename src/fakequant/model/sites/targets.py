@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.recorded import having
-from fakequant.nn.sites.functions import SITE_FUNCTIONS, Trait
+from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 
 
 class FixedRange(NamedTuple):
@@ -173,7 +173,7 @@ _ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
 def qnn() -> Target:
     """The table of QNN."""
     keeps = moves() | {"maximum", "minimum"}
-    inputs = frozenset(SITE_FUNCTIONS) - keeps - {"batch_norm", "relu", "relu6"}
+    inputs = frozenset(SITE_FUNCTIONS) - keeps - {"batch_norm", "relu", "relu6", "hardtanh"}
     return Target(
         name="qnn",
         inputs=inputs,
@@ -186,7 +186,7 @@ def qnn() -> Target:
             "tanh": FixedRange(-1.0, 1.0, has_high=True),
         },
         outputs=(inputs | RECURRENT | {ATTENTION_LAYER}) - lookups(),
-        fused=after_products("relu", "relu6") | {("add", "relu")},
+        fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu")},
         attention_in_parts=True,
     )
 

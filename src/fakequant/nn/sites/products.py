@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.paths import layer_of, module_at
 from fakequant.nn.products import MatrixProduct, Product, TransposedWindowProduct, TurnedProduct, WindowProduct
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import SITES, sites_of
 
 _FIRST_OPTION = 3  # of a convolution, after input, weight and bias

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fakequant.errors import SiteError
 from fakequant.nn.backward import Backward, Factor, LinearSum, Trained, is_trained, matmul, multiplied
+from fakequant.nn.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, arguments_of, called_as, places_of
 from fakequant.nn.integer import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
 from fakequant.text import module_name
 
 
@@ -150,7 +150,7 @@ class Site(Watched, Trained):
         """The function's result for quantized operands, in the `forward` of an owner that runs under a mode."""
         args, kwargs = list(args), dict(kwargs)
         out = kwargs.pop("out", None)
-        places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
+        places = [place for place in places_of(called, args, kwargs) if is_operand(place[1][place[2]])]
         names = tuple([name for name, _, _ in places])
         if names != self.operands:
             raise SiteError(
@@ -302,33 +302,6 @@ def takes_floats(args: Any, kwargs: Any) -> bool:
 def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
     """The arguments of a call that a site can quantize, by name."""
     return {name: value for name, value in arguments_of(called, args, kwargs).items() if is_operand(value)}
-
-
-def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call at the places of its operands, by name."""
-    return {name: holder[key] for name, holder, key in _places(called, list(args), dict(kwargs))}
-
-
-def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names and places of operands; a list of tensors is replaced by a copy, which may be changed."""
-    first = called.function.list_position
-    if first is not None:
-        if len(args) <= first:
-            if "tensors" not in kwargs:
-                return []
-            holder = kwargs["tensors"] = list(kwargs["tensors"])
-        elif isinstance(args[first], (list, tuple)):
-            holder = args[first] = list(args[first])
-        else:
-            return [(f"input_{place - first}", args, place) for place in range(first, len(args))]
-        return [(f"input_{place}", holder, place) for place in range(len(holder))]
-    places: list[tuple[str, Any, Any]] = []
-    for operand in called.operands:
-        if operand.position < len(args):
-            places.append((operand.name, args, operand.position))
-        else:
-            places += [(operand.name, kwargs, word) for word in operand.keywords if word in kwargs]
-    return places
 
 
 _WHOLE: WeakSet[Sites] = WeakSet()

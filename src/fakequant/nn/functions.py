@@ -471,3 +471,30 @@ def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
         else:
             raise ConfigError(f"no function {op!r} can be quantized{nearest(str(op), [*SITE_FUNCTIONS, *_SHORT])}")
     return frozenset(names)
+
+
+def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call at the places of its operands, by name."""
+    return {name: holder[key] for name, holder, key in places_of(called, list(args), dict(kwargs))}
+
+
+def places_of(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names and places of operands; a list of tensors is replaced by a copy, which may be changed."""
+    first = called.function.list_position
+    if first is not None:
+        if len(args) <= first:
+            if "tensors" not in kwargs:
+                return []
+            holder = kwargs["tensors"] = list(kwargs["tensors"])
+        elif isinstance(args[first], (list, tuple)):
+            holder = args[first] = list(args[first])
+        else:
+            return [(f"input_{place - first}", args, place) for place in range(first, len(args))]
+        return [(f"input_{place}", holder, place) for place in range(len(holder))]
+    places: list[tuple[str, Any, Any]] = []
+    for operand in called.operands:
+        if operand.position < len(args):
+            places.append((operand.name, args, operand.position))
+        else:
+            places += [(operand.name, kwargs, word) for word in operand.keywords if word in kwargs]
+    return places

@@ -1,0 +1,333 @@
+"""What a device computes between two quantizers: tensors that carry its integers through a forward in torch.
+
+In the execution of a device a quantizer gives a `DeviceTensor`: values for torch, and the codes that the device has. A
+function of such tensors keeps what the device keeps until it stores codes again: a product its exact sums, a sum of two
+tensors their codes. The next quantizer turns that into codes by the rule of the device, and gives their values.
+Gradients are those of the simulation. A function without a rule computes in float.
+
+No layer knows of this: `DeviceTensor` sees the functions of torch that layers and a user's `forward` call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import ConfigError, nearest
+from fakequant.nn.functions import CalledAs, arguments_of, called_as
+from fakequant.registry import import_waiting
+
+_RESHAPES = frozenset(
+    """
+    view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous movedim moveaxis swapaxes swapdims
+    ravel
+    """.split()  # noqa: SIM905
+)
+"""Functions that give a result another shape, and read each of its numbers once."""
+_PICKS = ("max_pool1d", "max_pool2d", "max_pool3d")
+"""Functions that pick numbers of each channel: codes rise with the sums of a channel."""
+_BOUNDS = ("relu", "relu6", "hardtanh")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
+_STRIDED = "strided depthwise"
+_MEANS = ("mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+
+
+class CodeGrid(NamedTuple):
+    """The values of a quantizer's codes: (code - zero_point) * scale.
+
+    Attributes:
+        scale: float64, of one element, or of one for each channel with the tensor's axes.
+        zero_point: the code of 0.
+        low: the smallest code.
+        high: the largest code.
+    """
+
+    scale: Tensor
+    zero_point: int
+    low: int
+    high: int
+
+
+class GridCodes(NamedTuple):
+    """A tensor as the device has it in memory: codes counted from the zero point, float32, and their grid."""
+
+    codes: Tensor
+    grid: CodeGrid
+
+
+class Sums(NamedTuple):
+    """A product before it is stored: (sums + bias) * scale.
+
+    Attributes:
+        sums: exact integers, float64.
+        scale: that of the input times that of the weight, float64, broadcasts with the sums.
+        bias: in units of the scale, not rounded, float64, broadcasts with the sums.
+    """
+
+    sums: Tensor
+    scale: Tensor
+    bias: Tensor
+
+
+class Operands(NamedTuple):
+    """The tensors that a function reads; of a mean their sums, and how many elements are summed."""
+
+    tensors: tuple[GridCodes, ...]
+    summed: int = 1
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The result of a function that is not stored yet.
+
+    Attributes:
+        function: the canonical name of the function; "product" for all products.
+        parts: what it is computed from.
+        least: the value at which a ReLU bounds it below; None without one.
+        most: the value at which a ReLU6 bounds it above.
+    """
+
+    function: str
+    parts: Sums | Operands
+    least: float | None = None
+    most: float | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """The arithmetic of an engine: how it stores results as codes.
+
+    Attributes:
+        name: for `fakequant.set_execution`.
+        rules: by the canonical name of a function, "product" for convolutions, linear layers and matrix products, and
+            "strided depthwise" for these convolutions where they have a rule of their own. They give codes, not
+            clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
+        source: the program from which the rules come, and how far they were compared with it.
+        bits: the widest codes for which the rules are known.
+    """
+
+    name: str
+    rules: Mapping[str, Callable[[Any, CodeGrid], Tensor]]
+    source: str
+    bits: int = 8
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
+
+    def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
+        """The codes of a result, or None where there is no rule."""
+        rule = self.rules.get(computed.function)
+        if rule is None and computed.function == _STRIDED:
+            rule = self.rules.get("product")
+        if rule is None:
+            return None
+        codes = rule(computed.parts, to)
+        if computed.least is not None:
+            codes = codes.clamp(min=to.zero_point + round(computed.least / float(to.scale)))
+        if computed.most is not None:
+            codes = codes.clamp(max=to.zero_point + round(computed.most / float(to.scale)))
+        return codes.clamp(to.low, to.high)
+
+
+_devices: dict[str, Device] = {}
+
+
+def register_device(device: Device) -> Device:
+    """Add a device, whose name `fakequant.set_execution` takes then."""
+    _devices[device.name] = device
+    return device
+
+
+def devices() -> dict[str, Device]:
+    """All devices by name."""
+    import_waiting()
+    return dict(_devices)
+
+
+def find_device(name: Any) -> Device:
+    """The device of a name; a ConfigError where there is none."""
+    if not isinstance(name, str) or (device := devices().get(name)) is None:
+        known = ", ".join(map(repr, ["simulate", "auto", "integer", *sorted(devices())]))
+        raise ConfigError(f"execution must be one of {known}, got {name!r}{nearest(str(name), sorted(devices()))}")
+    return device
+
+
+class DeviceTensor(Tensor):
+    """Values, and what the device has of them: codes, or a result that is not stored yet."""
+
+    has: GridCodes | Computed | None
+    device_of: Device
+
+    @classmethod
+    def of(cls, values: Tensor, has: GridCodes | Computed, device: Device) -> DeviceTensor:
+        """Values with what the device has; their gradient stays."""
+        made = values.as_subclass(DeviceTensor)
+        made.has, made.device_of = has, device
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, result = kwargs or {}, NotImplemented
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if (called := called_as(func)) is not None:
+                function = called.function.name
+                see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
+                result = see(called, func, args, kwargs)
+            elif name.lstrip("_") in (*_RESHAPES, *_PICKS):
+                result = _moved(func, args, kwargs, picks=name.lstrip("_") in _PICKS)
+            if result is NotImplemented:
+                result = func(*plain(args), **plain(kwargs))
+            written = name.endswith("_") and not name.endswith("__")
+            if args and (written or (called is not None and called.writes(list(args), kwargs))):
+                return cls._overwritten(args[0], args[1] if name == "copy_" else result)
+        return result
+
+    @staticmethod
+    def _overwritten(x: Tensor, result: Any) -> Tensor:
+        """A tensor that a function in place has overwritten: the device has what it has of the result."""
+        if isinstance(result, DeviceTensor) and result.has is not None and x.shape == result.shape:
+            return DeviceTensor.of(x, result.has, result.device_of)
+        if isinstance(x, DeviceTensor):
+            x.has = None
+        return x
+
+
+def plain(value: Any) -> Any:
+    """Values of arguments, without what the device has."""
+    if isinstance(value, DeviceTensor):
+        return value.as_subclass(Tensor)
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value))
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class _Straight(torch.autograd.Function):
+    """The values of the device forward, the gradient of the simulation backward."""
+
+    @staticmethod
+    def forward(ctx: Any, simulated: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def stored(device: Device, x: Tensor, grid: CodeGrid, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor that a quantizer gives under a device: codes by the rule of the function that computed x.
+
+    Args:
+        device: the arithmetic.
+        x: the quantizer's input.
+        grid: of the quantizer.
+        quantize: the simulation, whose values count where x was not computed by a function with a rule.
+    """
+    values, scale = plain(x), grid.scale.float()
+    computed = x.has if isinstance(x, DeviceTensor) and isinstance(x.has, Computed) else None
+    codes = None if computed is None else device.codes(computed, grid)
+    if codes is None:
+        values = quantize(values)
+        centred = torch.round(values.detach().float() / scale)
+    else:
+        centred = (codes - grid.zero_point).float()
+        of_device = (centred * scale).to(values.dtype)
+        differentiable = torch.is_grad_enabled() and values.requires_grad
+        values = _Straight.apply(quantize(values), of_device) if differentiable else of_device
+    return DeviceTensor.of(values, GridCodes(centred, grid), device)
+
+
+def _device_of(*tensors: Any) -> Device | None:
+    """The device that has stored all of several tensors."""
+    stored = all(isinstance(x, DeviceTensor) and isinstance(x.has, GridCodes) for x in tensors)
+    return tensors[0].device_of if stored and tensors else None
+
+
+def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed) -> Tensor:
+    """The values of a call, with what the device has of its result."""
+    return DeviceTensor.of(func(*plain(args), **plain(kwargs)), computed, device)
+
+
+def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
+    """The exact sums of a product of two tensors that are stored."""
+    arguments = arguments_of(called, args, kwargs)
+    factors: list[Any] = [arguments.get(operand.name) for operand in called.operands[:2]]
+    if (device := _device_of(*factors)) is None or factors[0].has.grid.scale.numel() > 1:
+        return NotImplemented
+    x, other = factors
+    position = called.operands[1].position + 1
+    bias = kwargs.get("bias", args[position] if len(args) > position and isinstance(args[position], Tensor) else None)
+    # float64 holds every sum, in any order.
+    integers = {id(x): x.has.codes.double(), id(other): other.has.codes.double()}
+
+    def in_integers(value: Any) -> Any:
+        return None if value is bias else integers.get(id(value), value)
+
+    with torch.no_grad():
+        sums = func(*map(in_integers, args), **{key: in_integers(value) for key, value in kwargs.items()})
+        axes = [1] * sums.dim()
+        axis = 1 if called.operands[1].positions else -1
+        axes[axis] = -1
+        of_other = other.has.grid.scale.reshape(-1)
+        if of_other.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
+            of_other = of_other.repeat(sums.shape[axis] // of_other.numel())
+        scale = x.has.grid.scale.reshape(-1) * of_other
+        scale = scale.reshape(axes if scale.numel() > 1 else [1] * sums.dim())
+        of_bias = torch.zeros_like(scale) if bias is None else plain(bias).detach().double().reshape(axes) / scale
+    steps = kwargs.get("stride", args[3] if len(args) > 3 and called.function.name.startswith("conv") else 1)
+    groups = kwargs.get("groups", args[6] if len(args) > 6 and called.function.name in _CONVOLUTIONS else 1)
+    strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
+    kind = _STRIDED if strided and groups == x.shape[1] > 1 and called.function.name in _CONVOLUTIONS else "product"
+    return _call(func, args, kwargs, device, Computed(kind, Sums(sums, scale, of_bias)))
+
+
+def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
+    """A ReLU or ReLU6 behind a function that is not stored yet, which engines compute together."""
+    (x,) = arguments_of(called, args, kwargs).values()
+    if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed):
+        return NotImplemented
+    bounds = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
+    least, most = bounds[called.function.name]
+    if called.function.name == "hardtanh":
+        named = dict(zip(("min_val", "max_val"), args[1:3], strict=False)) | kwargs
+        least, most = named.get("min_val", least), named.get("max_val", most)
+    return _call(func, args, kwargs, x.device_of, replace(x.has, least=least, most=most))
+
+
+def _moved(func: Any, args: Any, kwargs: Any, picks: bool) -> Any:
+    """A product in another shape, or the largest of its neighbours, before it is stored."""
+    x = args[0]
+    if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed) or not isinstance(x.has.parts, Sums):
+        return NotImplemented
+    sums, scale, bias = x.has.parts
+
+    def moved(part: Tensor) -> Tensor:
+        return func(part.expand(sums.shape), *args[1:], **kwargs)
+
+    parts = Sums(moved(sums), scale, bias) if picks else Sums(moved(sums), moved(scale), moved(bias))
+    return _call(func, args, kwargs, x.device_of, replace(x.has, parts=parts))
+
+
+def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of tensors that are stored, for which the device may have a rule."""
+    tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
+    if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
+        return NotImplemented
+    if name not in device.rules or (name == "add" and "alpha" in kwargs):
+        return NotImplemented
+    parts = Operands(tuple(x.has for x in tensors))
+    result = func(*plain(args), **plain(kwargs))
+    if name in _MEANS:
+        (x,) = tensors
+        summed, rest = divmod(x.numel(), result.numel())
+        if rest or (name != "mean" and result[0, 0].numel() > 1):  # windows of a pool overlap
+            return result
+        with torch.no_grad():
+            sums = torch.round(func(x.has.codes.double(), *args[1:], **kwargs) * summed)
+        parts = Operands((GridCodes(sums, x.has.grid),), summed)
+    return DeviceTensor.of(result, Computed(name, parts), device)

@@ -1,0 +1,148 @@
+"""The execution "qnn": the codes of Qualcomm's HTP, against its emulation and against integers of Python."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fakequant as fq
+from fakequant.engines import qnn
+from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.nn.device import CodeGrid, DeviceTensor, GridCodes, Operands, Sums
+from tests.support.qnn import FILE, INSTALLED, NETWORKS, calibrated, codes, emulated, ranges_of
+
+RECORD = np.load(FILE)
+SMALL = "convolution w8a8"
+_MIXED = fq.Config("mixed", (fq.Rule("0", "int8_affine"), fq.Rule("1", "fp8")))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_codes_are_those_of_the_recorded_emulation(name: str) -> None:
+    model, x = calibrated(name, torch.from_numpy(RECORD[f"{name}/ranges"]))
+    fq.set_execution(model, "qnn")
+    with torch.no_grad():
+        found = codes(model, model(x))
+    np.testing.assert_array_equal(found.numpy(), RECORD[f"{name}/codes"])
+
+
+@pytest.mark.skipif(not INSTALLED, reason="onnxruntime-qnn is not installed; the record of its codes is compared above")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_codes_are_those_of_the_emulation(name: str, tmp_path: Path) -> None:
+    model, x = calibrated(name)
+    fq.export_onnx(model, x, path := tmp_path / "model.onnx")
+    with torch.no_grad():
+        found = codes(model, fq.set_execution(model, "qnn")(x))
+    np.testing.assert_array_equal(found.numpy(), codes(model, emulated(path, x)).numpy())
+
+
+def test_rounding_to_the_nearest_gives_other_codes() -> None:
+    """So that the comparison above can fail."""
+    model, x = calibrated(SMALL, torch.from_numpy(RECORD[f"{SMALL}/ranges"]))
+    assert (codes(model, model(x)).numpy() != RECORD[f"{SMALL}/codes"]).any()
+
+
+@pytest.mark.parametrize("ratio", [1 / 1000, 1 / 20, 1 / 8.01, 1 / 7.99, 1 / 3, 0.9, 1.0, 2.7])
+def test_products_are_shifts_of_integers(ratio: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randint(-(2**22), 2**22, (4096,), generator=generator).double()
+    sums = torch.cat([sums, sums // 2048, torch.tensor([2.0**26, -(2.0**26), 0.0])])
+    to, bias = CodeGrid(torch.tensor(1.0, dtype=torch.float64), 37, 0, 255), torch.tensor(-412.6, dtype=torch.float64)
+    found = qnn.product(Sums(sums, torch.tensor([ratio], dtype=torch.float64), bias), to)
+    r = float(np.float32(ratio))
+    exponent = math.floor(math.log2(1 / r))
+    dropped = max(exponent - 3, 0)
+    multiplier, shift = round(r * 2.0 ** (exponent + 11)), exponent + 11 - dropped
+    constant = math.floor(float(np.float32(np.float32(-413) + np.float32(37) / np.float32(r))) + 0.5)
+    for one, code in zip(sums.long().tolist(), found.tolist(), strict=True):
+        assert ((((one + constant) >> dropped) * multiplier) + (1 << (shift - 1))) >> shift == code
+
+
+def test_sums_are_shifts_of_integers() -> None:
+    a, b = (torch.arange(256.0) - zero for zero in (13, 200))
+    grids = [CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 255) for s, z in ((0.0125, 13), (0.04375, 200))]
+    to = CodeGrid(torch.tensor(0.03125, dtype=torch.float64), 90, 0, 255)
+    found = qnn.add(Operands((GridCodes(a[:, None], grids[0]), GridCodes(b[None], grids[1]))), to)
+    ratios = [float(np.float32(grid.scale)) / 0.03125 for grid in grids]
+    shift = 13 - math.floor(math.log2(sum(ratios)))
+    ma, mb = (round(ratio * 2**shift) for ratio in ratios)
+    constant = 256 * round((90.5 * 2**shift - ma * 13 - mb * 200) / 256)
+    wanted = [[(ma * i + mb * j + constant) >> shift for j in range(256)] for i in range(256)]
+    assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_gradients_are_those_of_the_simulation() -> None:
+    model, x = calibrated(SMALL)
+    gradients = []
+    for execution in ("simulate", "qnn"):
+        twin = fq.set_execution(copy.deepcopy(model), execution)
+        (twin(x) * torch.linspace(-1, 1, 256).reshape(16, 16)).sum().backward()
+        gradients.append([p.grad for p in twin.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
+    assert all(g.any() for g in gradients[0])  # type: ignore[union-attr]
+
+
+def test_training_against_the_device() -> None:
+    model, x = calibrated("chain w4a8")
+    fq.set_execution(model.train(), "qnn")
+    wanted = model(x).detach() * 0.5
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        (loss := (model(x) - wanted).square().mean()).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_file_holds_the_simulation(tmp_path: Path) -> None:
+    model, x = calibrated(SMALL)
+    fq.export_onnx(model, x, tmp_path / "a.onnx")
+    fq.export_onnx(fq.set_execution(model, "qnn"), x, tmp_path / "b.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_copies_and_pickles_keep_the_device() -> None:
+    model, x = calibrated(SMALL)
+    wanted = fq.set_execution(model, "qnn")(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), wanted)
+    assert isinstance(wanted, DeviceTensor)
+    assert "qnn" in str(fq.summary(model))
+    assert torch.equal(fq.set_execution(model, "simulate")(x), calibrated(SMALL)[0](x))
+
+
+def test_what_is_simulated_is_named() -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), _MIXED)
+    fq.calibrate(model, [torch.randn(4, 8)], progress=False)
+    with pytest.warns(CoverageWarning, match=r'under "qnn" these quantizers are simulated: 1\._'):
+        fq.set_execution(model, "qnn")
+    with pytest.raises(ConfigError, match='target="qnn"'):
+        fq.set_execution(model, "qnn", "1")
+    with pytest.raises(ConfigError, match=r"'simulate', 'auto', 'integer', .*'qnn'"):
+        fq.set_execution(model, "hexagon")
+
+
+def test_a_device_of_another_package() -> None:
+    """A rule that gives the code 7 for every product."""
+    fq.nn.register_device(
+        fq.nn.Device("seven", {"product": lambda parts, to: torch.full_like(parts.sums, 7)}, "a test")
+    )
+    model, x = calibrated(SMALL)
+    output = [q for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT][-1]
+    with torch.no_grad():
+        found = fq.set_execution(model, "seven")(x)
+    assert torch.unique(found).numel() == 1
+    assert torch.round(found.flatten()[0] / output.scale) == 7 - (output.zero_point or 0)
+
+
+def test_recorded_ranges_are_set() -> None:
+    ranges = torch.from_numpy(RECORD[f"{SMALL}/ranges"])
+    assert torch.equal(ranges_of(calibrated(SMALL, ranges)[0]), ranges)
