@@ -129,17 +129,19 @@ def test_a_save_between_the_two_files_of_another_leaves_a_model(tmp_path: Path, 
 @pytest.mark.parametrize("saves", [1, 3])
 def test_load_reads_the_manifest_again_when_its_tensors_are_gone(tmp_path: Path, monkeypatch, saves: int) -> None:
     save(model_of(0.0), tmp_path)
-    read = checkpoint._read_tensors
-    left = list(range(1, saves + 1))
+    read, left, saving = checkpoint.read_manifest, list(range(1, saves + 1)), False
 
-    def after_others_saved(folder, expected):
-        if left:
-            value = left.pop(0)
-            for step in (0.25, 0.5, 0.0):  # until the file that was read for is gone
+    def before_others_save(folder):
+        nonlocal saving
+        manifest = read(folder)
+        if left and not saving:
+            value, saving = left.pop(0), True
+            for step in (0.25, 0.5, 0.0):  # until the file that the manifest names is gone
                 save(model_of(value + step), tmp_path)
-        return read(folder, expected)
+            saving = False
+        return manifest
 
-    monkeypatch.setattr(checkpoint, "_read_tensors", after_others_saved)
+    monkeypatch.setattr(checkpoint, "read_manifest", before_others_save)
     assert value_in(tmp_path) == saves
 
 
