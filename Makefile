@@ -13,7 +13,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite core mutants test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,17 @@ test: setup
 SUITE = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 suite: setup
 	$(SUITE) -m 'not exhaustive and not slow'
+
+# The tests that find every fault of tests/native/mutations.txt: for a person who works, below 2 minutes.
+core: setup
+	$(SUITE) -m 'not exhaustive and not slow' $$($(BIN)/python tests/native/mutate.py --tests)
+
+# Changes 100 places of the rooms around the arithmetic that SEED chooses; about 40 minutes of one core.
+SEED = 59
+mutants: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt coverage
+	$(BIN)/python tests/native/mutants.py map
+	$(BIN)/python tests/native/mutants.py try --seed $(SEED)
 
 # The slow tests, as many as SECONDS allow, in an order that changes with the commit; `make test-all` runs all tests.
 SECONDS = 300

@@ -117,6 +117,8 @@ def test_an_input_that_became_a_constant_is_refused(tmp_path: Path) -> None:
 def test_what_results_depend_on(x: Tensor) -> None:
     assert depends_on(lambda batch: batch[1] * 2, (Z, x), 1) is True
     assert depends_on(lambda batch: batch[0] * 2, (Z, x), 1) is False
+    if x.is_floating_point():  # whatever their order
+        assert depends_on(lambda batch: batch[1].double().sum(), (Z, x), 1) is True
     index = (torch.zeros(2, dtype=torch.int64),)
     assert depends_on(lambda batch: torch.zeros(1)[batch[0]], index, 0) is None  # it cannot be tried
 

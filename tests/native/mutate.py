@@ -3,6 +3,7 @@
     python tests/native/mutate.py                  # all of them; the first build of the kernels takes minutes
     python tests/native/mutate.py numerics sums.h  # those whose name or file has one of these texts
     python tests/native/mutate.py --list
+    python tests/native/mutate.py --tests          # the tests that find them all, for `make core`
 
 Works in a copy of the tree, in build/mutate; object files are kept there, so that a change of one C++ file compiles the
 files that read it. Exit status 1 where a change survives or its text is gone from the source.
@@ -148,5 +149,8 @@ if __name__ == "__main__":
         sys.exit(compile_once(sys.argv[2:]))
     if sys.argv[1:] == ["--list"]:
         print("\n".join(f"{m.name} ({m.file})" for m in mutations()))
+        sys.exit(0)
+    if sys.argv[1:] == ["--tests"]:
+        print(*dict.fromkeys(test for m in mutations() for test in m.tests.split()))
         sys.exit(0)
     sys.exit(main(sys.argv[1:]))

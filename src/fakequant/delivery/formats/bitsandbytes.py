@@ -56,7 +56,7 @@ class BitsAndBytes(LayeredFormat):
             module.refuse("weight.quant_map is another table than that of NF4")
         key = f"{module.base}.weight"
         held = module.tensors[key].dtype if key in module.tensors else torch.uint8
-        count = -(-values // 2) // (held.itemsize if held in _STORAGES else 1)
+        count = -(-values // 2) // held.itemsize
         packed = module.get("weight", _STORAGES, (count,), (count, 1), (1, count))
         scales = _scales(module, state, -(-values // size))
         # Blocks go on from row to row: groups that divide rows and blocks have the scales of their blocks.
