@@ -37,7 +37,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def is_moved(model: nn.Module) -> bool:
-    """Whether some weights of a model come for the time of a call alone: sharded, or offloaded by hooks."""
+    """Whether some weights are present only during a call: they are sharded, or hooks offload them."""
     return bool(first_sharded(model) or offloaded(model))
 
 

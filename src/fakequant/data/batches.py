@@ -492,7 +492,7 @@ class HeldOut(NamedTuple):
 
     @property
     def measuring(self) -> KeptBatches:
-        """The first ones that make something, which measure where none is held back."""
+        """The first batches of `made`, which measure the result if no batch is held back."""
         return self.made.part([*self.made.numbered][:_MEASURED])
 
     @property

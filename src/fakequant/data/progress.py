@@ -57,7 +57,7 @@ def tell(text: str, shown: bool | None = None) -> None:
 
 
 def length(items: Iterable[Any]) -> int | None:
-    """The number of items; None where they do not say: a DataLoader has `__len__`, and over a stream it raises.
+    """The number of items; None if it is unknown. A DataLoader over a stream has `__len__`, but it raises.
 
     >>> length([1, 2]), length(iter([1, 2]))
     (2, None)

@@ -172,7 +172,7 @@ def class_of(path: Path, cure: str) -> Any:
         import transformers
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{path} is of a model of transformers, which is not installed; install it, or {cure}"
+            f"{path} holds a model of transformers, but transformers is not installed; install it, or {cure}"
         ) from error
     try:  # transformers imports the module of the class now
         cls = getattr(transformers, name, None) if isinstance(name, str) else None

@@ -1,5 +1,7 @@
 """The arithmetic of engines, an engine a file: how a device stores the results of functions as codes."""
 
-from fakequant.engines import qnn
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["qnn"]
+for _file in iter_modules(__path__, f"{__name__}."):  # each registers its `Device`
+    import_module(_file.name)

@@ -134,7 +134,7 @@ _BY_QUERY = (
 def _attend_by_query(
     name: str, module: nn.Module, query: Tensor, key: ByQuery, value: ByQuery, mask: Any, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of each query to the keys and values that it sees, as if its token had been written alone."""
+    """Attention, query by query: each reads the cache that it would read if its token had been written alone."""
     is_causal = options.get("is_causal")
     if name != "sdpa" or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ConfigError(_BY_QUERY)

@@ -152,7 +152,7 @@ def operations(
 
 
 def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
-    """The operation of a node, which has no ids of outputs yet."""
+    """The operation of a node, without the ids of its outputs."""
     if node.op != "call_function":
         users = ", ".join(str(user.target) for user in node.users)
         if "autocast" in users:

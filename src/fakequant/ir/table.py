@@ -338,7 +338,9 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
     settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     found = _by_torch(_Question((op.op_type, items_to_text(op.attributes), tuple(inputs), settings), call))
     if found is None and not op.outputs:
-        raise GraphError("makes what only a run can tell; append an IROp with its outputs to the graph's ops")
+        raise GraphError(
+            "has outputs whose shapes only a run can tell; append an IROp with its outputs to the graph's ops"
+        )
     return list(op.outputs if found is None else found)
 
 

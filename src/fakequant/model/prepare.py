@@ -279,7 +279,7 @@ def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) ->
 
 
 def _too_small(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> list[str]:
-    """The quantizers of weights that a rule for weights alone leaves in float: their scales take more than it saves."""
+    """The weight quantizers that a rule without inputs leaves out: codes and scales would take more than floats."""
     if rule.input is not None:
         return []
     found = []

@@ -309,7 +309,7 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.f
 
 
 def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
-    """At least the smallest normal number, whose reciprocal is finite; MULTIPLIER's gradient has that one squared."""
+    """The step, clamped so that its reciprocal is finite, and under MULTIPLIER the square of that, too."""
     smallest = torch.finfo(step.dtype).tiny
     return step.clamp(min=smallest**0.5 if spec.arithmetic is Arithmetic.MULTIPLIER else smallest)
 

@@ -41,7 +41,7 @@ def matches(path: str, pattern: str) -> bool:
 def module_at(model: nn.Module, path: str) -> nn.Module:
     """The module at a path that exists.
 
-    `get_submodule` asks `__getattr__`, by which a wrapper may answer for a module inside it.
+    It reads `_modules`: `get_submodule` calls `__getattr__`, and a wrapper may return a module inside it.
 
     >>> module_at(nn.Sequential(nn.ReLU()), "0")
     ReLU()

@@ -243,7 +243,7 @@ class _Joined:
             parameter.requires_grad_(not inference_mode)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        """Keep the ranges, which the model needs."""
+        """Delete no range: the model still needs all of them."""
         self._active_adapter = new_active_adapters or ()
 
     def _get_available_adapters(self) -> set[str]:

@@ -341,13 +341,13 @@ class _Slopes(NamedTuple):
 
 
 def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
-    """Rounding is taken as the identity.
+    """The derivatives of y by x, scale, and zero point or offset, where rounding counts as the identity.
 
     Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Of an offset m, y = rint((x + m)/s) * s - m
-    has dy/ds = rint((x + m)/s) - (x + m)/s and dy/dm = 0, and where it saturates bound and -1. Where rounding is
-    stochastic, the code that was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between the ends and
-    saturates at and beyond them.
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Of an offset m, y = rint((x + m)/s) * s -
+    m has dy/ds = rint((x + m)/s) - (x + m)/s and dy/dm = 0; where it saturates, dy/ds = bound and dy/dm = -1. Where
+    rounding is stochastic, the code that was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between
+    the ends and saturates at and beyond them.
 
     Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3; PACT, arXiv 1805.06085, equation 3.
     """

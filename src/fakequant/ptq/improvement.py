@@ -44,7 +44,7 @@ from fakequant.ptq.weights import (
 from fakequant.restore import Restore, in_order, restore_on_error, state_of_parts, structure_of
 from fakequant.text import listed, module_name
 
-STEPS = ("input", "smooth", "rotate", "ranges", "damping", *SOLVERS, "drift", "bias")
+STEPS = ("input", *TRANSFORMS, "ranges", "damping", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
     "best": ("input", "smooth", "rotate", "ranges", "damping", "gptq", "descend", "drift", "bias"),

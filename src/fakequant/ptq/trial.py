@@ -326,7 +326,7 @@ class NextStep:
 
     Attributes:
         error: of the output before each change, as a share of its energy; of several outputs the mean share. Where
-            ranges come from calibration, and something was tried, the batches that made the changes gave them, too.
+            ranges come from calibration, and something was tried, these batches also set the ranges.
         bytes: of all weights, quantized or not.
         judged: the batches that judged, as a part of a sentence.
         little: whether little is lost, so that nothing was tried against the error.

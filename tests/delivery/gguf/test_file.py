@@ -185,7 +185,7 @@ def test_a_tensor_in_two_files_and_one_too_few(path, first, tmp_path):
     other.write_bytes(raw)
     many = first.read_bytes().replace(struct.pack("<Ii", 5, 3), struct.pack("<Ii", 5, 4))
     first.write_bytes(many)
-    with pytest.raises(CheckpointError, match="is the first of files with 4 tensors, and they have 3"):
+    with pytest.raises(CheckpointError, match="its files have 4 tensors in all, but they have 3"):
         GgufFile(first)
 
 

@@ -352,7 +352,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(how: Any, error: type[Exc
 
 def test_functions_and_weights_are_refused(tmp_path: Path) -> None:
     model = calibrated(by=lambda x, timestep: timestep)
-    with pytest.raises(ConfigError, match="no file holds"):
+    with pytest.raises(ConfigError, match="a file cannot store"):
         fq.save(model, tmp_path)
     weights = fq.prepare(Denoiser(), "INT8_WEIGHT_ONLY")
     with pytest.raises(ConfigError, match="no activation that is calibrated has a fixed one"):

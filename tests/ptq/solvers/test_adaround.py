@@ -87,5 +87,5 @@ def test_what_is_refused() -> None:
     weight, moments, grid, _, _ = problem("int4 channel")
     with pytest.raises(CalibrationError, match="sums of inputs are not finite"):
         adaround(weight, moments * torch.nan, grid, weight)
-    with pytest.raises(ConfigError, match="iterations=0: adaround needs at least one"):
+    with pytest.raises(ConfigError, match="iterations=0: adaround needs at least 1"):
         adaround(weight, moments, grid, weight, 0)

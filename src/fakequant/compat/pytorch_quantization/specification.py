@@ -75,8 +75,8 @@ def specification(fmt: Format, granularity: Granularity) -> QuantSpec:
 def block_specification(fmt: Format, block_sizes: dict[int | str, object]) -> QuantSpec:
     """The specification of a descriptor's `block_sizes`; the last block of an axis may be smaller.
 
-    "scale_bits" is the format of the scales: (8, 0) for powers of two that nothing saturates under, as NVIDIA rounds
-    them; any other has float32 scales of its own, over blocks of "scale_block_sizes" scales or the whole tensor.
+    "scale_bits" is the format of the scales. (8, 0): powers of two, rounded up as NVIDIA does, so that no value
+    saturates. Another format: the scales have float32 scales, over blocks of "scale_block_sizes" or the whole tensor.
 
     >>> print(block_specification(format_of(4), {-1: 32}))
     int4 per_block(-1:32,pad) multiplier input_range

@@ -476,7 +476,7 @@ def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
 
 
 def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    """Add what the rounding of sums to float16 changes: `quantize_row_q8_1` of ggml."""
+    """Add the error of ggml's `quantize_row_q8_1`, which rounds the sums of blocks to float16."""
     codes, params = layer.input_quantizer.encoded(args[0])
     sums = codes.float().unflatten(-1, (-1, _BLOCK)).sum(-1)
     step = params.scale * (_BOUND + 1) / _BOUND

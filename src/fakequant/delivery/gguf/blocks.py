@@ -469,7 +469,7 @@ class GgufFile:
                 raise CheckpointError(f"{other.path} has {min(both)}, which an earlier file has")
             self.tensors |= other.tensors
         if (total := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
-            raise reader.damage(f"is the first of files with {total} tensors, and they have {len(self.tensors)}")
+            raise reader.damage(f"says that its files have {total} tensors in all, but they have {len(self.tensors)}")
 
     def _stored(self, reader: _ValueReader, name: str, shape: tuple[int, ...], kind: int) -> GgufTensor:
         gguf = require_gguf()

@@ -53,7 +53,7 @@ _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 
 
 class Spans:
-    """Runs a model with the results of a file's quantizers, and compares what these receive.
+    """Runs a model with the outputs of a file's quantizers, and compares the inputs of the quantizers.
 
     The last outputs are the new values of the buffers `state`.
     """

@@ -461,7 +461,7 @@ class VerifyReport:
 
     @property
     def deployment(self) -> list[str]:
-        """Lines on the loss in ONNX Runtime's default session beside that of quantization, and how to restore it."""
+        """Lines on the loss of ONNX Runtime's default session beside that of quantization, with the cure."""
         lines = []
         for row, noise in self._judged:
             verdict = "NOT as deployed" if _is_lost(row, noise) else "as deployed"

@@ -485,7 +485,9 @@ def recalibrate(
                     f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
                 ) from error
     if not adopted:
-        raise ConfigError("there is nothing to recalibrate: no calibrator is of an input with fixed ranges")
+        raise ConfigError(
+            "there is nothing to recalibrate: no calibrator belongs to an input with fixed ranges; call calibrate first"
+        )
     ranges: dict[str, Range] = {}
     for name, calibrator in adopted.items():
         range = calibrator.compute_range()

@@ -496,7 +496,7 @@ class Observation:
         return modes(self.model, mode)
 
     def take(self, parts: list[ProcessPart]) -> None:
-        """Go on from what all processes saw, merged in the order of their ranks."""
+        """Merge the parts of all processes in the order of their ranks, and continue from the result."""
         for rank, part in enumerate(parts):
             if part.task != parts[0].task:
                 raise ConfigError(

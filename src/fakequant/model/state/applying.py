@@ -151,7 +151,9 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     """Raise a CheckpointError where the modules of a float model are not those of a plan."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in plan.layers if name not in modules]:
-        raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
+        raise CheckpointError(
+            f"the checkpoint has layers that the model lacks: {', '.join(missing)}; make the model that was saved"
+        )
     for name, entry in plan.layers.items():
         layer = modules[name]
         cls = own_class(layer)

@@ -484,4 +484,7 @@ def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> N
                 f"{list(weight.shape)} needs {list(expected)}"
             )
     elif spec.granularity.keeps_whole_axes and spec.granularity.group_shape(value.shape) != tuple(value.shape):
-        raise ShapeError(f"{name} has shape {list(value.shape)}, which {spec.granularity} gives for no tensor")
+        raise ShapeError(
+            f"{name} has shape {list(value.shape)}, but no tensor has such scales {spec.granularity}; the checkpoint "
+            "is damaged"
+        )

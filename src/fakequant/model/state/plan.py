@@ -186,8 +186,8 @@ class ByValueEntry:
             return None
         if not isinstance(own.by, str):
             raise ConfigError(
-                f"the ranges of {quantizer.name or quantizer} follow the function {own.name}, which no file holds; "
-                'calibrate by the name of an argument, such as by="timestep"'
+                f"the ranges of {quantizer.name or quantizer} are chosen by the function {own.name}, which a file "
+                'cannot store; calibrate by the name of an argument, such as by="timestep"'
             )
         return cls(own.by, list(own.boundaries))
 

@@ -66,8 +66,8 @@ class FusedBatchNorm(nn.Identity):
         if input.dim() != self.axes:
             raise ConfigError(
                 f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
-                f"whose channels are not those of {self.layer}; only inputs of {self.axes} axes can be computed after "
-                "fuse_batch_norm"
+                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give it these, or do "
+                "not fuse"
             )
         return input
 

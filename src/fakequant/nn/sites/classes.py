@@ -115,7 +115,7 @@ class _Aligned(SiteMode):
 
 
 def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
-    """The first places of the planned calls among those of a trace."""
+    """For each planned call the first place, after the last, at which a trace calls that function."""
     places: list[int] = []
     for place, name in enumerate(called):
         if len(places) < len(planned) and planned[len(places)] == name:

@@ -85,7 +85,7 @@ class _Linear(SiteProduct, MatrixProduct):
         self._options = options
 
     def added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call adds to the product as it is; None for nothing."""
+        """The bias of a call; None without a bias."""
         return args[2] if len(args) > 2 else kwargs.get("bias")
 
     def options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

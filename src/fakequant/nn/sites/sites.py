@@ -268,7 +268,7 @@ def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """The functions that keys name.
+    """The names of functions in the keys of sites, without the count of calls.
 
     >>> functions_of(("add_0", "layer_norm_1", "add_"))
     ('add', 'layer_norm', 'add')

@@ -201,7 +201,7 @@ def call_of(
 
 
 def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> KernelCall:
-    """The call for tensors of a dtype by the range of groups."""
+    """The kernel's call for a dtype, which computes each scale from the range of its group."""
     call, rule = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask), _choice_of(spec, dtype)
     # Dividing by a power of two is multiplying by its reciprocal, bit for bit, where that exists: from 2**-127 on.
     exact = rule.kind == "power_of_two" and rule.lowest >= -127 and spec.arithmetic is Arithmetic.DIVIDE

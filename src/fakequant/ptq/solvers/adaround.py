@@ -57,7 +57,7 @@ def adaround(
     tensor(2.)
     """
     if iterations < 1:
-        raise ConfigError(f"iterations={iterations}: adaround needs at least one")
+        raise ConfigError(f"iterations={iterations}: adaround needs at least 1 iteration")
     if not bool(moments.isfinite().all()):
         raise CalibrationError("the sums of inputs are not finite")
     before = _losses(start, target, moments)
