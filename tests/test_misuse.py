@@ -206,7 +206,10 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "calibrate on integers": (lambda _: fq.calibrate(fq.prepare(net(), "int8"), [X, X.long()]), INTEGERS),
     "improve on integers": (lambda _: fq.ptq.improve(ready(), [X, X.long()]), INTEGERS),
     "reconstruct on integers": (lambda _: fq.ptq.reconstruct(ready(), [X, X.long()]), INTEGERS),
-    "search on integers": (lambda _: fq.search(net(), [X, X.long()], "INT8", bits=9), INTEGERS),
+    "search on integers": (
+        lambda _: fq.search(net(), [X, X, X.long()], "INT8", bits=9),
+        INTEGERS.replace("batch 2", "batch 3"),
+    ),
     "sensitivity on another width": (lambda _: fq.sensitivity(ready(), [X, X9]), FAILS),
     "ratios on another width": (lambda _: fq.layer_sqnr(ready(), [X, X9]), FAILS),
     "improve on another width": (lambda _: fq.ptq.improve(ready(), [X, X9]), FAILS),

@@ -390,7 +390,7 @@ class Resizing(nn.Module):
 def prepared_resizing(writes: bool = False) -> tuple[nn.Module, Tensor]:
     x = torch.randn(2, 4, 8)
     rules = [fq.Rule("*", input="int8", ops=("cat", "add"))]
-    model = fq.prepare(Resizing(writes).eval(), fq.Config("all", rules), queries=x.clone())
+    model = fq.prepare(Resizing(writes).eval(), fq.Config("all", rules), example=x.clone())
     fq.calibrate(model, [x.clone()], progress=False)
     return model, x
 
@@ -429,7 +429,7 @@ def test_numbers_on_the_left_are_compiled(ops: tuple[str, ...]) -> None:
     torch.compiler.reset()
     x = torch.randn(2, 4)
     compiled_part(x)
-    model = fq.prepare(Reflected(), fq.Config("some", (fq.Rule("*", input="int8", ops=ops),)), queries=x)
+    model = fq.prepare(Reflected(), fq.Config("some", (fq.Rule("*", input="int8", ops=ops),)), example=x)
     fq.calibrate(model, [x], progress=False)
     assert_same_bits([torch.compile(model, backend="eager", fullgraph=True)(x)], [model(x)])
 
@@ -444,7 +444,7 @@ class Breaking(nn.Module):
 def test_a_graph_break_within_an_owner_is_refused_or_changes_nothing() -> None:
     torch.compiler.reset()
     x = torch.randn(2, 4)
-    model = fq.prepare(Breaking(), fq.Config("some", (fq.Rule("*", input="int8", ops=("add", "mul")),)), queries=x)
+    model = fq.prepare(Breaking(), fq.Config("some", (fq.Rule("*", input="int8", ops=("add", "mul")),)), example=x)
     fq.calibrate(model, [x], progress=False)
     # Refused; not so after control flow of torch in the process, which marks code that is not compiled from then on.
     with suppress(SiteError):
