@@ -64,7 +64,7 @@ def test_set_execution_refuses_whole_or_not_at_all():
     assert [m.execution.value for m in model] == ["integer", "simulate"]
     with pytest.raises(ConfigError, match="no quantized layer matches 'x'"):
         fq.set_execution(model, "auto", pattern="x")
-    with pytest.raises(ConfigError, match="'simulate', 'auto', 'integer', .*got 'fast'"):
+    with pytest.raises(ConfigError, match=r"'simulate', 'auto', 'integer', .*got 'fast'"):
         fq.set_execution(model, "fast")
 
 

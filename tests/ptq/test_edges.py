@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError
+from fakequant.ptq.weights import shared_parameters
 from tests.support.bits import assert_same_bits, assert_same_state, unchanged
 from tests.support.functional_models import Calls
 
@@ -207,3 +208,11 @@ def test_zeros_that_are_a_structure_stay(structure: str, preset: str, steps: Any
         assert bool((model[place].weight[before] == 0).all())
     assert sum("its zeros stay" in remark for row in found.layers for remark in row.remarks) == 2
     assert found.remaining_error < 1
+
+
+@pytest.mark.parametrize(("start", "is_shared"), [(5, False), (4, True)])
+def test_memory_of_weights_that_overlaps_by_an_element(start: int, is_shared: bool) -> None:
+    memory = torch.randn(10)
+    model = nn.ModuleList([nn.Linear(5, 1, bias=False), nn.Linear(5, 1, bias=False)])
+    model[0].weight.data, model[1].weight.data = memory[:5].view(1, 5), memory[start : start + 5].view(1, 5)
+    assert shared_parameters(model) == ({*model.parameters()} if is_shared else set())
