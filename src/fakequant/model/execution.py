@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TypeVar
 
 from torch import nn
@@ -56,7 +57,8 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     quantizers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Quantizer) and any(name == path or name.startswith(f"{path}.") for path in modules)
+        if isinstance(module, Quantizer)
+        and any(path in modules for path in accumulate(name.split("."), "{}.{}".format))
     }
     if not layers and (device is None or not quantizers):
         raise ConfigError(f"no quantized layer matches {pattern!r}; correct the pattern")

@@ -10,6 +10,7 @@ No layer knows of this: `DeviceTensor` sees the functions of torch that layers a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.errors import ConfigError, nearest
+from fakequant.errors import ConfigError
 from fakequant.nn.functions import CalledAs, arguments_of, called_as
 from fakequant.registry import import_waiting
 
@@ -28,9 +29,9 @@ _RESHAPES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Functions that give a result another shape, and read each of its numbers once."""
-_PICKS = ("max_pool1d", "max_pool2d", "max_pool3d")
+_PICKS = frozenset(("max_pool1d", "max_pool2d", "max_pool3d"))
 """Functions that pick numbers of each channel: codes rise with the sums of a channel."""
-_BOUNDS = ("relu", "relu6", "hardtanh")
+_BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
 _STRIDED = "strided depthwise"
@@ -88,14 +89,14 @@ class Computed:
     Attributes:
         function: the canonical name of the function; "product" for all products.
         parts: what it is computed from.
-        least: the value at which a ReLU bounds it below; None without one.
+        least: the value at which a ReLU bounds it below.
         most: the value at which a ReLU6 bounds it above.
     """
 
     function: str
     parts: Sums | Operands
-    least: float | None = None
-    most: float | None = None
+    least: float = -math.inf
+    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,12 @@ class Device:
         if rule is None:
             return None
         codes = rule(computed.parts, to)
-        if computed.least is not None:
-            codes = codes.clamp(min=to.zero_point + round(computed.least / float(to.scale)))
-        if computed.most is not None:
-            codes = codes.clamp(max=to.zero_point + round(computed.most / float(to.scale)))
-        return codes.clamp(to.low, to.high)
+        # A bound is a code, too, and infinity none.
+        low, high = (
+            to.zero_point + round(bound / float(to.scale)) if math.isfinite(bound) else end
+            for bound, end in ((computed.least, to.low), (computed.most, to.high))
+        )
+        return codes.clamp(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
 
 
 _devices: dict[str, Device] = {}
@@ -151,10 +153,11 @@ def devices() -> dict[str, Device]:
 
 def find_device(name: Any) -> Device:
     """The device of a name; a ConfigError where there is none."""
-    if not isinstance(name, str) or (device := devices().get(name)) is None:
-        known = ", ".join(map(repr, ["simulate", "auto", "integer", *sorted(devices())]))
-        raise ConfigError(f"execution must be one of {known}, got {name!r}{nearest(str(name), sorted(devices()))}")
-    return device
+    known = devices()
+    if not isinstance(name, str) or name not in known:
+        names = ["simulate", "auto", "integer", *sorted(known)]
+        raise ConfigError(f"execution must be one of {', '.join(map(repr, names))}, got {name!r}")
+    return known[name]
 
 
 class DeviceTensor(Tensor):
@@ -179,8 +182,8 @@ class DeviceTensor(Tensor):
                 function = called.function.name
                 see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
                 result = see(called, func, args, kwargs)
-            elif name.lstrip("_") in (*_RESHAPES, *_PICKS):
-                result = _moved(func, args, kwargs, picks=name.lstrip("_") in _PICKS)
+            elif (moves := name.lstrip("_")) in _RESHAPES or moves in _PICKS:
+                result = _moved(func, args, kwargs, picks=moves in _PICKS)
             if result is NotImplemented:
                 result = func(*plain(args), **plain(kwargs))
             written = name.endswith("_") and not name.endswith("__")
@@ -291,12 +294,13 @@ def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     (x,) = arguments_of(called, args, kwargs).values()
     if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed):
         return NotImplemented
-    bounds = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
-    least, most = bounds[called.function.name]
+    least, most = _BOUNDS[called.function.name]
     if called.function.name == "hardtanh":
         named = dict(zip(("min_val", "max_val"), args[1:3], strict=False)) | kwargs
         least, most = named.get("min_val", least), named.get("max_val", most)
-    return _call(func, args, kwargs, x.device_of, replace(x.has, least=least, most=most))
+    # Bounds of several functions in a row hold together.
+    low, high = (min(max(bound, x.has.least), x.has.most) for bound in (least, most))
+    return _call(func, args, kwargs, x.device_of, replace(x.has, least=low, most=high))
 
 
 def _moved(func: Any, args: Any, kwargs: Any, picks: bool) -> Any:

@@ -308,7 +308,7 @@ class Quantizer(QuantizerPart):
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. After
     `learn(method)` they are None, and the submodule `learned`, named by the method, holds parameters that training
     moves. Where the range follows a value of the call, their first axis is that of its bins. The buffer `global_scale`
-    of a dynamic quantizer may fix 1 / the scale of the tensor; blocks have scales below it.
+    fixes, for a dynamic quantizer, 1 / the scale of the tensor, under which blocks have scales.
 
     The buffer `fixed_codes` is None, or holds codes of the weight as integers in its shape, by a solver or a reader.
     They are valid while the weight has their values, bit for bit. If quantizing the values gives the same codes, calls
