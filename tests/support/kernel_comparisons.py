@@ -22,7 +22,7 @@ SIZES = [1, 7, 8, 9, 15, 16, 17, 1023, 1024, 1025, 2047, 4099, 32768, 32769, 700
 
 
 def interpreted(block=512):
-    """The backend for GPUs with so many elements for a program."""
+    """The backend for GPUs, each of whose programs computes that number of elements."""
     from fakequant.ops.triton.backend import TritonBackend
 
     return Calls(TritonBackend("cpu", block))

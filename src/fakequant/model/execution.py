@@ -54,12 +54,11 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     modules = {name: module for name, module in model.named_modules() if matches(name, pattern)}
     layers = {name: module for name, module in modules.items() if isinstance(module, QuantizedLayer)}
     # A quantizer belongs to what matches if it does itself, or one of the modules around it.
-    quantizers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Quantizer)
-        and any(path in modules for path in accumulate(name.split("."), "{}.{}".format))
-    }
+    quantizers = dict[str, Quantizer]()
+    for name, module in model.named_modules():
+        paths = accumulate(name.split("."), "{}.{}".format)
+        if isinstance(module, Quantizer) and not modules.keys().isdisjoint(paths):
+            quantizers[name] = module
     if not layers and (device is None or not quantizers):
         raise ConfigError(f"no quantized layer matches {pattern!r}; correct the pattern")
     reasons = dict[str, list[str]]()

@@ -20,9 +20,10 @@ from fakequant.ptq.results import Improvement
 from fakequant.restore import Restore, state_of
 
 CLEARLY = 0.9
-"""The share of an error below which something clearly lowers it: a method, a preset, `improve`, a transform or a range
-of an input. On few batches a smaller difference is chance: of four trained models, the method of calibration that was
-chosen so left 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best one's error; with 0.95 here 1.021 and 1.050."""
+"""The share of an error below which a way to quantize clearly lowers it: a method, a preset, `improve`, a transform or a range.
+
+On few batches a smaller difference is chance. With 0.9, calibration of four trained models chose methods with 1.004
+(INT8) and 1.017 (INT8_AFFINE) times the least error; with 0.95, 1.021 and 1.050 times."""
 ALIKE = 1.01
 """The share of an error up to which it is about the same: more is not rounding."""
 SURE, SURE_OF_PART = 1.0, 2.0
