@@ -20,7 +20,7 @@ from fakequant.ptq.results import Improvement
 from fakequant.restore import Restore, state_of
 
 CLEARLY = 0.9
-"""The share of an error below which a way to quantize clearly lowers it: a method, a preset, `improve`, a transform or a range.
+"""The share of an error below which a method, a preset, `improve`, a transform or a range clearly lowers it.
 
 On few batches a smaller difference is chance. With 0.9, calibration of four trained models chose methods with 1.004
 (INT8) and 1.017 (INT8_AFFINE) times the least error; with 0.95, 1.021 and 1.050 times."""
