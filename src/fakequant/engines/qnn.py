@@ -23,7 +23,8 @@ def product(parts: Sums, to: CodeGrid) -> Tensor:
     """Codes of a convolution, a linear layer or a matrix product.
 
     Bias and zero point are added to the sums. What lies more than 3 bits below a code is cut off. A multiplier of 11
-    bits follows. The ratio of scales and the constant are float32 numbers.
+    bits follows. The ratio of scales is the one of the largest weight scale, times the share of each channel in that. It,
+    bias and zero point are float32 numbers.
     """
     return _scaled(parts, to, bits=11, below=3)
 
@@ -34,9 +35,11 @@ def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
 
 
 def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
-    ratio = parts.scale.float() / to.scale.float()
-    constant = torch.round(parts.bias).float() + torch.tensor(float(to.zero_point)) / ratio
-    constant = torch.trunc(constant.double() + torch.copysign(torch.tensor(0.5), constant).double())  # half away from 0
+    of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
+    largest = of_weight.max()
+    ratio = of_input * largest / of_output * (of_weight / largest)
+    bias = torch.round(parts.bias.float() / (of_input * of_weight))
+    constant = torch.floor((bias + ratio.new_tensor(to.zero_point) / ratio).double() + 0.5)
     ratio = ratio.double()
     exponent = _exponent(1 / ratio)
     dropped = (exponent - below).clamp(min=0)

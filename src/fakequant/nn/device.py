@@ -62,16 +62,18 @@ class GridCodes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A product before it is stored: (sums + bias) * scale.
+    """A product before it is stored: sums * of_input * of_weight + bias.
 
     Attributes:
         sums: exact integers, float64.
-        scale: that of the input times that of the weight, float64, broadcasts with the sums.
-        bias: in units of the scale, not rounded, float64, broadcasts with the sums.
+        of_input: the scale of the input, float64, of one element.
+        of_weight: the scales of the other factor, float64, broadcasts with the sums.
+        bias: float64, broadcasts with the sums.
     """
 
     sums: Tensor
-    scale: Tensor
+    of_input: Tensor
+    of_weight: Tensor
     bias: Tensor
 
 
@@ -276,17 +278,15 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         axes = [1] * sums.dim()
         axis = 1 if called.operands[1].positions else -1
         axes[axis] = -1
-        of_other = other.has.grid.scale.reshape(-1)
-        if of_other.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
-            of_other = of_other.repeat(sums.shape[axis] // of_other.numel())
-        scale = x.has.grid.scale.reshape(-1) * of_other
-        scale = scale.reshape(axes if scale.numel() > 1 else [1] * sums.dim())
-        of_bias = torch.zeros_like(scale) if bias is None else plain(bias).detach().double().reshape(axes) / scale
+        of_weight = other.has.grid.scale.reshape(-1)
+        if of_weight.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
+            of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
+        added = sums.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
     steps = kwargs.get("stride", args[3] if len(args) > 3 and called.function.name.startswith("conv") else 1)
     groups = kwargs.get("groups", args[6] if len(args) > 6 and called.function.name in _CONVOLUTIONS else 1)
     strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
     kind = _STRIDED if strided and groups == x.shape[1] > 1 and called.function.name in _CONVOLUTIONS else "product"
-    return _call(func, args, kwargs, device, Computed(kind, Sums(sums, scale, of_bias)))
+    return _call(func, args, kwargs, device, Computed(kind, Sums(sums, x.has.grid.scale, of_weight, added)))
 
 
 def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
@@ -308,12 +308,13 @@ def _moved(func: Any, args: Any, kwargs: Any, picks: bool) -> Any:
     x = args[0]
     if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed) or not isinstance(x.has.parts, Sums):
         return NotImplemented
-    sums, scale, bias = x.has.parts
+    parts = x.has.parts
 
     def moved(part: Tensor) -> Tensor:
-        return func(part.expand(sums.shape), *args[1:], **kwargs)
+        return func(part.expand(parts.sums.shape), *args[1:], **kwargs)
 
-    parts = Sums(moved(sums), scale, bias) if picks else Sums(moved(sums), moved(scale), moved(bias))
+    sums, others = moved(parts.sums), (parts.of_weight, parts.bias)
+    parts = Sums(sums, parts.of_input, *(others if picks else map(moved, others)))
     return _call(func, args, kwargs, x.device_of, replace(x.has, parts=parts))
 
 
