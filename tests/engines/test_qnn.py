@@ -48,7 +48,7 @@ def test_rounding_to_the_nearest_gives_other_codes() -> None:
     assert (codes(model, model(x)).numpy() != RECORD[f"{SMALL}/codes"]).any()
 
 
-@pytest.mark.parametrize("ratio", [1 / 1000, 1 / 20, 1 / 8.01, 1 / 7.99, 1 / 3, 0.9, 1.0, 2.7])
+@pytest.mark.parametrize("ratio", [1 / 1000, 1 / 20, 1 / 8.01, 1 / 7.99, 1 / 3, 0.9, 1.0, 2.7, 1070.5 / 2**21])
 def test_products_are_shifts_of_integers(ratio: float) -> None:
     generator = torch.Generator().manual_seed(0)
     sums = torch.randint(-(2**22), 2**22, (4096,), generator=generator).double()
@@ -58,7 +58,7 @@ def test_products_are_shifts_of_integers(ratio: float) -> None:
     r = float(np.float32(ratio))
     exponent = math.floor(math.log2(1 / r))
     dropped = max(exponent - 3, 0)
-    multiplier, shift = round(r * 2.0 ** (exponent + 11)), exponent + 11 - dropped
+    multiplier, shift = math.floor(r * 2.0 ** (exponent + 11) + 0.5), exponent + 11 - dropped
     constant = math.floor(float(np.float32(np.float32(-413) + np.float32(37) / np.float32(r))) + 0.5)
     for one, code in zip(sums.long().tolist(), found.tolist(), strict=True):
         assert ((((one + constant) >> dropped) * multiplier) + (1 << (shift - 1))) >> shift == code
