@@ -43,6 +43,7 @@ NAMES = [
     "deliver",
     "dequantize",
     "disabled",
+    "encode",
     "export_onnx",
     "fake_quantize",
     "fake_quantize_",

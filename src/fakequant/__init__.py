@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fakequant import ir as ir
     from fakequant import nn
     from fakequant.calibration import register_calibrator
-    from fakequant.delivery import deliver, read, verify_delivery
+    from fakequant.delivery import deliver, encode, read, verify_delivery
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets
     from fakequant.model.analysis.in_float import unquantized
@@ -103,6 +103,7 @@ __all__ = [
     "deliver",
     "dequantize",
     "disabled",
+    "encode",
     "export_onnx",
     "fake_quantize",
     "fake_quantize_",
@@ -145,7 +146,7 @@ __all__ = [
 _MODULES = ("compat", "ir", "nn", "plot", "ptq", "presets", "qat", "report")
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
-    "fakequant.delivery": ("deliver", "read", "verify_delivery"),
+    "fakequant.delivery": ("deliver", "encode", "read", "verify_delivery"),
     "fakequant.export": ("export_onnx", "verify_onnx"),
     "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),

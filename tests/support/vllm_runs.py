@@ -14,21 +14,30 @@ os.environ |= {
 }
 
 
-def logits(folder: str, tokens: str, out: str, vocabulary: str) -> None:
-    """Write the log-probabilities of all tokens [prompts, places, vocabulary] for prompts [prompts, places + 1]."""
+def logits(folder: str, tokens: str, out: str, vocabulary: str, dtype: str = "float32", update: str = "") -> None:
+    """Write the log-probabilities of all tokens [prompts, places, vocabulary] for prompts [prompts, places + 1].
+
+    Args:
+        dtype: in which the server computes.
+        update: a file of tensors that the running server takes in place of those of the folder.
+    """
     from vllm import LLM, SamplingParams
 
     ids, size = np.load(tokens), int(vocabulary)
     engine = LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=2 * ids.shape[1],
         max_logprobs=size,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.3,
     )
+    if update:
+        from safetensors.torch import load_file
+
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(load_file(update).items())})
     how = SamplingParams(max_tokens=1, prompt_logprobs=size, detokenize=False, temperature=0)
     found = np.full((len(ids), ids.shape[1] - 1, size), np.nan)
     for row, answer in enumerate(engine.generate([{"prompt_token_ids": own.tolist()} for own in ids], how)):

@@ -1,17 +1,20 @@
 """Files that other programs load, with the codes of a model: written, read back, and verified by these programs."""
 
 from fakequant.delivery.delivering import deliver
+from fakequant.delivery.encoding import DeliveredTensors, encode
 from fakequant.delivery.format import DeliveryFormat, Engine, Part, delivery_formats, read, register_delivery
 from fakequant.delivery.gguf.architecture import llama_cpp_inputs, mixture
 from fakequant.delivery.verifying import DeliveryReport, fix_global_scales, verify_delivery
 
 __all__ = [
+    "DeliveredTensors",
     "DeliveryFormat",
     "DeliveryReport",
     "Engine",
     "Part",
     "deliver",
     "delivery_formats",
+    "encode",
     "fix_global_scales",
     "llama_cpp_inputs",
     "mixture",

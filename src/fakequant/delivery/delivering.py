@@ -382,6 +382,13 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     return path
 
 
+def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) -> dict[str, Content]:
+    """The files of a state in a format, see `deliver_state`; tensors are made when they are asked for."""
+    parts = parts_of(model, state)
+    refuse(chosen, model, parts, state)
+    return dict(chosen.encode(state, model, parts))
+
+
 def deliver_state(
     state: QuantizedState,
     model: nn.Module,
@@ -399,9 +406,7 @@ def deliver_state(
     """
     target = Path(folder)
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
-    parts = parts_of(model, state)
-    refuse(chosen, model, parts, state)
-    files = dict(chosen.encode(state, model, parts))
+    files = files_of(state, model, chosen)
     if others:
         with_others = chosen.with_others(files, others)
         files = files if with_others is None else dict(with_others)

@@ -31,12 +31,11 @@ _MARK = "fakequant"
 """The key in the header of a file of tensors that says that `deliver` wrote it, so that the next one may replace it."""
 
 
-def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
-    """The `config.json` of a model with its quantization; of a model that has no configuration, that alone."""
+def config_file(model: nn.Module, quantization: Mapping[str, Any], dtype: torch.dtype) -> bytes:
+    """The `config.json` of a model with its quantization and dtype; of one without a configuration, the former."""
     config: Any = getattr(model, "config", None)
     values = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
     if values:
-        dtype = next(parameter.dtype for parameter in model.parameters())
         values |= {"architectures": [own_class(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     return json.dumps({**values, "quantization_config": quantization}, indent=2).encode()
 

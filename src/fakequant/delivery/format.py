@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -301,6 +301,12 @@ def float_names(model: nn.Module) -> list[str]:
     return without_quantizers(with_stored(model, model.state_dict()), quantizers(model))
 
 
+def dtype_of(state: QuantizedState, model: nn.Module) -> torch.dtype:
+    """The dtype that the first parameter of a model has in its state."""
+    name, parameter = next(iter(model.named_parameters()))
+    return lazy(state.tensors, name).dtype if name in state.tensors else parameter.dtype
+
+
 def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[str]:
     """The names of tensors that belong to none of the quantizers at these paths."""
     own = tuple(f"{path}." for path in quantizers)
@@ -378,8 +384,7 @@ class LayeredWriter:
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}
         self.under: dict[str, Tensor] = {}
-        # The pieces of a stack are made from the whole: the last one is kept.
-        self.field = lru_cache(maxsize=1)(self._field)
+        self._made: tuple[str, dict[str, dict[str, Tensor]]] = "", {}
         own = (path for path, _, _ in state.quantizers())
         for name in without_quantizers([*state.tensors, *state.shared], own):
             tensor = lazy(state.tensors, state.shared.get(name, name))
@@ -402,8 +407,19 @@ class LayeredWriter:
     def _piece(self, name: str, key: str, one: Stored) -> LazyTensor:
         return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
 
+    def field(self, name: str, field: str) -> dict[str, Tensor]:
+        """A field of a weight, or the values of a tensor, in the pieces that files hold.
+
+        The pieces of a stack are made from the whole: those of the last weight are kept.
+        """
+        if self._made[0] != name:
+            self._made = name, {}
+        fields = self._made[1]
+        if field not in fields:
+            fields[field] = self._field(name, field)
+        return fields[field]
+
     def _field(self, name: str, field: str) -> dict[str, Tensor]:
-        """A field of a weight, or the values of a tensor, in the pieces that files hold."""
         state = self.state
         if field == "values":
             coded = name in self.in_float

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
-from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, undivided, weight_slots
+from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, dtype_of, undivided, weight_slots
 from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read
 from fakequant.delivery.schemes import (
     EXACT,
@@ -109,11 +109,12 @@ class CompressedTensors(LayeredFormat):
             for name, path in call.paths.items():
                 writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(1)
         missed = missed_cache(call.module for call in calls if "query" not in call.operands)
-        _warn(model, writer, [json.loads(scheme) for scheme in groups], missed)
+        dtype = dtype_of(state, model)
+        _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype)
         said = _quantization(groups, calls, writer.ignored)
         for name, bases in writer.pieces.items():
             _check_said(said, bases, writer.coded[name])
-        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said)}
+        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said, dtype)}
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files:
         weights, config = files[WEIGHTS], files[CONFIG]
@@ -287,7 +288,7 @@ def _quantization(
     }
 
 
-def _warn(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme], missed: str) -> None:
+def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype) -> None:
     """Warn once about conditions for loading the files, and about keys and values that are missed."""
     notes = [missed] if missed else []
     stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
@@ -301,7 +302,7 @@ def _warn(model: nn.Module, writer: LayeredWriter, schemes: Sequence[Scheme], mi
         )
     if len({json.dumps(scheme_of(part)) for part in stacks.values()}) > 1:
         notes.append("transformers loads experts of one scheme alone, and these have several")
-    elif way := how_to_load(schemes, writer.tensors, next(model.parameters()).dtype):
+    elif way := how_to_load(schemes, writer.tensors, dtype):
         notes.append(f"transformers loads these files {way}")
     if notes:
         warn_user(f"compressed-tensors: {'; '.join(notes)}")

@@ -27,11 +27,11 @@ from fakequant.delivery.folder import (
     config_file,
     is_of_transformers,
 )
-from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored
+from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, dtype_of
 from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
-from fakequant.model.state.snapshots import Files, QuantizedState
+from fakequant.model.state.snapshots import Files, QuantizedState, lazy
 from fakequant.nn.paths import module_at
 from fakequant.numerics.formats import IntegerFormat, parse_format
 from fakequant.numerics.formats.packing import pack
@@ -75,7 +75,7 @@ class TorchAo(LayeredFormat):
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         writer = LayeredWriter(state, model, parts, _stored)
-        said = {name: _described(part) for name, part in writer.coded.items()}
+        said = {name: _described(part, lazy(state.tensors, name).dtype) for name, part in writer.coded.items()}
         texts = {f"{base}.weight": said[name] for name, bases in writer.pieces.items() for base in bases}
         for key in writer.tensors:
             base, is_field, _ = key.rpartition("._weight_")
@@ -100,7 +100,7 @@ class TorchAo(LayeredFormat):
             "quant_type": {"default": {"_type": name, "_version": number, "_data": data}},
             "modules_to_not_convert": [path for path in linear if f"{path}.weight" not in said],
         }
-        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, quantization)}
+        return {WEIGHTS: writer.tensors, CONFIG: config_file(model, quantization, dtype_of(state, model))}
 
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         text = getattr(module.tensors, "metadata", {}).get(f"{module.base}.weight")
@@ -215,9 +215,9 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, S
     return found
 
 
-def _described(part: Part) -> dict[str, Any]:
+def _described(part: Part, kind_of_weight: torch.dtype) -> dict[str, Any]:
     """What the header of a file says of a weight."""
-    spec, dtype = part.operands["weight"].spec, _dtype(part.module.get_parameter("weight").dtype)
+    spec, dtype = part.operands["weight"].spec, _dtype(kind_of_weight)
     kind, groups = _class_of(spec, part.shape), spec.granularity.group_shape(part.shape)
     block = [size // count for size, count in zip(part.shape, groups, strict=True)]
     data: dict[str, Any] = {"block_size": block, "dtype": dtype}

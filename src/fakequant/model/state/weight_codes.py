@@ -81,9 +81,13 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     Args:
         shared: tied names, each with the name of the first one.
         weights: those of `quantized_weights`.
+
+    Attributes:
+        dtype: to which weights are rounded before; None for their own.
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str], weights: Mapping[str, Product]) -> None:
+        self.dtype: torch.dtype | None = None
         by_parameter: dict[int, dict[str, Product]] = {}
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
@@ -159,6 +163,9 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         """A weight, and its quantizer with scales."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer
+        if self.dtype not in (None, weight.dtype):
+            weight = weight.to(self.dtype)
+            return weight, _fixed(quantizer, weight)
         if quantizer.calibrated or type(weight) is not nn.Parameter or weight.is_inference():
             return weight, _fixed(quantizer, weight)
         seen = weight_version(weight), quantizer.spec
