@@ -1,4 +1,4 @@
-"""Write docs/formats.md from the formats of the package, and the table of docs/onnx.md from exports: `make docs`."""
+"""Write docs/formats.md and the tables of docs/engines/index.md and docs/onnx.md from the package: `make docs`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from fakequant.export.capability import Style
 from fakequant.files import write_whole
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
+from fakequant.model.engine import known_engines
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
 from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")
+ENGINES_PAGE = Path(__file__).with_name("engines") / "index.md"
+ENGINES_BEGIN, ENGINES_END = "<!-- engines:begin -->", "<!-- engines:end -->"
 STYLES_BEGIN, STYLES_END = "<!-- styles:begin -->", "<!-- styles:end -->"
 _FEW = 16
 _INTRODUCTION = """\
@@ -84,6 +87,23 @@ def _dtype(fmt: Format) -> str:
     return f"`{str(fmt.storage).removeprefix('torch.')}`"
 
 
+def engines_page() -> str:
+    """The page about engines with its table written anew, from what each engine says of itself."""
+    before, rest = ENGINES_PAGE.read_text().split(ENGINES_BEGIN)
+    after = rest.split(ENGINES_END)[1]
+    rows = ["| engine | for | `target=` | presets to begin with | file | results |", "|---|---|---|---|---|---|"]
+    for engine in dict.fromkeys(known_engines().values()):
+        title = engine.name
+        if engine.page:
+            title = ENGINES_PAGE.with_name(f"{engine.page}.md").read_text().partition("\n")[0].removeprefix("# ")
+            title = f"[{title}]({engine.page}.md)"
+        names = ", ".join(f"`{name}`" for name in (engine.name, *engine.aliases))
+        first = f"`{engine.others}*`" if engine.others else ", ".join(f"`{kind[0]}`" for kind in engine.kinds)
+        file = f"ONNX, style `{engine.files}`" if engine.files in {style.value for style in Style} else engine.files
+        rows.append(f"| {title} | {engine.serves} | {names} | {first} | {file or '-'} | {engine.bound} |")
+    return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + after])
+
+
 def styles_page() -> str:
     """The page about ONNX with a table written anew."""
     before, rest = STYLES_PAGE.read_text().split(STYLES_BEGIN)
@@ -131,4 +151,5 @@ def _spec(config: Config, who: str) -> str:
 
 if __name__ == "__main__":
     write_whole(PAGE, page().encode())
+    write_whole(ENGINES_PAGE, engines_page().encode())
     write_whole(STYLES_PAGE, styles_page().encode())

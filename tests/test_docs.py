@@ -41,6 +41,10 @@ def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
     assert generate.STYLES_PAGE.read_text() == generate.styles_page(), "run `make docs`"
 
 
+def test_the_table_of_engines_is_what_they_say(generate):
+    assert generate.ENGINES_PAGE.read_text() == generate.engines_page(), "run `make docs`"
+
+
 ROOT = DOCS.parent
 PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)

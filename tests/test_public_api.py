@@ -7,6 +7,7 @@ import fakequant as fq
 NAMES = [
     "Arithmetic",
     "Config",
+    "Engine",
     "FakeQuantError",
     "FloatFormat",
     "Format",
@@ -52,6 +53,7 @@ NAMES = [
     "formats",
     "fuse_batch_norm",
     "improve_folder",
+    "known_engines",
     "layer_sqnr",
     "load",
     "nn",
@@ -64,6 +66,7 @@ NAMES = [
     "recalibrate",
     "register_calibrator",
     "register_codec",
+    "register_engine",
     "register_format",
     "register_granularity",
     "register_preset",

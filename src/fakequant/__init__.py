@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fakequant.model.analysis.summary import summary
     from fakequant.model.bake import bake_weights, fold, store_codes, store_floats
     from fakequant.model.calibration.calibrate import calibrate, recalibrate
+    from fakequant.model.engine import Engine, known_engines, register_engine
     from fakequant.model.execution import set_execution
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig, register_preset
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arithmetic",
     "Config",
+    "Engine",
     "FakeQuantError",
     "FloatFormat",
     "Format",
@@ -112,6 +114,7 @@ __all__ = [
     "formats",
     "fuse_batch_norm",
     "improve_folder",
+    "known_engines",
     "layer_sqnr",
     "load",
     "nn",
@@ -124,6 +127,7 @@ __all__ = [
     "recalibrate",
     "register_calibrator",
     "register_codec",
+    "register_engine",
     "register_format",
     "register_granularity",
     "register_preset",
@@ -165,6 +169,7 @@ _MEMBERS = {
     "fakequant.model.analysis.summary": ("summary",),
     "fakequant.model.prepare": ("prepare",),
     "fakequant.model.sites.sites": ("site_plan",),
+    "fakequant.model.engine": ("Engine", "known_engines", "register_engine"),
     "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.delivery import DeliveryFormat, Engine, Part
+from fakequant.delivery import DeliveryFormat, LoadedFile, Part
 from fakequant.delivery.format import _added
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 
@@ -34,7 +34,7 @@ class Changed(DeliveryFormat):
 
     name, suffix = "changed", ".changed"
 
-    def __init__(self, change: Change, programs: Callable[[], Iterator[Engine]] = lambda: iter(())) -> None:
+    def __init__(self, change: Change, programs: Callable[[], Iterator[LoadedFile]] = lambda: iter(())) -> None:
         self.change, self.programs = change, programs
 
     def why_not(self, part: Part) -> str | None:
@@ -49,7 +49,7 @@ class Changed(DeliveryFormat):
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         return self.change(snapshot(model))
 
-    def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
+    def engines(self, path: Path, model: nn.Module) -> Iterator[LoadedFile]:
         return self.programs()
 
 
@@ -106,12 +106,12 @@ def test_what_is_as_the_model_passes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report_of(tmp_path, monkeypatch, Changed(lambda state: state)).passed
 
 
-def broken() -> Iterator[Engine]:
+def broken() -> Iterator[LoadedFile]:
     raise OSError("no such kernel")
 
 
-def second_broken() -> Iterator[Engine]:
-    yield Engine("first 1.0")
+def second_broken() -> Iterator[LoadedFile]:
+    yield LoadedFile("first 1.0")
     raise KeyError("quant_method")
 
 
@@ -130,12 +130,12 @@ class Fails(nn.Module):
     [
         (broken, "Not loaded by a program of changed beside this package's reader: OSError: no such kernel"),
         (second_broken, "beside this package's reader, first 1.0: KeyError: 'quant_method'"),
-        (lambda: iter([Engine("one", Values({"0.weight": 1}))]), "not read by one: RuntimeError: no values"),
-        (lambda: iter([Engine("one", model=Fails())]), "Not run by one: NotImplementedError: no CPU"),
+        (lambda: iter([LoadedFile("one", Values({"0.weight": 1}))]), "not read by one: RuntimeError: no values"),
+        (lambda: iter([LoadedFile("one", model=Fails())]), "Not run by one: NotImplementedError: no CPU"),
     ],
 )
 def test_a_program_that_fails_is_a_fault_beside_the_rows(
-    programs: Callable[[], Iterator[Engine]], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: Callable[[], Iterator[LoadedFile]], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = report_of(tmp_path, monkeypatch, Changed(lambda state: state, programs), [X])
     assert found.exact
@@ -145,7 +145,7 @@ def test_a_program_that_fails_is_a_fault_beside_the_rows(
 
 
 def test_an_interruption_is_none_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped() -> Iterator[Engine]:
+    def stopped() -> Iterator[LoadedFile]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -175,7 +175,7 @@ def test_outputs_are_compared_as_a_program_computes_them(
     shift: float, on_average: bool, passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Shifted(prepared(), shift)
-    engine = Engine("one", model=made, as_it=with_inputs_plus_one, tolerance=0.1, on_average=on_average)
+    engine = LoadedFile("one", model=made, as_it=with_inputs_plus_one, tolerance=0.1, on_average=on_average)
     found = report_of(tmp_path, monkeypatch, Changed(lambda state: state, lambda: iter([engine])), [X])
     assert found.passed is passed, str(found)
     assert found.outputs[0].max_abs == pytest.approx(shift)

@@ -140,13 +140,11 @@ def test_what_is_simulated_is_named() -> None:
 
 def test_a_device_of_another_package() -> None:
     """A rule that gives the code 7 for every product."""
-    fq.nn.register_device(
-        fq.nn.Device("seven", {"product": lambda parts, to: torch.full_like(parts.sums, 7)}, "a test")
-    )
+    seven = fq.nn.Device("seven", {"product": lambda parts, to: torch.full_like(parts.sums, 7)}, "a test")
     model, x = calibrated(SMALL)
     output = [q for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT][-1]
     with torch.no_grad():
-        found = fq.set_execution(model, "seven")(x)
+        found = fq.set_execution(model, seven)(x)
     assert torch.unique(found).numel() == 1
     assert torch.round(found.flatten()[0] / output.scale) == 7 - (output.zero_point or 0)
 

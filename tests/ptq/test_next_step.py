@@ -17,9 +17,8 @@ import fakequant as fq
 from fakequant.data.batches import HeldOut
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.model.sites.targets import targets
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.next_step import ENGINES, AdviceContext, made_by, next_step, places, weight_methods_of
+from fakequant.ptq.next_step import AdviceContext, made_by, next_step, weight_methods_of
 from fakequant.ptq.trial import Aim, Change, ChangeTrials
 from tests.support.advised import deep, given, perceptron, rows, run, tried_on
 from tests.support.bits import unchanged
@@ -394,14 +393,10 @@ def test_own_rules_are_of_no_preset() -> None:
     assert 'config, skip=["1.0"])' in tried[-1].code
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", sorted(fq.known_engines()))
 def test_its_presets_are_there_once_and_its_page_is_there(name: str) -> None:
-    engine = ENGINES[name]
+    engine = fq.known_engines()[name]
     presets = [preset for kind in engine.kinds for preset in kind]
     assert len(set(presets)) == len(presets)
     assert [find_preset(preset).name for preset in presets] == presets
     assert not engine.page or (Path(__file__).parents[2] / "docs" / "engines" / f"{engine.page}.md").is_file()
-
-
-def test_engines_that_place_quantizers_are_known() -> None:
-    assert {name for name in ENGINES if places(name)} == set(targets())

@@ -53,9 +53,9 @@ def _written(incomplete: str) -> list[str]:
 
 def _engines(incomplete: str) -> list[str]:
     """The engines that `advise` knows; imported when a shell asks, too."""
-    from fakequant.ptq.next_step import ENGINES
+    from fakequant.model.engine import known_engines
 
-    return [name for name in sorted(ENGINES) if name.startswith(incomplete)]
+    return [name for name in sorted(known_engines()) if name.startswith(incomplete)]
 
 
 Format = Annotated[
@@ -440,15 +440,21 @@ def deliver(
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
     checkpoint: Annotated[Path, typer.Option(help="checkpoint of the quantized model")] = Path("quantized/checkpoint"),
-    format: Format = "compressed-tensors",
+    format: Format | None = None,
+    target: Target = None,
     text: TextFile = None,
     trust: Trust = False,
 ) -> None:
-    """Write a quantized model in a format that other programs load, with its codes as they are."""
+    """Write a quantized model in a format that other programs load, with its codes as they are.
+
+    The format is that of --target, or compressed-tensors.
+    """
     from fakequant.cli.inspection import deliver_model
     from fakequant.cli.recipe import load_recipe
+    from fakequant.delivery.delivering import format_for
     from fakequant.delivery.format import delivery_format
 
+    format = format_for(format if format or target else "compressed-tensors", target)
     delivery_format(format)  # refused before the model is made
     path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
     words = ("fakequant", "verify", f"{path}", "--recipe", recipe, "--checkpoint", f"{checkpoint}")

@@ -2,7 +2,7 @@
 
 from fakequant.delivery.delivering import deliver
 from fakequant.delivery.encoding import DeliveredTensors, encode
-from fakequant.delivery.format import DeliveryFormat, Engine, Part, delivery_formats, read, register_delivery
+from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, delivery_formats, read, register_delivery
 from fakequant.delivery.gguf.architecture import llama_cpp_inputs, mixture
 from fakequant.delivery.verifying import DeliveryReport, fix_global_scales, verify_delivery
 
@@ -10,7 +10,7 @@ __all__ = [
     "DeliveredTensors",
     "DeliveryFormat",
     "DeliveryReport",
-    "Engine",
+    "LoadedFile",
     "Part",
     "deliver",
     "delivery_formats",

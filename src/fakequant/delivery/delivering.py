@@ -17,9 +17,10 @@ from torch import nn
 from fakequant.data.arguments import check_model
 from fakequant.delivery.folder import CONFIG, Folder, check_shard_size, sharded, written_in
 from fakequant.delivery.format import DeliveryFormat, Part, delivery_format, delivery_formats, float_names, paired
-from fakequant.errors import CheckpointError, ExportError, OutputError, warn_user
+from fakequant.errors import CheckpointError, ConfigError, ExportError, OutputError, warn_user
 from fakequant.files import check_path, read_whole, writable_folder
 from fakequant.model.config import TensorConfig
+from fakequant.model.engine import Engine, find_engine, holders
 from fakequant.model.presets import presets
 from fakequant.model.sites.sites import site_path
 from fakequant.model.state.plan import QuantizerEntry
@@ -29,7 +30,6 @@ from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.nn.wrappers import Role, accepts_wrapped_model
-from fakequant.ptq.next_step import holders
 from fakequant.text import listed
 
 _IN_FLOAT = 32
@@ -337,7 +337,14 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth
 
 
 @accepts_wrapped_model
-def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, max_shard_size: int = 5 * 10**9) -> Path:
+def deliver(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    target: str | Engine | None = None,
+    max_shard_size: int = 5 * 10**9,
+) -> Path:
     """Write a prepared model in a format that other programs load; nothing is quantized again.
 
     All that the format cannot hold is refused before anything is written. Files are made one tensor after the other,
@@ -349,6 +356,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
         model: prepared and calibrated.
         folder: where the files are written; of a format that is one file, its path may be given.
         format: "compressed-tensors", or another of `fakequant.delivery.delivery_formats()`.
+        target: in place of the format, the engine that shall load the files, as for `prepare`.
         max_shard_size: the largest number of bytes of a file of tensors, as far as its largest tensor allows.
 
     Returns:
@@ -357,6 +365,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     Raises:
         ExportError: what the format cannot hold, each layer with the reason and the nearest preset that it can hold.
         CheckpointError: an unknown format, or a model that is not prepared.
+        ConfigError: an unknown engine, or one that reads other files, with the function that writes them.
         OutputError: the folder cannot be written, or holds weights that no delivery wrote, or those of another model.
 
     >>> from tempfile import TemporaryDirectory
@@ -370,7 +379,7 @@ def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, ma
     check_model(model, "deliver", _CALL, ExportError)
     check_path(folder, _CALL)
     check_shard_size(max_shard_size)
-    chosen, state = delivery_format(format), snapshot(model)
+    chosen, state = delivery_format(format_for(format, target)), snapshot(model)
     source = folder_of(model)
     left = {} if source is None else skipped(model, source)
     path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
@@ -387,6 +396,20 @@ def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) ->
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
     return dict(chosen.encode(state, model, parts))
+
+
+def format_for(format: str | None, target: str | Engine | None) -> str:
+    """The name of a format, or of that which an engine loads."""
+    if (format is None) is (target is None):
+        raise ConfigError(f"give a format, such as {_CALL}, or the engine in its place: target='vllm'")
+    if target is None:
+        return str(format)
+    engine = find_engine(target)
+    if engine.files not in delivery_formats():
+        wanted = f"ONNX files of the style {engine.files!r}" if engine.files else "no files that deliver writes"
+        cure = f"; call fakequant.export_onnx(model, example, path, style={engine.files!r})" if engine.files else ""
+        raise ConfigError(f"{engine.name} reads {wanted}{cure}")
+    return engine.files
 
 
 def deliver_state(

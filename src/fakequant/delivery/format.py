@@ -88,7 +88,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Engine:
+class LoadedFile:
     """A delivered file as another program has it.
 
     Attributes:
@@ -174,7 +174,7 @@ class DeliveryFormat(ABC):
         """A float model for a file or folder, with values of no meaning."""
         raise CheckpointError(f"{path} does not say which model it is of; give one: fakequant.read(path, model)")
 
-    def engines(self, path: Path, model: nn.Module) -> Iterable[Engine]:
+    def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
         """The programs that load the file, one after the other; `packages` are there."""
         return ()
 

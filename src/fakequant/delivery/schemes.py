@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fakequant.delivery.folder import Folder, by_transformers
-from fakequant.delivery.format import Engine, Part, Stored
+from fakequant.delivery.format import LoadedFile, Part, Stored
 from fakequant.errors import CheckpointError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.run.outputs import record
@@ -567,7 +567,7 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> Engine:
+def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> LoadedFile:
     """The delivered model as transformers loads it from a folder with some schemes; `missed` is of `missed_cache`."""
     import transformers
 
@@ -587,7 +587,7 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
     ):
         note = f"rounds scales of dynamic inputs to {dtype}"
     if note or missed:
-        return Engine(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])
+        return LoadedFile(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])
     loaded: Any = by_transformers(path, dtype, **options)
     if runs_in_bfloat16(coded):  # which the first call would do, and which other dtypes need before
         loaded.hf_quantizer.compressor.decompress_model(loaded)
@@ -595,7 +595,7 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
     loaded = loaded.to(dtype) if dtype is torch.float32 else loaded
     is_of_servers = bool(_computed_by_servers(model))
     notes = [f"Outputs of {name} are compared by its rule: {OTHER_RULE}."] if is_of_servers else []
-    return Engine(name, model=loaded, as_it=computed_by_transformers, notes=notes)
+    return LoadedFile(name, model=loaded, as_it=computed_by_transformers, notes=notes)
 
 
 def _computed_by_servers(model: nn.Module) -> list[Quantizer]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Batches, Forward, Inputs, refuse_tensor, run_batch
-from fakequant.delivery.format import Engine, decoded, format_of, without_quantizers
+from fakequant.delivery.format import LoadedFile, decoded, format_of, without_quantizers
 from fakequant.errors import CalibrationError, VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
@@ -296,7 +296,7 @@ def _middle(format: Format) -> int:
 
 
 def _compare_outputs(
-    report: DeliveryReport, model: nn.Module, engine: Engine, batches: list[Any], inputs: Inputs | None
+    report: DeliveryReport, model: nn.Module, engine: LoadedFile, batches: list[Any], inputs: Inputs | None
 ) -> None:
     rows: list[Any] = []
     for batch in batches:

@@ -1,7 +1,7 @@
-"""The arithmetic of engines, an engine a file: how a device stores the results of functions as codes."""
+"""Engines, a file each: where they want quantizers, what they compute of a preset, what they load and how they run."""
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-for _file in iter_modules(__path__, f"{__name__}."):  # each registers its `Device`
+for _file in iter_modules(__path__, f"{__name__}."):  # each registers its `Engine`
     import_module(_file.name)

@@ -1,7 +1,7 @@
-"""Qualcomm's HTP: how it stores results as codes of 8 bits.
+"""Qualcomm's HTP: where it wants quantizers, and how it stores results as codes of 8 bits.
 
-The rules were found by giving all codes to the emulation that Qualcomm ships (libQnnHtp.so of onnxruntime-qnn 2.7) and
-comparing the codes that come out. That silicon gives the same codes was not seen.
+The rules of codes were found by giving all codes to the emulation that Qualcomm ships (libQnnHtp.so of onnxruntime-qnn
+2.7) and comparing the codes that come out. That silicon gives the same codes was not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,51 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fakequant.nn.device import CodeGrid, Device, Operands, Sums, register_device
+from fakequant.model.config import TensorConfig
+from fakequant.model.engine import STATIC, Engine, register_engine
+from fakequant.model.sites.targets import (
+    ATTENTION_LAYER,
+    RECURRENT,
+    FixedRange,
+    Target,
+    after_products,
+    lookups,
+    moves,
+)
+from fakequant.nn.device import CodeGrid, Device, Operands, Sums
+from fakequant.nn.functions import SITE_FUNCTIONS
+from fakequant.numerics.formats import IntegerFormat
+
+_ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
+
+
+def placement() -> Target:
+    """Where QNN wants quantizers."""
+    keeps = moves() | {"maximum", "minimum"}
+    inputs = frozenset(SITE_FUNCTIONS) - keeps - {"batch_norm", "relu", "relu6", "hardtanh"}
+    return Target(
+        name="qnn",
+        inputs=inputs,
+        keeps=keeps,
+        shared=frozenset({"cat", "stack"}),
+        fixed={
+            "softmax": _ZERO_TO_ONE,
+            "sigmoid": _ZERO_TO_ONE,
+            "hardsigmoid": _ZERO_TO_ONE,
+            "tanh": FixedRange(-1.0, 1.0, has_high=True),
+        },
+        outputs=(inputs | RECURRENT | {ATTENTION_LAYER}) - lookups(),
+        fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu")},
+        attention_in_parts=True,
+    )
+
+
+def variant(field: str, config: TensorConfig) -> TensorConfig:
+    """Unsigned activations with zero points: signed integers are refused when a session starts."""
+    spec = config.spec
+    if field == "weight" or not isinstance(spec.format, IntegerFormat) or not spec.symmetric:
+        return config
+    return TensorConfig(spec.replace(format=f"uint{spec.format.bits}", symmetric=False), config.dynamic)
 
 
 def _exponent(ratio: Tensor) -> Tensor:
@@ -84,17 +128,28 @@ def _mean(parts: Operands, to: CodeGrid, rounding: Callable[[Tensor], Tensor]) -
     return torch.floor(torch.ldexp(multiplier * x.codes + half_up, -shift))
 
 
-register_device(
-    Device(
+register_engine(
+    Engine(
         "qnn",
-        {
-            "product": product,
-            "strided depthwise": strided_depthwise,
-            "add": add,
-            "mean": mean,
-            "adaptive_avg_pool2d": pool,
-        },
-        "the emulation of HTP in onnxruntime-qnn 2.7: 0 codes differ of 25 small networks, ResNet-18, MobileNetV2 and "
-        "a keyword spotter",
+        "0 codes of the emulation that Qualcomm ships, for functions with a rule; silicon was not seen",
+        serves="networks of convolutions",
+        kinds=(STATIC[1:],),
+        files="portable",
+        packages=("onnxruntime-qnn",),
+        placement=placement,
+        variant=variant,
+        device=Device(
+            "qnn",
+            {
+                "product": product,
+                "strided depthwise": strided_depthwise,
+                "add": add,
+                "mean": mean,
+                "adaptive_avg_pool2d": pool,
+            },
+            "the emulation of HTP in onnxruntime-qnn 2.7: 0 codes differ of 25 small networks, ResNet-18, MobileNetV2 "
+            "and a keyword spotter",
+        ),
+        page="qnn",
     )
 )

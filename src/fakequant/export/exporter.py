@@ -28,6 +28,7 @@ from fakequant.export.packages import require
 from fakequant.export.trace import TracedSite, check, depending, sites, to_onnx, trace
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
+from fakequant.model.engine import holders
 from fakequant.model.execution import simulated
 from fakequant.model.run.tracing import example_named
 from fakequant.model.unregistered import warn_of_new_layers
@@ -44,7 +45,6 @@ from fakequant.nn.products import Product
 from fakequant.nn.quantized.recurrent import written_as_loops
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
-from fakequant.ptq.next_step import holders
 from fakequant.restore import attributes_of, forwards_of, restore_after
 from fakequant.text import listed, module_name, table
 from fakequant.version import __version__

@@ -11,7 +11,8 @@ from torch import nn
 
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.errors import ConfigError, CoverageWarning, warn_user
-from fakequant.nn.device import find_device
+from fakequant.model.engine import known_engines
+from fakequant.nn.device import Device
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
@@ -23,17 +24,34 @@ from fakequant.text import listed, module_name
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def _chosen(execution: Execution | Device | str) -> tuple[Execution, Device | None]:
+    """How layers compute, and whose codes quantizers store."""
+    if isinstance(execution, Device):
+        return Execution.SIMULATE, execution
+    names = [known.value for known in Execution]
+    if execution in (*Execution, *names):
+        return Execution(execution), None
+    known = {name: engine.device for name, engine in known_engines().items() if engine.device is not None}
+    if not isinstance(execution, str) or execution not in known:
+        hint = "; no other arithmetic of it is known" if execution in known_engines() else ""
+        raise ConfigError(
+            f"execution must be one of {', '.join(map(repr, [*names, *sorted(known)]))}, got {execution!r}{hint}"
+        )
+    return Execution.SIMULATE, known[execution]
+
+
 @accepts_wrapped_model
-def set_execution(model: Model, execution: Execution | str, pattern: str = "*") -> Model:
+def set_execution(model: Model, execution: Execution | Device | str, pattern: str = "*") -> Model:
     """Set how a prepared model computes, in place; the model is returned.
 
-    The name of a device, such as "qnn", lets quantizers store the codes that the device stores: products have exact
-    sums, and the rule of the device rounds them. Gradients are those of the simulation. A trace, such as that of
-    `torch.compile` or of an export, sees the simulation. The devices are `fakequant.nn.devices()`.
+    The name of an engine with an arithmetic, such as "qnn", lets quantizers store the codes that it stores: products
+    have exact sums, and the rule of the device rounds them. Gradients are those of the simulation. A trace, such as
+    that of `torch.compile` or of an export, sees the simulation.
 
     Args:
         model: a prepared model.
-        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`; or the name of a device.
+        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`; the name of an engine that has an
+            arithmetic, or a `fakequant.nn.Device`.
         pattern: of the paths of layers and of modules that call functions with quantizers; `*` matches any characters
             (fnmatch).
 
@@ -49,8 +67,7 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
     refuse_unprepared(model)
-    device = None if execution in {*Execution, *(known.value for known in Execution)} else find_device(execution)
-    execution = Execution(execution) if device is None else Execution.SIMULATE
+    execution, device = _chosen(execution)
     modules = {name: module for name, module in model.named_modules() if matches(name, pattern)}
     layers = {name: module for name, module in modules.items() if isinstance(module, QuantizedLayer)}
     # A quantizer belongs to what matches if it does itself, or one of the modules around it.

@@ -27,11 +27,12 @@ from fakequant.model.analysis.in_float import (
     scripted,
 )
 from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.engine import Engine, find_engine
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, own_forwards, place, with_own_products
 from fakequant.model.sites.sites import apply_sites, plan_sites, with_training
-from fakequant.model.sites.targets import Target, find_target
+from fakequant.model.sites.targets import Target
 from fakequant.model.unregistered import note_floats, warn_unregistered
 from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, untied
 from fakequant.nn.integer import Execution
@@ -58,7 +59,7 @@ def prepare(
     example: Any = None,
     *,
     inputs: Inputs | None = None,
-    target: str | Target | None = None,
+    target: str | Engine | Target | None = None,
     skip: Sequence[str] = (),
     rules: Mapping[str, Config | str] | None = None,
 ) -> Model:
@@ -79,17 +80,19 @@ def prepare(
         example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
-        target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack", or a
-            table of your own, see `fakequant.Target`. Functions in the model's own `forward` get quantizers where it
-            wants them, and layers have none where it does not; the specifications are those of the configuration. Needs
-            an example. None quantizes layers, the functions that rules name, and with an example the product of a
-            layer whose class has a `forward` of its own.
+        target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
+            What it computes in place of the configuration is taken, and said in one line. "onnxruntime", "tensorrt",
+            "openvino", "qnn" and "xnnpack" need an example: functions in the model's own `forward` get quantizers where
+            the engine wants them, and layers have none where it does not. A `fakequant.Target` says the latter alone.
+            None quantizes layers, the functions that rules name, and with an example the product of a layer whose class
+            has a `forward` of its own.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, a layer cannot be quantized as its rule says
-            (names the layer), or the model fails on the example (names the layer, and the shapes).
+            (names the layer), the target cannot load it (names the nearest preset), or the model fails on the example
+            (names the layer, and the shapes).
 
     The model is unchanged after any error or interrupt.
 
@@ -111,9 +114,13 @@ def prepare(
     by_name = isinstance(config, str) and not rules
     preset: Config = config if isinstance(config, Config) else find_preset(config)
     config = with_exceptions(preset, skip, rules or {}).for_model(model)
+    engine = None if target is None or isinstance(target, Target) else find_engine(target)
+    table = target if isinstance(target, Target) else engine and engine.placement and engine.placement()
+    variant = ""
+    if engine is not None:
+        config, variant = engine.computed(config, model)
     restore = structure_of([model])
     try:
-        table = None if target is None else find_target(target)
         purposely = config.left_on_purpose(model)
         for path, module in model.named_modules():
             if module not in purposely and (held := _foreign_codes(module)) is not None:
@@ -166,6 +173,9 @@ def prepare(
         wanted = any(rule.gradient is not None for rule in config.rules)
         gradients = gradients_in_float(model) if wanted else None
         notes += [str(note) for note in (left, hidden, gradients, untied(model, purposely)) if note is not None]
+        if engine is not None:
+            engine.refuse(model, preset.name)
+            notes += [variant] if variant else []
         for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)

@@ -1,6 +1,6 @@
 """Quantizers and quantized layers."""
 
-from fakequant.nn.device import Device, devices, register_device
+from fakequant.nn.device import Device
 from fakequant.nn.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.integer import Execution
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
@@ -37,13 +37,11 @@ __all__ = [
     "Trait",
     "TurnedProduct",
     "cached_weights",
-    "devices",
     "fixed_ranges",
     "layers",
     "learned_ranges",
     "quantizers",
     "quantizes",
-    "register_device",
     "register_function",
     "register_learned_range",
 ]

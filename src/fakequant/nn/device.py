@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.errors import ConfigError
 from fakequant.nn.functions import CalledAs, arguments_of, called_as
-from fakequant.registry import import_waiting
 
 _RESHAPES = frozenset(
     """
@@ -106,7 +104,7 @@ class Device:
     """The arithmetic of an engine: how it stores results as codes.
 
     Attributes:
-        name: for `fakequant.set_execution`.
+        name: of the engine.
         rules: by the canonical name of a function, "product" for convolutions, linear layers and matrix products, and
             "strided depthwise" for these convolutions where they have a rule of their own. They give codes, not
             clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
@@ -136,30 +134,6 @@ class Device:
             for bound, end in ((computed.least, to.low), (computed.most, to.high))
         )
         return codes.clamp(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
-
-
-_devices: dict[str, Device] = {}
-
-
-def register_device(device: Device) -> Device:
-    """Add a device, whose name `fakequant.set_execution` takes then."""
-    _devices[device.name] = device
-    return device
-
-
-def devices() -> dict[str, Device]:
-    """All devices by name."""
-    import_waiting()
-    return dict(_devices)
-
-
-def find_device(name: Any) -> Device:
-    """The device of a name; a ConfigError where there is none."""
-    known = devices()
-    if not isinstance(name, str) or name not in known:
-        names = ["simulate", "auto", "integer", *sorted(known)]
-        raise ConfigError(f"execution must be one of {', '.join(map(repr, names))}, got {name!r}")
-    return known[name]
 
 
 class DeviceTensor(Tensor):

@@ -23,6 +23,7 @@ from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.config import find_preset
+from fakequant.model.engine import find_engine
 from fakequant.model.run.outputs import decibels
 from fakequant.model.training.fuse import fusions_of
 from fakequant.model.weights import evaluating
@@ -31,7 +32,7 @@ from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.allocation import check_budget
 from fakequant.ptq.collector import remove_finished, run_of
 from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE
-from fakequant.ptq.next_step import ENGINES, find_engine, holders, places
+from fakequant.ptq.next_step import kinds_of, places
 from fakequant.ptq.trial import (
     METHODS,
     Compared,
@@ -43,7 +44,6 @@ from fakequant.ptq.trial import (
     kept_rows,
     quantizes_inputs,
 )
-from fakequant.registry import import_waiting
 from fakequant.text import html_result, table
 
 
@@ -91,7 +91,7 @@ class Code:
         if own.folds:
             lines.append(f"fq.fuse_batch_norm(quantized, {example}{part})")
         given = f", {example}{part}" if example else ""
-        target = f', target="{own.target}"' if own.target and has_static_inputs(way.preset) else ""
+        target = f', target="{named}"' if (named := own.target_for(way.preset)) else ""
         lines.append(f'fq.prepare(quantized, "{way.preset.lower()}"{given}{target})')
         how = {"inputs": self.inputs, "forward": self.forward, "mask": self.mask}
         rest = "".join(f", {name}={_shown(value, name)}" for name, value in how.items() if value is not None)
@@ -405,7 +405,7 @@ def speed(target: str | None) -> str:
     """What is known of the speed of a target."""
     if target is None:
         return "Speed: not measured, for no target was given."
-    engine = ENGINES[target]
+    engine = find_engine(target)
     page = f"; docs/engines/{engine.page}.md says more" if engine.page else ""
     return f"Speed in {target}: not measured{page}. {engine.known}".rstrip()
 
@@ -442,8 +442,8 @@ def advise(  # noqa: PLR0913  all but the first two by name
     Args:
         model: in float; it stays as it is.
         batches: as for `calibrate`; they are kept as a list.
-        target: the engine that will run it, which decides what is tried: "onnxruntime", "openvino", "tensorrt", "qnn",
-            "xnnpack", "vllm", "sglang", "llama.cpp", "transformers" or "torchao". None tries weights alone.
+        target: the engine that will run it, by its name in `fakequant.known_engines()`, which decides what is
+            tried. None tries weights alone.
         floor: what is good enough, of the metric; without one, of the signal over the error of the output in dB. By
             default 99 % of the float model's metric, or 20 dB, an error of 1 % of the output's energy.
         metric: called as metric(model), larger is better. It should use none of the batches.
@@ -473,7 +473,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
     check_metric(metric, "advise")
     check_budget("floor", floor, any_number=True)
     if presets is None:
-        kinds: Sequence[Sequence[str]] = find_engine(target).kinds
+        kinds: Sequence[Sequence[str]] = kinds_of(target)
     elif isinstance(presets, str) or not isinstance(presets, Sequence) or not presets:
         raise ConfigError(f"presets takes a list of names, got {shown(presets)}; write presets=['int8', 'fp8']")
     else:  # in two kinds: with inputs of few bits, and without
@@ -494,7 +494,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - MAY_LOSE * abs(exact)
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
-        search = _VariantSearch(trials, kinds, enough, progress, scorer, find_engine(target).files)
+        search = _VariantSearch(trials, kinds, enough, progress, scorer)
         if folder is not None:
             stack.enter_context(locked(folder, wait=False))
             measure = function_digest(metric), exact
@@ -514,11 +514,11 @@ def _preparation(
                 f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
                 "called with a batch; give inputs= in its place"
             )
-        return Preparation()
+        return Preparation(target=target)
     first = next(iter(made))
     example = example_in(model, first) if inputs is None else first
     if not places(target):
-        return Preparation(example, inputs)
+        return Preparation(example, inputs, target)
     with evaluating(model):
         folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
     return Preparation(example, inputs, target, folds)
@@ -529,11 +529,10 @@ class _VariantSearch:
 
     Args:
         trials: make and measure models.
-        kinds: the names of presets, see `EngineFormats`.
+        kinds: the names of presets, see `Engine`.
         floor: of the score.
         progress: whether to say before each trial what may follow.
         metric: of the trials, with its name.
-        files: what the target reads, see `EngineFormats`.
     """
 
     def __init__(
@@ -543,7 +542,6 @@ class _VariantSearch:
         floor: float,
         progress: bool | None,
         metric: NamedMetric | None,
-        files: str = "",
     ) -> None:
         self.trials, self._progress, self._metric = trials, progress, metric
         self._folder: Path | None = None
@@ -552,13 +550,9 @@ class _VariantSearch:
         self.refused: dict[str, str] = {}
         """By preset, why the model cannot have it."""
         presets = [name for kind in kinds for name in kind]
-        import_waiting()  # files say what they can hold
         for name in presets:
             try:
-                twin = trials.prepared(name)
-                for check in holders:
-                    check(files, twin)
-                self.bytes[name] = parameter_bytes(twin)[1]
+                self.bytes[name] = parameter_bytes(trials.prepared(name))[1]
             except (FakeQuantError, RuntimeError) as error:  # torch's own are RuntimeErrors, as of memory
                 details = str(error).strip().splitlines()[1:2]  # of an error that lists parts, the first
                 self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])

@@ -29,6 +29,7 @@ from fakequant.files import output_errors, read_whole, write_whole
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.calibration.calibrate import calibrate, ranges_of
 from fakequant.model.config import Config
+from fakequant.model.engine import find_engine
 from fakequant.model.execution import set_execution
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
@@ -159,7 +160,7 @@ class Preparation(NamedTuple):
     Attributes:
         example: one input of the model; None for none.
         inputs: which part of the example the model gets.
-        target: the engine that places quantizers where inputs get ranges by calibration.
+        target: the engine that runs the models; None for none.
         folds: whether batch normalisations go into the layers before them first.
     """
 
@@ -167,6 +168,11 @@ class Preparation(NamedTuple):
     inputs: Inputs | None = None
     target: str | None = None
     folds: bool = False
+
+    def target_for(self, preset: str | Config) -> str | None:
+        """The target for a preset: engines place quantizers where inputs get ranges by calibration alone."""
+        placed = self.target is not None and find_engine(self.target).placement is not None
+        return self.target if not placed or has_static_inputs(preset) else None
 
 
 def has_static_inputs(preset: str | Config) -> bool:
@@ -225,9 +231,11 @@ class Trials:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FusionWarning)  # the engine keeps the others, too
                 twin = fuse_batch_norm(twin, own.example, inputs=own.inputs)
-        target = own.target if own.target and has_static_inputs(preset) else None
         config = find_preset(preset) if isinstance(preset, str) else preset
-        return prepare(twin, config, own.example, inputs=own.inputs, target=target)
+        prepare(twin, config, own.example, inputs=own.inputs, target=own.target_for(config))
+        if own.target is not None:
+            find_engine(own.target).refuse(twin, config.name)
+        return twin
 
     def quantized(self, preset: str | Config, method: str = DEFAULT_METHOD, steps: str = "", **how: Any) -> nn.Module:
         """A copy of the model, prepared, calibrated and improved; `how` goes to `improve`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fakequant.errors import ConfigError
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, read_whole, writable_file
 from fakequant.model.analysis.in_float import unquantized
+from fakequant.model.engine import known_engines
 from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
@@ -73,6 +75,15 @@ def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Siz
     return found
 
 
+def _installed(packages: Sequence[str]) -> str:
+    """The distributions that are installed, with their versions."""
+    found = []
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found) or f"not installed: pip install {packages[0]}"
+
+
 def environment() -> dict[str, str]:
     """Return the versions, the machine, the compiler, and for each backend whether it works or why it does not.
 
@@ -85,6 +96,9 @@ def environment() -> dict[str, str]:
             values[package] = version(package)
         except PackageNotFoundError:
             values[package] = "not installed" if package != "fakequant" else "from source, not installed"
+    for engine in dict.fromkeys(known_engines().values()):
+        if engine.packages:
+            values[f"engine {engine.name}"] = _installed(engine.packages)
     for backend in backends():
         reason = backend.unavailable()
         values[f"backend {backend.name}"] = "available" if reason is None else f"not available: {reason}"

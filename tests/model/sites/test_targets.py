@@ -13,13 +13,14 @@ from fakequant.model.config import Config
 from fakequant.model.run.outputs import record
 from fakequant.model.sites.placement import Placement, place
 from fakequant.model.sites.sites import SitePlan, plan_sites
-from fakequant.model.sites.targets import ATTENTION_LAYER, RECURRENT, find_target, targets
+from fakequant.model.sites.targets import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat
 from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.sites.sites import attend_in_parts
 from tests.support.functional_models import example, float_network
 from tests.support.placed_models import IDS, MODELS, bert
+from tests.support.placements import PLACING, placement_of
 from tests.support.vision import import_torchvision
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
@@ -31,7 +32,7 @@ def planned(
     model: nn.Module, target: str, x: Tensor, config: Config = fq.presets.INT8_AFFINE
 ) -> tuple[SitePlan, Placement]:
     recording = record(model.eval(), lambda: model(x))
-    placement = place(model, config, recording, find_target(target), config.resolve(model, any_module=True))
+    placement = place(model, config, recording, placement_of(target), config.resolve(model, any_module=True))
     return plan_sites(model, config, recording, placement.sites), placement
 
 
@@ -137,7 +138,7 @@ def test_fixed_ranges_of_other_formats(spec: str, fixed: tuple[float, int] | Non
 
 @pytest.mark.parametrize("target", ALL)
 def test_nothing_of_mobilenet_and_vit_that_keeps_scales_gets_a_quantizer(target: str) -> None:
-    table = find_target(target)
+    table = placement_of(target)
     for name in ("mobilenet_v3_small", "vit"):
         plan, placement = planned(build(name), target, IMAGE)
         assert plan.sites
@@ -150,7 +151,7 @@ def test_nothing_of_mobilenet_and_vit_that_keeps_scales_gets_a_quantizer(target:
 
 
 def test_tables_name_known_functions() -> None:
-    for target in targets().values():
+    for target in map(placement_of, PLACING):
         named = target.inputs | target.outputs | target.shared | set(target.fixed)
         assert named <= set(SITE_FUNCTIONS) | RECURRENT | {ATTENTION_LAYER}
         assert not target.inputs & target.keeps

@@ -15,7 +15,6 @@ import fakequant as fq
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import find_neighbors, has
 from fakequant.model.run.recorder import name_of
-from fakequant.model.sites.targets import targets
 from fakequant.nn.functions import (
     CALLED_AS,
     NO_TRAITS,
@@ -30,6 +29,7 @@ from fakequant.nn.functions import (
     register_function,
 )
 from tests.support.bits import assert_same_bits
+from tests.support.placements import PLACING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning"),
@@ -213,7 +213,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("target", sorted(targets()))
+@pytest.mark.parametrize("target", PLACING)
 @pytest.mark.usefixtures("made_up")
 def test_a_registered_function_has_what_its_traits_say(target: str) -> None:
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning
 from fakequant.model.sites.sites import site_plan
-from fakequant.model.sites.targets import targets
 from fakequant.nn import QuantizedLayer, quantizers
 from fakequant.nn.functions import einsum_operand
 from tests.support.bits import assert_same_bits
 from tests.support.functional_models import Calls, weight
+from tests.support.placements import PLACING
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 
@@ -156,7 +156,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.parametrize("function", [lambda x, w: x @ w.t(), F.linear], ids=["transposed", "linear"])
-@pytest.mark.parametrize("target", [None, *sorted(targets())])
+@pytest.mark.parametrize("target", [None, *PLACING])
 def test_a_layer_whose_weight_a_function_quantizes_has_no_quantizers(target: str | None, function: Any) -> None:
     x = torch.randn(3, 4)
     rules = fq.Rule("*", input="int8", weight="int8 per_channel(0)", ops=("linear", "matmul"), optional=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
-from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, dtype_of, undivided, weight_slots
+from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, dtype_of, undivided, weight_slots
 from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read
 from fakequant.delivery.schemes import (
     EXACT,
@@ -182,7 +182,7 @@ class CompressedTensors(LayeredFormat):
             if name in operands
         }
 
-    def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
+    def engines(self, path: Path, model: nn.Module) -> Iterator[LoadedFile]:
         folder, names = Folder(path), FileNames(model)
         tensors, found = folder.tensors(), {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -196,7 +196,7 @@ class CompressedTensors(LayeredFormat):
                 own = partial(decompressed, scheme, tensors, pieces)
                 channels = slot.operand.channels
                 found[name] = lambda own=own, name=name, like=like, c=channels: names.joined(name, own(), like.shape, c)
-        yield Engine(f"{self.name} {version(self.name)}", Made(found))
+        yield LoadedFile(f"{self.name} {version(self.name)}", Made(found))
         if is_of_transformers(model):
             owners = sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
             yield engine_of(path, model, groups_of(folder), missed_cache(map(model.get_submodule, owners)))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fakequant.delivery.folder import built, check_counts
-from fakequant.delivery.format import DeliveryFormat, Engine, Part, float_names
+from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, float_names
 from fakequant.delivery.gguf import llama_cpp
 from fakequant.delivery.gguf.architecture import (
     REST,
@@ -140,32 +140,34 @@ class Gguf(DeliveryFormat):
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         return NamedTensors(path, model).state()
 
-    def engines(self, path: Path, model: nn.Module) -> Iterable[Engine]:
+    def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
         reader = NamedTensors(path, model)
         values = Made({name: partial(reader.theirs, name) for name in reader.coded})
-        yield Engine(f"gguf {metadata.version('gguf')}", values)
+        yield LoadedFile(f"gguf {metadata.version('gguf')}", values)
         dtype = next(iter(reader.like.values())).dtype
         why_not = "" if architecture_of(model).in_transformers else "takes the file for a model without experts"
         why_not = "reads the first of several files alone" if reader.file.count > 1 else why_not
         transformers: Any = import_module("transformers")
         name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
         if why_not:
-            yield Engine(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
+            yield LoadedFile(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
         else:
             file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
             loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
             if dtype is torch.float32:
-                yield Engine(name, loaded.state_dict(), loaded, notes=notes)
+                yield LoadedFile(name, loaded.state_dict(), loaded, notes=notes)
             else:
                 note = f"it multiplies the weights of GGUF in float32, and others in {dtype}"
                 note = f"Outputs are not compared in {name}: {note}."
-                yield Engine(name, loaded.state_dict(), notes=[note, *notes])
+                yield LoadedFile(name, loaded.state_dict(), notes=[note, *notes])
         if llama_cpp.is_there() and dtype is torch.float32:
             theirs = llama_cpp.LlamaCpp(path, "f16" if has_cache(model) else "f32")
-            yield Engine("llama.cpp", model=theirs, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True)
+            yield LoadedFile(
+                "llama.cpp", model=theirs, as_it=computed_by_llama_cpp, tolerance=_LLAMA_CPP, on_average=True
+            )
         elif llama_cpp.is_there():
             note = f"Outputs are not compared in llama.cpp: it computes in float32; convert the model from {dtype}."
-            yield Engine("llama.cpp", notes=[note])
+            yield LoadedFile("llama.cpp", notes=[note])
 
 
 def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, GgufTensor]:

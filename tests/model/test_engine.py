@@ -1,0 +1,144 @@
+"""An engine is a value that `prepare`, `advise`, `set_execution` and `deliver` read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.model.config import TensorConfig
+from fakequant.nn import Device, quantizers
+
+
+class Tagger(nn.Module):
+    """A table, whose weight the head shares, and a product between them."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(16, 64), nn.Linear(64, 64), nn.Linear(64, 16, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.table(ids)).relu())
+
+
+def specs(model: nn.Module) -> dict[str, str]:
+    return {name: str(one.spec) for name, one in quantizers(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("preset", "of_input"),
+    [
+        ("int8_per_token", "int8 per_token reciprocal"),
+        ("w8a8_dynamic", "int8 per_token reciprocal"),
+        ("mxfp4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:even"),
+        ("mxfp8", "float8_e4m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:even_fp4"),
+        ("fp8", "float8_e4m3fn per_tensor"),
+    ],
+)
+def test_a_server_computes_its_variant(preset: str, of_input: str) -> None:
+    with pytest.warns(CoverageWarning, match="^for vllm, .*table stays in float, because it holds no quantized"):
+        model = fq.prepare(Tagger(), preset, target="sglang")
+    names = ("_input_quantizer", "_weight_quantizer")
+    assert set(specs(model)) == {f"{layer}.{one}" for layer in ("body", "head") for one in names}
+    assert specs(model)["body._input_quantizer"] == of_input
+    weight = specs(fq.prepare(Tagger(), preset))["body._weight_quantizer"]
+    assert specs(model)["body._weight_quantizer"] == weight
+
+
+def test_a_head_with_the_weight_of_a_table_follows_it() -> None:
+    with pytest.warns(
+        CoverageWarning, match="head and table stay|table and head stay|table, head stay|head, table stay"
+    ):
+        model = fq.prepare(Tagger(tied=True), "int8_weight_only", target="vllm")
+    assert set(specs(model)) == {"body._weight_quantizer"}
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8_affine"])
+def test_activations_of_phones_are_unsigned(preset: str) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 8)), preset, torch.ones(1, 8), target="qnn")
+    assert specs(model) == {
+        "0._input_quantizer": "uint8 per_tensor",
+        "0._weight_quantizer": "int8 per_channel(0)",
+        "0._output_quantizer": "uint8 per_tensor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "target", "message"),
+    [
+        ("gguf_q4_k", "vllm", "vllm cannot load GGUF_Q4_K: .*the nearest preset that it holds is INT4_GROUP32"),
+        ("int8", "torchao", "torchao cannot load INT8: .*INT8_WEIGHT_ONLY"),
+        ("int8_affine", "tensorrt", "tensorrt cannot load INT8_AFFINE: .*use a symmetric specification"),
+    ],
+)
+def test_what_an_engine_cannot_load_is_refused_before_the_work(preset: str, target: str, message: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        fq.prepare(net, preset, torch.ones(1, 64), target=target)
+    assert not quantizers(net)
+    assert type(net[0]) is nn.Linear
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown target 'vlm'.*vllm"):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8", target="vlm")
+    with pytest.raises(ConfigError, match=r"register_engine takes a fakequant\.Engine, got 'mine'"):
+        fq.register_engine("mine")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no other arithmetic of it is known"):
+        fq.set_execution(fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8"), "vllm")
+
+
+def coarse(field: str, config: TensorConfig) -> TensorConfig:
+    """4 bits in place of 8 for weights."""
+    return TensorConfig("int4 per_channel(0)") if field == "weight" else config
+
+
+def truncated(parts: Any, to: Any) -> Tensor:
+    """Codes rounded down."""
+    return torch.floor((parts.sums * parts.of_input * parts.of_weight + parts.bias) / to.scale) + to.zero_point
+
+
+MINE = fq.Engine(
+    "mine",
+    "invented",
+    kinds=(("INT8",),),
+    files="compressed-tensors",
+    variant=coarse,
+    device=Device("mine", {"product": truncated}, "a test"),
+    placement=lambda: fq.Target("mine", frozenset({"linear"}), frozenset(), outputs=frozenset({"linear"})),
+    aliases=("ours",),
+)
+
+
+def test_an_invented_engine_is_one_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fakequant.model.engine._engines", {**fq.known_engines()})
+    fq.register_engine(MINE)
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)
+    with pytest.warns(CoverageWarning, match="for mine, weights are int4 per_channel"):
+        model = fq.prepare(nn.Sequential(nn.Linear(32, 32)), "int8", x, target="ours")
+    fq.calibrate(model, [x], progress=False)
+    simulated = model(x)
+    stored = fq.set_execution(model, "ours")(x)
+    steps = ((simulated - stored) / model[0].output_quantizer.scale).round()
+    assert steps.unique().tolist() == [0, 1]
+    assert (
+        fq.advise(nn.Sequential(nn.Linear(32, 32)), [x, x + 1], target="mine", floor=-100).best.measured.preset
+    ) == "INT8"
+    fq.set_execution(model, "simulate")
+
+
+def test_files_follow_from_the_engine(tmp_path: Path) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 64)), "int4_group32", target="vllm")
+    path = fq.deliver(model, tmp_path / "served", target="vllm")
+    assert fq.delivery.verify_delivery(path, model).passed
+    with pytest.raises(ConfigError, match=r"qnn reads ONNX files of the style 'portable'; call fakequant\.export_onnx"):
+        fq.deliver(model, tmp_path / "phone", target="qnn")
+    for given in ({}, {"format": "gguf", "target": "vllm"}):
+        with pytest.raises(ConfigError, match=r"give a format, .* or the engine in its place"):
+            fq.deliver(model, tmp_path / "none", **given)
