@@ -125,8 +125,9 @@ def test_an_invented_engine_is_one_value(monkeypatch: pytest.MonkeyPatch, tmp_pa
     fq.calibrate(model, [x], progress=False)
     simulated = model(x)
     stored = fq.set_execution(model, "ours")(x)
-    steps = ((simulated - stored) / model[0].output_quantizer.scale).round()
+    steps = ((simulated - stored) / quantizers(model)["0._output_quantizer"].scale).round()
     assert steps.unique().tolist() == [0, 1]
+    advice = fq.advise(nn.Sequential(nn.Linear(32, 32)), [x, x + 1], target="mine", floor=-100)
     assert advice.best.measured.preset == "INT8"
     fq.set_execution(model, "simulate")
 
@@ -137,6 +138,7 @@ def test_files_follow_from_the_engine(tmp_path: Path) -> None:
     assert fq.delivery.verify_delivery(path, model).passed
     with pytest.raises(ConfigError, match=r"qnn reads ONNX files of the style 'portable'; call fakequant\.export_onnx"):
         fq.deliver(model, tmp_path / "phone", target="qnn")
-    for given in ({}, {"format": "gguf", "target": "vllm"}):
+    both: list[dict[str, Any]] = [{}, {"format": "gguf", "target": "vllm"}]
+    for given in both:
         with pytest.raises(ConfigError, match=r"give a format, .* or the engine in its place"):
             fq.deliver(model, tmp_path / "none", **given)
