@@ -274,7 +274,7 @@ def test_the_quantization_is_found_where_files_have_it(place: str, folder: Path)
     assert fq.read(folder, net())[0].weight_quantizer.spec.format.bits == 4
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "auto-round", "hqq", "quanto", "quark", None])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "quark", None])
 def test_another_method_is_named_with_what_to_do(method: str | None, folder: Path) -> None:
     configured(folder, lambda config: (config.clear(), config.update({"quant_method": method} if method else {})))
     expected = f"is quantized by '{method}', and the formats that are read are .*dequantized by the program"

@@ -100,7 +100,14 @@ class Folder:
         inner = self.config.get("text_config")  # of models of several modalities; the third name is of older files
         places = [self.config, inner if isinstance(inner, dict) else {}]
         said = [one.get(key) for key in ("quantization_config", "compression_config") for one in places]
-        self.quantization: Any = next((one for one in said if one), {})
+        self.quantization: Any = next((one for one in said if one), None) or self._of_2023()
+
+    def _of_2023(self) -> dict[str, Any]:
+        """The quantization in a file of its own, as AutoGPTQ and AutoAWQ wrote it in 2023."""
+        for file, method, key in (("quantize_config.json", "gptq", "bits"), ("quant_config.json", "awq", "w_bit")):
+            if (self.path / file).is_file() and key in (values := self.json(file)):
+                return {"quant_method": method, **values}
+        return {}
 
     def json(self, name: str) -> dict[str, Any]:
         content = read_folder(self.path)[name]
@@ -123,6 +130,9 @@ class Folder:
             held: Any = read_folder(self.path)[WEIGHTS]
             return ShardedTensors(self.path, dict.fromkeys(held, WEIGHTS))
         if not (self.path / _INDEX).is_file():
+            if len(files := [*self.path.glob("*.safetensors")]) == 1:  # AutoGPTQ named it by bits and groups
+                held = read_folder(self.path)[files[0].name]
+                return ShardedTensors(self.path, dict.fromkeys(held, files[0].name))
             raise CheckpointError(
                 f"{self.path} has neither {WEIGHTS} nor {_INDEX}; pickles (.bin, .pt) are not read, because they can "
                 "execute code: convert them to safetensors"

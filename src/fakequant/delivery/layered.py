@@ -83,6 +83,9 @@ class LayerTensors:
         path: the path of the layer in the model.
         classes: the names of the layer's class and its bases; for experts, those of a single expert.
         is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
+        key: the name of the weight in the file.
+        experts: how many the tensor has where the file has a whole stack; else 0.
+        inputs_first: whether the model has the inputs of such a stack before its outputs.
         used: the names of the tensors that were read.
     """
 
@@ -93,6 +96,9 @@ class LayerTensors:
     path: str
     classes: tuple[str, ...]
     is_alone: bool
+    key: str = ""
+    experts: int = 0
+    inputs_first: bool = False
     used: set[str] = field(default_factory=set)
 
     def has(self, end: str) -> bool:
@@ -118,10 +124,11 @@ class LayerTensors:
 
     def powers(self, end: str, shape: Sequence[int]) -> Read:
         """What reads powers of two, of which a file has the exponents as bytes."""
-        exponents = self.get(end, torch.uint8, shape)
-        if bool((exponents() == 255).any()):
+        flat = [(), (1,)] if set(shape) == {1} else []
+        exponents = self.get(end, (torch.uint8, torch.float8_e8m0fnu), shape, *flat)
+        if bool((exponents().view(torch.uint8) == 255).any()):
             self.refuse(f"{end} holds codes for no number")
-        return lambda: torch.ldexp(torch.ones(tuple(shape)), exponents().to(torch.int32) - 127)
+        return lambda: torch.ldexp(torch.ones(tuple(shape)), exponents().view(torch.uint8).to(torch.int32) - 127)
 
     def fours(self, end: str, rows: int, columns: int) -> Read:
         """What reads numbers of 4 bits [rows, columns], two inputs in a byte, the first one in its low bits."""
@@ -142,9 +149,44 @@ class LayerTensors:
             self.refuse("a weight without inputs has no groups")
         return Groups(given, -(-columns // given), PerBlock({-1: given}, pad=columns % given != 0))
 
+    def in_order(self, groups: Groups, index: Tensor | None) -> tuple[Tensor, PerBlock, Tensor | slice]:
+        """What makes groups contiguous whose inputs lie anywhere.
+
+        Groups of one input each say any order, where a permutation cannot.
+
+        Args:
+            groups: as they are stored.
+            index: the group of each input; None where they are in order.
+
+        Returns:
+            The order of the inputs, their groups in it, and the stored group of each of these.
+
+        Raises:
+            CheckpointError: an input is in a group that does not exist.
+        """
+        plain = torch.arange(self.shape[1])
+        if index is None:
+            return plain, groups.granularity, slice(None)
+        if bool((index < 0).any()) or bool((index >= groups.count).any()):
+            self.refuse(f"g_idx names groups beyond the {groups.count} that have scales")
+        order = torch.sort(index, stable=True).indices
+        fits = bool((index[order] == plain // groups.size).all())
+        if fits and (self.is_alone or bool((order == plain).all())):
+            return order, groups.granularity, slice(None)
+        warn_user(
+            f"{self.folder.path.name}: weights whose groups lie in no order of equal groups, and stacks of weights "
+            "with an order, have groups of one input each: the same values with more scales"
+        )
+        return plain, PerBlock({-1: 1}), index
+
     def refuse(self, reason: str) -> NoReturn:
         """Raise a CheckpointError that names the file and the layer."""
         raise CheckpointError(f"{self.folder.path}: of {self.base or 'the model'}, {reason}")
+
+
+def permutation(order: Tensor) -> tuple[str, dict[str, Tensor]] | None:
+    """The transform of a layer's input that puts it in an order; None where it is in order."""
+    return None if bool((order == torch.arange(len(order))).all()) else ("permutation", {"order": order})
 
 
 class LayeredFormat(DeliveryFormat):
@@ -255,7 +297,11 @@ class _LayeredReader:
         is_alone = not operand.is_stack and operand.channels == 0
         classes = ("Linear",) if operand.is_stack else slot.classes
         base = key.rpartition(".")[0]
-        module = LayerTensors(self.folder, self.tensors, base, shape, slot.path, classes, is_alone)
+        experts = weight.shape[0] if operand.is_stack and pieces == 1 else 0
+        is_turned = operand.is_stack and operand.channels == -1
+        module = LayerTensors(
+            self.folder, self.tensors, base, shape, slot.path, classes, is_alone, key, experts, is_turned
+        )
         found = self.format.coded(module) if weight.dim() - operand.is_stack == 2 else None
         self.used |= module.used if found is not None else set()
         return found

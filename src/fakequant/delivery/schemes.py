@@ -279,12 +279,7 @@ def config_of(
         places[strategy] = PerBlock(dict(zip((0, -1), args["block_structure"], strict=True)), pad=True)
     is_local = dynamic == LOCAL and strategy == "tensor_group"
     known = bits in range(2, 9) if kind == "int" else kind == "float" and bits in _FORMATS
-    if (
-        not known
-        or strategy not in places
-        or not (dynamic in (True, False) or is_local)
-        or args.get("actorder") == "group"
-    ):
+    if not known or strategy not in places or not (dynamic in (True, False) or is_local):
         raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
     scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -102,3 +103,11 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     damage(tensors, config)
     with pytest.raises(CheckpointError, match=message):
         read(write(tmp_path, tensors, config))
+
+
+def test_a_folder_of_2023(tmp_path: Path) -> None:
+    tensors, _, values = awq()
+    path = write(tmp_path, tensors, {})
+    own = {"zero_point": True, "q_group_size": SIZE, "w_bit": 4, "version": "GEMM"}
+    (path / "quant_config.json").write_text(json.dumps(own))
+    assert torch.equal(read(path)[0].weight, values)

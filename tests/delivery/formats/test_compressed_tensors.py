@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
 from fakequant.delivery.schemes import missed_cache
-from fakequant.errors import ExportError
+from fakequant.errors import CheckpointError, ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
 
@@ -517,3 +517,51 @@ def test_a_base_model_reads_the_folder_of_one_with_a_head(kind: str, tmp_path: P
         found = fq.read(folder, base(made.config, **options).eval())
     ours = getattr(model, made.base_model_prefix)(**BATCHES[0]).last_hidden_state
     assert torch.equal(found(**BATCHES[0]).last_hidden_state, ours)
+
+
+@pytest.mark.parametrize("spec", ["int4 per_block(-1:32)", "uint4 per_block(-1:32)"])
+@pytest.mark.parametrize("kind", ["scattered", "unequal", "plain", "unset", "absent"])
+def test_groups_whose_inputs_lie_anywhere(kind: str, spec: str, tmp_path: Path) -> None:
+    """Files of GPTQ with the order of activations "group": the scale of input i is that of group `weight_g_idx[i]`."""
+    torch.manual_seed(0)
+    net, columns = nn.Sequential(nn.Linear(96, 16)), torch.arange(96)
+    folder = fq.deliver(prepared_rows(net, spec), tmp_path, "compressed-tensors")
+    held = fq.snapshot(fq.read(folder, nn.Sequential(nn.Linear(96, 16)))).weights["0.weight"]
+    index = {"scattered": columns[torch.randperm(96)] // 32, "unequal": (columns // 20).clamp_max(2)}.get(
+        kind, columns // 32
+    )
+    tensors, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    stored = index if kind != "unset" else torch.full((96,), -1)
+    if kind != "absent":
+        tensors["0.weight_g_idx"] = stored.to(torch.int32)
+    save_file(tensors, folder / "model.safetensors")
+    said["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    (folder / "config.json").write_text(json.dumps(said))
+    point = 0 if held.zero_point is None else held.zero_point[:, index].float()
+    weight = (held.codes.float() - point) * held.scale[:, index]
+    plain: Any = fq.read(folder, nn.Sequential(nn.Linear(96, 16)), dequantize=True)
+    assert torch.equal(plain[0].weight, weight)
+    x, model = torch.randn(3, 96), fq.read(folder, nn.Sequential(nn.Linear(96, 16)))
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+
+
+def test_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    folder = fq.deliver(
+        prepared_rows(nn.Sequential(nn.Linear(96, 16)), "int4 per_block(-1:32)"), tmp_path, "compressed-tensors"
+    )
+    tensors, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    said["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    (folder / "config.json").write_text(json.dumps(said))
+    for index, message in (
+        (torch.arange(96) // 24, "names groups beyond the 3"),
+        (torch.arange(95) // 32, "weight_g_idx is"),
+    ):
+        save_file({**tensors, "0.weight_g_idx": index.to(torch.int32)}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            fq.read(folder, nn.Sequential(nn.Linear(96, 16)))
+
+
+def prepared_rows(net: nn.Module, spec: str) -> nn.Module:
+    model = fq.prepare(net, fq.Config("own", [fq.Rule("*", weight=spec)]))
+    fq.calibrate(model)
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,23 @@ def test_a_plain_index_and_none_are_the_same(tmp_path: Path) -> None:
 def test_layers_of_their_own_groups(tmp_path: Path) -> None:
     tensors, config, values = gptq(group_size=128, dynamic={"+:0": {"group_size": SIZE}})
     assert torch.equal(read(write(tmp_path, tensors, config))[0].weight, values)
+
+
+def test_a_folder_of_2023(tmp_path: Path) -> None:
+    """AutoGPTQ wrote the configuration and the tensors under other names, and zero points minus one."""
+    tensors, config, values = gptq(4, 1)
+    path = write(tmp_path, tensors, {})
+    (path / "model.safetensors").rename(path / "gptq_model-4bit-32g.safetensors")
+    own = {key: config[key] for key in ("bits", "group_size", "sym")} | {"desc_act": False, "true_sequential": True}
+    (path / "quantize_config.json").write_text(json.dumps(own))
+    assert torch.equal(read(path)[0].weight, values)
+    (path / "quantize_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"quantize_config\.json holds a list, not an object"):
+        read(path)
+    (path / "quantize_config.json").write_text(json.dumps(own))
+    (path / "other.safetensors").write_bytes((path / "gptq_model-4bit-32g.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        read(path)
 
 
 def analysed(model: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, dtype_of, undivided, weight_slots
-from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read
+from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read, permutation
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
@@ -56,6 +57,8 @@ from fakequant.numerics.scales import ScaleRounding
 from fakequant.text import listed
 
 Scheme = Mapping[str, Any]
+_ORDERED = {"group", "dynamic"}
+"""Orders of activations by which groups have their inputs anywhere."""
 
 
 class CompressedTensors(LayeredFormat):
@@ -162,8 +165,11 @@ class CompressedTensors(LayeredFormat):
         for role in configs:
             if scheme[ROLES[role]]["dynamic"] == LOCAL:
                 ranges[f"{role}.{GLOBAL_SCALE}"] = module.get(f"{role}_{GLOBAL_SCALE}", torch.float32, (1,), ())()
-        point = fields.get("zero_point")
-        return CodedWeight(spec, fields["codes"], scale, point, configs.get("input"), configs.get("output"), ranges)
+        coded = CodedWeight(
+            *(spec, fields["codes"], scale, fields.get("zero_point")),
+            *(configs.get("input"), configs.get("output"), ranges),
+        )
+        return _in_order(module, scheme, coded) if scheme["weights"].get("actorder") in _ORDERED else coded
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
         given = folder.quantization.get("kv_cache_scheme")
@@ -200,6 +206,23 @@ class CompressedTensors(LayeredFormat):
         if is_of_transformers(model):
             owners = sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
             yield engine_of(path, model, groups_of(folder), missed_cache(map(model.get_submodule, owners)))
+
+
+def _in_order(module: LayerTensors, scheme: Scheme, coded: CodedWeight) -> CodedWeight:
+    """A weight whose groups have their inputs anywhere, as `weight_g_idx` says; -1 in it says in order."""
+    index = module.get("weight_g_idx", torch.int32, module.shape[1:])().long() if module.has("weight_g_idx") else None
+    if index is not None and bool((index == -1).all()):
+        index = None
+    order, granularity, of_groups = module.in_order(module.groups(scheme["weights"]["group_size"]), index)
+    point = coded.zero_point
+    return replace(
+        coded,
+        spec=coded.spec.replace(granularity=granularity),
+        codes=lambda: coded.codes()[:, order],
+        scale=lambda: coded.scale()[:, of_groups],
+        zero_point=None if point is None else (lambda: point()[:, of_groups]),
+        transform=permutation(order),
+    )
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Groups, LayeredFormat, LayerTensors
+from fakequant.delivery.layered import FLOATS, CodedWeight, Groups, LayeredFormat, LayerTensors, permutation
 from fakequant.errors import warn_user
 from fakequant.numerics.formats.packing import unpack
-from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
 
 _VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 0}
@@ -46,14 +45,7 @@ class Gptq(LayeredFormat):
         points = _points(module, groups, bits, _VERSIONS[layout])
         is_symmetric = bool(given.get("sym")) and bool((points == half).all())
         index = module.get("g_idx", torch.int32, (columns,))().long() if module.has("g_idx") else None
-        order, granularity, spread = _order(module, groups, index), groups.granularity, None
-        if order is None:  # groups of one input each say any order
-            warn_user(
-                "gptq: weights whose groups lie in no order of equal groups, and stacks of weights with an order, have "
-                "groups of one input each: the same values with more scales"
-            )
-            order, granularity, spread = torch.arange(columns), PerBlock({-1: 1}), index
-        of_groups = slice(None) if spread is None else spread
+        order, granularity, of_groups = module.in_order(groups, index)
         format = f"{'' if is_symmetric else 'u'}int{bits}"
         spec = QuantSpec(format, granularity, symmetric=is_symmetric, scale=FLOATS[scale().dtype])
 
@@ -61,13 +53,12 @@ class Gptq(LayeredFormat):
             found = unpack(packed().T.contiguous().view(torch.uint8), bits, columns)[:, order]
             return (found - half).to(torch.int8) if is_symmetric else found.to(torch.uint8)
 
-        is_plain = bool((order == torch.arange(columns)).all())
         return CodedWeight(
             spec,
             codes,
             lambda: scale().float().T[:, of_groups],
             None if is_symmetric else (lambda: points[:, of_groups].contiguous()),
-            transform=None if is_plain else ("permutation", {"order": order}),
+            transform=permutation(order),
         )
 
 
@@ -83,19 +74,3 @@ def _points(module: LayerTensors, groups: Groups, bits: int, add: int) -> Tensor
         )
         add = 1 - add
     return points + add & (1 << bits) - 1
-
-
-def _order(module: LayerTensors, groups: Groups, index: Tensor | None) -> Tensor | None:
-    """The permutation of inputs that makes groups contiguous; None if the layer cannot use a permutation.
-
-    Args:
-        index: the group of each input; None where they are in order.
-    """
-    plain = torch.arange(module.shape[1])
-    if index is None:
-        return plain
-    if bool((index < 0).any()) or bool((index >= groups.count).any()):
-        module.refuse(f"g_idx names groups beyond the {groups.count} that have scales")
-    order = torch.sort(index, stable=True).indices
-    fits = bool((index[order] == plain // groups.size).all())
-    return order if fits and (module.is_alone or bool((order == plain).all())) else None
