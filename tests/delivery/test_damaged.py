@@ -87,7 +87,6 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "groups of 0": lambda c: group(c, 1)["weights"].update(strategy="group", group_size=0),
     "groups of text": lambda c: group(c, 1)["weights"].update(strategy="group", group_size="32"),
     "other groups": lambda c: group(c, 1)["weights"].update(strategy="group", group_size=16),
-    "ordered groups": lambda c: group(c)["weights"].update(actorder="group"),
     "another layout": lambda c: group(c).update(format="marlin-24"),
     "a broken pattern": lambda c: group(c).update(targets=["re:("]),
     "rotations": lambda c: c.update(transform_config={"config_groups": {"u": {}}}),

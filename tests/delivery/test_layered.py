@@ -16,9 +16,9 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from tests.delivery.formats import test_awq, test_bitsandbytes, test_gptq, test_modelopt
+from tests.delivery.formats import test_bitsandbytes, test_modelopt
 from tests.support.language_models import language_model
-from tests.support.quantized_folders import net, read, words, write
+from tests.support.quantized_folders import awq, gptq, net, read, words, write
 
 pytest.importorskip("transformers")
 
@@ -96,8 +96,8 @@ def test_values_have_what_is_done_to_inputs(tmp_path: Path) -> None:
 
 
 FORMATS: dict[str, Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]] = {
-    "awq": lambda: test_awq.awq()[:2],
-    "gptq": lambda: test_gptq.gptq()[:2],
+    "awq": lambda: awq()[:2],
+    "gptq": lambda: gptq()[:2],
     "bitsandbytes": lambda: (test_bitsandbytes.nf4(nested=True)[0], test_bitsandbytes.CONFIG),
     "modelopt": lambda: (test_modelopt.fp8()[0], {"quant_method": "modelopt", "quant_algo": "FP8"}),
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fakequant as fq
 
 ROWS, COLUMNS = 64, 96
+E4M3 = torch.float8_e4m3fn
 X = torch.linspace(-3, 3, 3 * COLUMNS).reshape(3, COLUMNS)
 
 
@@ -53,3 +54,52 @@ def random_codes(bits: int, groups: int, seed: int = 0) -> tuple[np.ndarray, np.
     points = made.integers(0, 1 << bits, (ROWS, groups))
     points[0, 0], points[0, 1] = 0, (1 << bits) - 1
     return codes, points, made.uniform(1e-4, 0.1, (ROWS, groups)).astype(np.float16)
+
+
+SIZE = 32
+GROUPS = COLUMNS // SIZE
+Files = tuple[dict[str, Tensor], dict[str, Any], Tensor]
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The outputs of a word, from its lowest bits on."""
+
+
+def gptq(bits: int = 4, version: int = 2, index: np.ndarray | None = None, **config: Any) -> Files:
+    """The tensors and the configuration of a layer, and its weight."""
+    codes, points, scales = random_codes(bits, GROUPS)
+    if config.get("sym"):
+        points[:] = 1 << bits - 1
+    own = np.arange(COLUMNS) // SIZE if index is None else index
+    found = {
+        "qweight": words(codes, bits, 1).T,
+        "qzeros": words((points - 2 + version) % (1 << bits), bits, 0).T,
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.from_numpy(own.astype(np.int32)),
+    }
+    values = scales.astype(np.float32)[:, own] * (codes - points[:, own]).astype(np.float32)
+    layout = "gptq_v2" if version == 2 else "gptq"
+    given = {"quant_method": "gptq", "bits": bits, "group_size": SIZE, "sym": False, "checkpoint_format": layout}
+    return found, {**given, **config}, torch.from_numpy(values)
+
+
+def awq(**config: Any) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+    """The tensors and the configuration of a layer, and its weight."""
+    codes, points, scales = random_codes(4, GROUPS)
+    order = np.arange(ROWS).reshape(-1, 8)[:, ORDER].reshape(-1)
+    found = {
+        "qweight": words(codes[order].T, 4, 1),
+        "qzeros": words(points[order].T, 4, 1),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }
+    wide = [np.repeat(one, SIZE, 1).astype(np.float32) for one in (scales, points)]
+    given = {"quant_method": "awq", "bits": 4, "group_size": SIZE, "zero_point": True, "version": "gemm"}
+    return found, {**given, **config}, torch.from_numpy(wide[0] * (codes.astype(np.float32) - wide[1]))
+
+
+def random_fp8(*shape: int) -> Tensor:
+    patterns = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    patterns[(patterns & 127) == 127] = 0
+    return patterns.view(E4M3)
+
+
+def scales(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.01 + 1e-3).to(dtype)

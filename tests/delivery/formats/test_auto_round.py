@@ -12,9 +12,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from tests.delivery.formats.test_awq import awq
-from tests.delivery.formats.test_gptq import GROUPS, SIZE, gptq
-from tests.support.quantized_folders import COLUMNS, ROWS, random_codes, read, write
+from tests.support.quantized_folders import COLUMNS, GROUPS, ROWS, SIZE, awq, gptq, random_codes, read, write
 
 CONFIG = {"quant_method": "auto-round", "bits": 4, "group_size": SIZE, "sym": False, "data_type": "int"}
 

@@ -15,26 +15,17 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from tests.support.quantized_folders import COLUMNS, ROWS, net, random_codes, read, words, write
-
-SIZE = 32
-GROUPS = COLUMNS // SIZE
-ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The outputs of a word, from its lowest bits on."""
-
-
-def awq(**config: Any) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
-    """The tensors and the configuration of a layer, and its weight."""
-    codes, points, scales = random_codes(4, GROUPS)
-    order = np.arange(ROWS).reshape(-1, 8)[:, ORDER].reshape(-1)
-    found = {
-        "qweight": words(codes[order].T, 4, 1),
-        "qzeros": words(points[order].T, 4, 1),
-        "scales": torch.from_numpy(scales.T.copy()),
-    }
-    wide = [np.repeat(one, SIZE, 1).astype(np.float32) for one in (scales, points)]
-    given = {"quant_method": "awq", "bits": 4, "group_size": SIZE, "zero_point": True, "version": "gemm"}
-    return found, {**given, **config}, torch.from_numpy(wide[0] * (codes.astype(np.float32) - wide[1]))
+from tests.support.quantized_folders import (
+    COLUMNS,
+    GROUPS,
+    ROWS,
+    SIZE,
+    awq,
+    net,
+    random_codes,
+    read,
+    write,
+)
 
 
 def test_values_are_those_of_the_file(tmp_path: Path) -> None:

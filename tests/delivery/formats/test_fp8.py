@@ -14,11 +14,10 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from tests.delivery.formats.test_modelopt import random_fp8, scales
 from tests.support.language_models import language_model
-from tests.support.quantized_folders import COLUMNS, ROWS, X, read, write
+from tests.support.quantized_folders import COLUMNS, E4M3, ROWS, X, random_fp8, read, scales, write
 
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E8M0 = torch.float8_e8m0fnu
 TILES = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 40]}
 WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 COUNTS = (ROWS // 32, -(-COLUMNS // 40))

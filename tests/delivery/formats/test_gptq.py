@@ -15,29 +15,7 @@ from torch.nn.functional import linear
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ExportError
-from tests.support.quantized_folders import COLUMNS, ROWS, X, net, random_codes, read, words, write
-
-SIZE = 32
-GROUPS = COLUMNS // SIZE
-Files = tuple[dict[str, Tensor], dict[str, Any], Tensor]
-
-
-def gptq(bits: int = 4, version: int = 2, index: np.ndarray | None = None, **config: Any) -> Files:
-    """The tensors and the configuration of a layer, and its weight."""
-    codes, points, scales = random_codes(bits, GROUPS)
-    if config.get("sym"):
-        points[:] = 1 << bits - 1
-    own = np.arange(COLUMNS) // SIZE if index is None else index
-    found = {
-        "qweight": words(codes, bits, 1).T,
-        "qzeros": words((points - 2 + version) % (1 << bits), bits, 0).T,
-        "scales": torch.from_numpy(scales.T.copy()),
-        "g_idx": torch.from_numpy(own.astype(np.int32)),
-    }
-    values = scales.astype(np.float32)[:, own] * (codes - points[:, own]).astype(np.float32)
-    layout = "gptq_v2" if version == 2 else "gptq"
-    given = {"quant_method": "gptq", "bits": bits, "group_size": SIZE, "sym": False, "checkpoint_format": layout}
-    return found, {**given, **config}, torch.from_numpy(values)
+from tests.support.quantized_folders import COLUMNS, GROUPS, ROWS, SIZE, X, gptq, net, random_codes, read, write
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])

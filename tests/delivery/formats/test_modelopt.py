@@ -14,10 +14,9 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from tests.support.quantized_folders import COLUMNS, ROWS, X, net, read, write
+from tests.support.quantized_folders import COLUMNS, E4M3, ROWS, X, net, random_fp8, read, scales, write
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E4M3 = torch.float8_e4m3fn
 Layer = tuple[dict[str, Tensor], Tensor]
 
 
@@ -25,16 +24,6 @@ def random_fp4() -> tuple[Tensor, Tensor]:
     """Two inputs in a byte, and their values."""
     codes = torch.randint(0, 16, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     return codes[:, 0::2] | codes[:, 1::2] << 4, FP4[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)
-
-
-def random_fp8(*shape: int) -> Tensor:
-    patterns = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    patterns[(patterns & 127) == 127] = 0
-    return patterns.view(E4M3)
-
-
-def scales(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.01 + 1e-3).to(dtype)
 
 
 def fp8() -> Layer:
