@@ -87,10 +87,10 @@ def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
     ratio = ratio.double()
     exponent = _exponent(1 / ratio)
     dropped = (exponent - below).clamp(min=0)
-    shift = exponent + bits - dropped
     multiplier = torch.floor(torch.ldexp(ratio, exponent + bits) + 0.5)
-    kept = torch.floor(torch.ldexp(parts.sums + constant, -dropped))
-    return torch.floor(torch.ldexp(kept * multiplier, -shift) + 0.5)
+    kept = (parts.sums + constant).mul_(torch.exp2(-dropped.double())).floor_()
+    # The multiplier over a power of two is exact in float64, and so is its product with what is kept.
+    return kept.mul_(torch.ldexp(multiplier, dropped - exponent - bits)).add_(0.5).floor_()
 
 
 def add(parts: Operands, to: CodeGrid) -> Tensor:

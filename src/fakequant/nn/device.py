@@ -11,14 +11,14 @@ No layer knows of this: `DeviceTensor` sees the functions of torch that layers a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fakequant.nn.functions import CalledAs, arguments_of, called_as
+from fakequant.nn.functions import CalledAs, SiteOperand, arguments_of, called_as
 
 _RESHAPES = frozenset(
     """
@@ -106,8 +106,8 @@ class Device:
     Attributes:
         name: of the engine.
         rules: by the canonical name of a function, "product" for convolutions, linear layers and matrix products, and
-            "strided depthwise" for these convolutions where they have a rule of their own. They give codes, not
-            clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
+            "strided depthwise" for these convolutions where they have a rule of their own. They give codes, a
+            new tensor that is not clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
         source: the program from which the rules come, and how far they were compared with it.
         bits: the widest codes for which the rules are known.
     """
@@ -133,7 +133,7 @@ class Device:
             to.zero_point + round(bound / float(to.scale)) if math.isfinite(bound) else end
             for bound, end in ((computed.least, to.low), (computed.most, to.high))
         )
-        return codes.clamp(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
+        return codes.clamp_(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
 
 
 class DeviceTensor(Tensor):
@@ -170,10 +170,11 @@ class DeviceTensor(Tensor):
     @staticmethod
     def _overwritten(x: Tensor, result: Any) -> Tensor:
         """A tensor that a function in place has overwritten: the device has what it has of the result."""
-        if isinstance(result, DeviceTensor) and result.has is not None and x.shape == result.shape:
-            return DeviceTensor.of(x, result.has, result.device_of)
+        known = result if isinstance(result, DeviceTensor) and x.shape == result.shape else None
         if isinstance(x, DeviceTensor):
-            x.has = None
+            x.has = None if known is None else known.has
+        elif known is not None and known.has is not None:
+            return DeviceTensor.of(x, known.has, known.device_of)
         return x
 
 
@@ -241,14 +242,19 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     x, other = factors
     position = called.operands[1].position + 1
     bias = kwargs.get("bias", args[position] if len(args) > position and isinstance(args[position], Tensor) else None)
-    # float64 holds every sum, in any order.
-    integers = {id(x): x.has.codes.double(), id(other): other.has.codes.double()}
+    steps = kwargs.get("stride", args[3] if len(args) > 3 and called.function.name.startswith("conv") else 1)
+    groups = kwargs.get("groups", args[6] if len(args) > 6 and called.function.name in _CONVOLUTIONS else 1)
 
-    def in_integers(value: Any) -> Any:
-        return None if value is bias else integers.get(id(value), value)
+    def summed(*factors: Tensor) -> Tensor:
+        integers = dict(zip((id(x), id(other)), factors, strict=True))
+
+        def in_integers(value: Any) -> Any:
+            return None if value is bias else integers.get(id(value), value)
+
+        return func(*map(in_integers, args), **{key: in_integers(value) for key, value in kwargs.items()})
 
     with torch.no_grad():
-        sums = func(*map(in_integers, args), **{key: in_integers(value) for key, value in kwargs.items()})
+        sums = _exact_sums(summed, x.has, other.has.codes, called.operands[:2], groups)
         axes = [1] * sums.dim()
         axis = 1 if called.operands[1].positions else -1
         axes[axis] = -1
@@ -256,11 +262,40 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         if of_weight.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
             of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
         added = sums.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
-    steps = kwargs.get("stride", args[3] if len(args) > 3 and called.function.name.startswith("conv") else 1)
-    groups = kwargs.get("groups", args[6] if len(args) > 6 and called.function.name in _CONVOLUTIONS else 1)
     strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
     kind = _STRIDED if strided and groups == x.shape[1] > 1 and called.function.name in _CONVOLUTIONS else "product"
-    return _call(func, args, kwargs, device, Computed(kind, Sums(sums, x.has.grid.scale, of_weight, added)))
+    parts = Sums(sums, x.has.grid.scale, of_weight, added)
+    if torch.is_grad_enabled():
+        return _call(func, args, kwargs, device, Computed(kind, parts))
+    values = torch.addcmul(added, sums, of_weight * parts.of_input).to(x.dtype)
+    return DeviceTensor.of(values, Computed(kind, parts), device)
+
+
+_EXACT = 1 << 24
+"""float32 holds all integers up to here."""
+
+
+def _exact_sums(
+    summed: Callable[[Tensor, Tensor], Tensor],
+    x: GridCodes,
+    other: Tensor,
+    operands: Sequence[SiteOperand],
+    groups: int,
+) -> Tensor:
+    """The sums of products of codes, float64: by products in float32 of parts so short that all sums are exact."""
+    grid, (of_x, of_other) = x.grid, operands
+    reach = max(abs(grid.low - grid.zero_point), abs(grid.high - grid.zero_point))
+    axes = [of_other.reduction, *range(-of_other.positions, 0)]
+    largest = 256 * reach * math.prod(other.shape[axis] for axis in axes)
+    if largest > _EXACT:  # in float32 such sums are off by less than 1 of 1,000
+        largest = 1.001 * reach * float(other.abs().sum(axes).max())
+    count = math.ceil(largest / _EXACT)
+    if count <= 1:
+        return summed(x.codes, other).double()
+    if groups > 1 or count > other.shape[of_other.reduction]:
+        return summed(x.codes.double(), other.double())
+    parts = zip(x.codes.chunk(count, of_x.reduction), other.chunk(count, of_other.reduction), strict=True)
+    return sum((summed(*part).double() for part in parts), torch.zeros((), dtype=torch.float64))
 
 
 def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
