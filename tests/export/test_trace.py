@@ -136,8 +136,8 @@ def test_a_quantizer_without_a_module_is_refused(tmp_path: Path, monkeypatch: py
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return fq.fake_quantize(x, "int8", scale=0.1)
 
-    found = trace_module._path
-    monkeypatch.setattr(trace_module, "_path", lambda node: "lost" + found(node))
+    found = trace_module.scope_of
+    monkeypatch.setattr(trace_module, "scope_of", lambda node: "lost" + found(node))
     with pytest.raises(
         ExportError, match=r"finds quantizers at lost.*, where the model has no module; hold the modules"
     ):

@@ -1,7 +1,21 @@
-"""Export to ONNX with QuantizeLinear and DequantizeLinear, and verify that ONNX Runtime computes the same numbers."""
+"""Export to ONNX, verified in ONNX Runtime; to graphs of torch; and to the engines of phones, which run the file."""
 
+from fakequant.export.engine_file import EngineFile
+from fakequant.export.executorch import export_executorch
 from fakequant.export.exporter import Exported, ExportReport, export_onnx
+from fakequant.export.pt2e import export_pt2e
 from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport
 from fakequant.export.verification.verify import verify_onnx
 
-__all__ = ["ExportReport", "Exported", "OutputRow", "Row", "VerifyReport", "export_onnx", "verify_onnx"]
+__all__ = [
+    "EngineFile",
+    "ExportReport",
+    "Exported",
+    "OutputRow",
+    "Row",
+    "VerifyReport",
+    "export_executorch",
+    "export_onnx",
+    "export_pt2e",
+    "verify_onnx",
+]

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model, refuse_stored
-from fakequant.data.batches import OF_TORCH, Inputs, described, example_arguments, select_inputs
+from fakequant.data.batches import OF_TORCH, Arguments, Inputs, described, example_arguments, select_inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown, warn_user
 from fakequant.export.capability import FIRST_OPSET, FileRecord, Style, check_opset, check_scale, write
 from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
-from fakequant.export.trace import TracedSite, check, depending, sites, to_onnx, trace
+from fakequant.export.trace import TracedSite, check, depending, sites, to_onnx, trace, written_inputs
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.engine import holders
@@ -101,14 +101,7 @@ def states(program: ExportedProgram) -> dict[str, str]:
     Raises:
         ExportError: the model writes a tensor in place that is no buffer.
     """
-    written: set[str] = set()  # placeholders whose memory the nodes write
-    base = {node: node.name for node in program.graph.nodes if node.op == "placeholder"}
-    for node in program.graph.nodes:
-        schema = getattr(getattr(node.target, "_schema", None), "arguments", ())
-        for argument, value in zip(schema, node.args, strict=False):
-            if argument.alias_info is not None and isinstance(value, fx.Node) and value in base:
-                base[node] = base[value]
-                written |= {base[value]} if argument.alias_info.is_write else set()
+    written = {node.name for node in written_inputs(program.graph)}
     if not written:
         return {}
     for spec in program.graph_signature.input_specs:
@@ -430,29 +423,9 @@ def traced(
     require("onnx", "onnxscript")
     target = writable_file(path)
     active = _check(model, opset, style)
-    arguments = args, kwargs = example_arguments(example)
-    leaves = pytree.tree_leaves((args, kwargs))
-    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
-        raise ExportError(f"an example is a tensor, a tuple of arguments or a dict of them, got {shown(example)}")
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        cure = "give one batch, not a list of batches" if isinstance(example, list) else "give the arguments of forward"
-        raise ExportError(
-            f"the model cannot be called with the example, {described(example)}: {error}; {cure}"
-        ) from error
-    with torch.no_grad():  # fixed codes that quantizing the weights again does not give
-        weights = quantized_weights(model).items()
-        fixed = {path: w.quantizer.codes_of_weight(w.parameter) for path, w in weights if w.parameter is not None}
-        codes = {path: one.cpu() for path, one in fixed.items() if one is not None}
-    with (
-        in_eval_mode(model),
-        fixed_ranges(model),
-        weights_fixed(model, args, kwargs),
-        example_named(model, arguments),
-        written_as_loops(_NO_LOOPS if style is Style.TRT else None),
-    ):
-        program, state = _program(model, args, kwargs, dynamic_shapes)
+    arguments, codes = checked_arguments(model, example), fixed_codes(model)
+    with ready_to_trace(model, arguments, _NO_LOOPS if style is Style.TRT else None):
+        program, state = _program(model, *arguments, dynamic_shapes)
     quantizing = sites(program, style)
     if not quantizing:
         raise ExportError(
@@ -465,6 +438,51 @@ def traced(
             "forward calls in nn.ModuleList or nn.ModuleDict"
         )
     return Traced(target, active, program, quantizing, codes, state)
+
+
+def checked_arguments(model: nn.Module, example: Any) -> Arguments:
+    """The arguments of an example.
+
+    Raises:
+        ExportError: it holds no tensor, or the model cannot be called with it.
+    """
+    arguments = args, kwargs = example_arguments(example)
+    leaves = pytree.tree_leaves((args, kwargs))
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ExportError(f"an example is a tensor, a tuple of arguments or a dict of them, got {shown(example)}")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        cure = "give one batch, not a list of batches" if isinstance(example, list) else "give the arguments of forward"
+        raise ExportError(
+            f"the model cannot be called with the example, {described(example)}: {error}; {cure}"
+        ) from error
+    return arguments
+
+
+def fixed_codes(model: nn.Module) -> dict[str, Tensor]:
+    """Fixed codes of weights that quantizing these does not give, by the path of the quantizer."""
+    with torch.no_grad():
+        weights = quantized_weights(model).items()
+        fixed = {path: w.quantizer.codes_of_weight(w.parameter) for path, w in weights if w.parameter is not None}
+        return {path: one.cpu() for path, one in fixed.items() if one is not None}
+
+
+@contextmanager
+def ready_to_trace(model: nn.Module, arguments: Arguments, no_loops: str | None) -> Iterator[None]:
+    """A context in which a model is in eval mode with fixed scales of weights, and an error names shapes and layer.
+
+    Args:
+        no_loops: why recurrent layers cannot be written as loops; None where they can.
+    """
+    with (
+        in_eval_mode(model),
+        fixed_ranges(model),
+        weights_fixed(model, *arguments),
+        example_named(model, arguments),
+        written_as_loops(no_loops),
+    ):
+        yield
 
 
 def _program(
@@ -487,11 +505,11 @@ def _program(
         return trace(model, args, {**kwargs, **values}, with_state(model, state, dynamic_shapes)), state
 
 
-def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
-    """Return the quantizers that will be in the file.
+def active_quantizers(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers that are not off, by path.
 
     Raises:
-        ExportError: some are not calibrated, or ONNX cannot express them; the message names them all.
+        ExportError: some are not calibrated; the message names them all.
     """
     active = {name: q for name, q in quantizers(model).items() if q.mode is not Mode.OFF}
     if waiting := [name for name, q in active.items() if q.needs_calibration]:
@@ -499,6 +517,16 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             f"{len(waiting)} quantizers are not calibrated: {', '.join(waiting)}; "
             "call fakequant.calibrate(model, batches)"
         )
+    return active
+
+
+def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
+    """Return the quantizers that will be in the file.
+
+    Raises:
+        ExportError: some are not calibrated, or ONNX cannot express them; the message names them all.
+    """
+    active = active_quantizers(model)
     _check_all(model, active, opset, style)
     saved = sum(
         weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8

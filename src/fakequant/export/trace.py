@@ -86,6 +86,37 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
     program.graph_module.recompile()
 
 
+def known_values(program: ExportedProgram, sources: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Each reader whose source depends only on parameters, buffers and numbers, and the value that it reads."""
+    known, written = _Known(program), written_inputs(program.graph)
+    left = dict[fx.Node, fx.Node]()
+    for reader, source in sources.items():
+        origin = source
+        while origin.target is torch.ops.aten.detach.default:
+            origin = origin.args[0]
+            assert isinstance(origin, fx.Node)
+        value = known.now.get(origin)
+        if isinstance(value, Tensor) and origin not in written:
+            yield reader, value
+        else:
+            left[reader] = source
+    if left:
+        yield from known.values(left)
+
+
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The placeholders of a graph whose memory its nodes write."""
+    written = set[fx.Node]()
+    base = {node: node for node in graph.nodes if node.op == "placeholder"}
+    for node in graph.nodes:
+        schema = getattr(getattr(node.target, "_schema", None), "arguments", ())
+        for argument, value in zip(schema, node.args, strict=False):
+            if argument.alias_info is not None and isinstance(value, fx.Node) and value in base:
+                base[node] = base[value]
+                written |= {base[value]} if argument.alias_info.is_write else set()
+    return written
+
+
 def _source(node: fx.Node) -> fx.Node:
     """Return the first argument of a node, before any detach."""
     source = node.args[0]
@@ -98,23 +129,23 @@ class _Known:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
-        self._values: dict[fx.Node, Any] = {}
+        self.now: dict[fx.Node, Any] = {}
         named = {**dict(program.named_parameters()), **dict(program.named_buffers()), **program.constants}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
             if spec.kind is not InputKind.USER_INPUT and spec.target in named:
                 value = named[spec.target]
-                self._values[node] = value.detach() if isinstance(value, Tensor) else value
-        self._owned = _memory(self._values)
+                self.now[node] = value.detach() if isinstance(value, Tensor) else value
+        self._owned = _memory(self.now)
 
     def values(self, readers: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
         """Yield each reader with a known source, and the value of the source at that point of the graph."""
         for node in self._program.graph.nodes:
-            value = self._values.get(readers[node]) if node in readers else None
+            value = self.now.get(readers[node]) if node in readers else None
             if isinstance(value, Tensor):
                 yield node, value
             if node.op == "get_attr":
-                self._values[node] = getattr(self._program.graph_module, str(node.target))
+                self.now[node] = getattr(self._program.graph_module, str(node.target))
             elif node.op == "call_function" and not self._compute(node):
                 break
 
@@ -122,24 +153,24 @@ class _Known:
         """Compute a node if its inputs are known; returns False if no later value can be known."""
         if _is_of_transform(node):
             return True
-        known = all(source in self._values for source in node.all_input_nodes)
+        known = all(source in self.now for source in node.all_input_nodes)
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
             writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             leaves = pytree.tree_leaves([arguments.get(name) for name in writes])
             sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-            if any(source not in self._values for source in sources):
+            if any(source not in self.now for source in sources):
                 return False
-            changed = _memory({source: self._values[source] for source in sources})
+            changed = _memory({source: self.now[source] for source in sources})
             # A write to the model's own tensors is not executed here, and a write of an unknown value is not known.
             if not known or changed & self._owned:
-                self._values = {one: x for one, x in self._values.items() if not _memory({one: x}) & changed}
+                self.now = {one: x for one, x in self.now.items() if not _memory({one: x}) & changed}
                 return True
         if known and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._values[source])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.now[source])
             with torch.no_grad():
-                self._values[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+                self.now[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
         return True
 
 
@@ -209,8 +240,8 @@ def place(spec: QuantSpec, style: Style, shape: Sequence[Dimension], groups: Seq
 DOMAIN = "fakequant"
 OPERATOR = "FakeQuantize"
 SCALE_OPERATOR = "ChooseScale"
-_TARGET = torch.ops.fakequant.fake_quantize.default
-_SCALE_TARGET = torch.ops.fakequant.choose_scale.default
+TARGET = torch.ops.fakequant.fake_quantize.default
+SCALE_TARGET = torch.ops.fakequant.choose_scale.default
 # torch uses these operations to compute the exponent of a number; ONNX has neither.
 _BITS = (torch.ops.aten.frexp.Tensor, torch.ops.aten.view.dtype)
 _SLICE = re.compile(r"slice(\([^)]*\))\.")
@@ -264,7 +295,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
             node.meta["nn_module_stack"] = {
                 key: (module_path(model, path), kind) for key, (path, kind) in stack.items()
             }
-    fold_constants(program, (_TARGET, _SCALE_TARGET))
+    fold_constants(program, (TARGET, SCALE_TARGET))
     return program
 
 
@@ -303,34 +334,46 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Trace
         ExportError: ONNX cannot express some of them; the message names them all with the reasons.
     """
     quantizers: list[TracedSite] = []
-    refused: list[str] = []
     inputs, graph = set(program.graph_signature.user_inputs), program.graph_module.graph
     moving = depending(graph, lambda node: node.name in inputs)
     by_bits = depending(graph, lambda node: node.target in _BITS)
-    for module in program.graph_module.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        nesting = 0
-        for node in module.graph.nodes:
-            nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
-            if node.target is torch.ops.higher_order.flex_attention:
-                refused.append(f"{module_name(_path(node))}: {_NO_FLEX}")
-            if node.target not in (_TARGET, loops.TARGET):
-                continue
-            try:
-                if module is not program.graph_module:
-                    raise ExportError(
-                        "lies inside control flow (torch.cond or a loop) or torch.autocast, which cannot be exported"
-                    )
-                if nesting:
-                    raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
-                found = _site(node, moving, by_bits, style) if node.target is _TARGET else _loop_site(node, style)
-                quantizers += [] if found is None else [found]
-            except ExportError as error:
-                refused.append(f"{module_name(_path(node))}: {error}")
+    refused = [
+        f"{module_name(scope_of(node))}: {_NO_FLEX}"
+        for node in all_nodes(program)
+        if node.target is torch.ops.higher_order.flex_attention
+    ]
+    for node, reason in quantizing_nodes(program):
+        try:
+            if reason:
+                raise ExportError(reason)
+            found = _site(node, moving, by_bits, style) if node.target is TARGET else _loop_site(node, style)
+            quantizers += [] if found is None else [found]
+        except ExportError as error:
+            refused.append(f"{module_name(scope_of(node))}: {error}")
     if refused:
         raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(dict.fromkeys(refused)))
     return quantizers
+
+
+def all_nodes(program: ExportedProgram) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the graphs in it."""
+    parts = (part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
+    return (node for part in parts for node in part.graph.nodes)
+
+
+def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
+    """The nodes that quantize, each with the reason why no file can have it there, "" where it can."""
+    nesting = 0
+    for node in all_nodes(program):
+        nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
+        if node.target not in (TARGET, loops.TARGET):
+            continue
+        if node.graph is not program.graph:
+            yield node, "lies inside control flow (torch.cond or a loop) or torch.autocast, which cannot be exported"
+        elif nesting:
+            yield node, "lies inside torch.vmap, which cannot be exported; call the layer on the batch"
+        else:
+            yield node, ""
 
 
 def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node], style: Style) -> TracedSite:
@@ -351,7 +394,7 @@ def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node]
     constant, static = x not in moving, scale not in moving
     check(spec, style, _shape(value), constant=constant, dynamic=not static)
     placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
-    return TracedSite(_path(node), spec, placement.opset(constant=constant))
+    return TracedSite(scope_of(node), spec, placement.opset(constant=constant))
 
 
 def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
@@ -365,7 +408,7 @@ def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
     groups = [shape[0], *spec.granularity.group_shape((1, int(shape[-1])))[1:]]
     groups = _shape(scale.meta["val"]) if isinstance(scale, fx.Node) else groups
     placement = place(spec, style, shape, groups)
-    return TracedSite(join(_path(node), str(name)), spec, placement.opset(constant=False))
+    return TracedSite(join(scope_of(node), str(name)), spec, placement.opset(constant=False))
 
 
 def depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -381,7 +424,8 @@ def _shape(value: torch.Tensor) -> list[Dimension]:
     return [n if isinstance(n, int) else str(n) for n in value.shape]
 
 
-def _path(node: fx.Node) -> str:
+def scope_of(node: fx.Node) -> str:
+    """The path of the module that made a node, "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     return [path for path, _ in stack.values()][-1] if stack else ""
 
@@ -479,7 +523,7 @@ def _translations() -> dict[Any, Any]:
     def chosen_scale(x: Any, spec: str) -> Any:
         return scale_operator(x, spec=spec)
 
-    return {_TARGET: quantizer, _SCALE_TARGET: chosen_scale, loops.TARGET: loops.translation()}
+    return {TARGET: quantizer, SCALE_TARGET: chosen_scale, loops.TARGET: loops.translation()}
 
 
 @contextmanager

@@ -10,7 +10,8 @@ alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 a
 
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4); llama.cpp (GGUF);
-vLLM 0.32 (W8A8_DYNAMIC); compressed-tensors 0.20 (W8A8_TRANSFORMERS); BitNet b1.58, arXiv 2402.17764.
+vLLM 0.32 (W8A8_DYNAMIC); compressed-tensors 0.20 (W8A8_TRANSFORMERS); ExecuTorch 1.5
+(W4A8_EXECUTORCH); BitNet b1.58, arXiv 2402.17764.
 """
 
 from __future__ import annotations
@@ -170,6 +171,18 @@ W8A8_TRANSFORMERS = _preset(
     "W8A8_TRANSFORMERS", weight="int8 per_channel(0)", input="int8 per_token scale=float32:half_range", dynamic=True
 )
 """W8A8 as transformers computes the same files by compressed-tensors: scale amax / 127.5 of every token."""
+
+W4A8_EXECUTORCH = Config(
+    "W4A8_EXECUTORCH",
+    (
+        Rule(
+            layers=("Linear",),
+            input=TensorConfig("int8 per_token asymmetric reciprocal", dynamic=True),
+            weight=TensorConfig("int4 per_block(-1:32) scale=bfloat16"),
+        ),
+    ),
+)
+"""W4A8 of linear layers as XNNPACK has it (8da4w): groups of 32 under bfloat16 scales, ranges of every token anew."""
 
 NVFP4_FOUR_OVER_SIX = _four_bits("NVFP4_FOUR_OVER_SIX", _NVFP4.replace("@", ":four_over_six@"))
 """W4 in NVFP4 with 4 or 6 for the largest value of a block: activations stay in float, embeddings have 8 bits."""

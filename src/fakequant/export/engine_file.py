@@ -1,0 +1,121 @@
+"""A file for an engine, made from the graph of `export_pt2e`: what is in it, and how far its results are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from fakequant.data.again import state_before
+from fakequant.errors import ExportError
+from fakequant.export.verification.verdict import OutputRow
+from fakequant.model.weights import evaluating
+from fakequant.restore import restore_after
+from fakequant.text import listed
+
+LEAST = 20.0
+"""Decibels below which a file computes something else: wrong graphs gave 2 to 9, right ones 45 and more."""
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """What `export_executorch`, `export_litert` and `export_coreml` wrote; prints as a sentence.
+
+    Attributes:
+        path: the file, or the folder of a package.
+        engine: the program that ran the file, or read it, with its version.
+        bytes: the size.
+        left: operators that the engine's integer kernels do not compute, by name with their count.
+        outputs: how far each result for the example is from the simulation's; none where nothing runs here.
+        notes: what was compared otherwise, one sentence each.
+    """
+
+    path: Path
+    engine: str
+    bytes: int
+    left: dict[str, int] = field(default_factory=dict)
+    outputs: list[OutputRow] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict for JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.bytes:,} bytes, {self.engine}"]
+        lines += [f"run on the example: {row}" for row in self.outputs]
+        if self.left:
+            lines.append(f"outside of its integer kernels: {counted(self.left)}")
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+
+def counted(names: dict[str, int]) -> str:
+    """Names with their counts.
+
+    >>> counted({"aten.mm": 2, "aten.exp": 1})
+    'aten.mm (2), aten.exp'
+    """
+    return listed([f"{name} ({count})" if count > 1 else name for name, count in names.items()], 8)
+
+
+@contextmanager
+def as_simulated(model: nn.Module) -> Iterator[None]:
+    """A context for a run of a model that leaves it as it was."""
+    with restore_after(state_before(model)), evaluating(model), torch.no_grad():
+        yield
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among values, in the order of torch.export."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def simulated(model: nn.Module, program: ExportedProgram) -> list[Tensor]:
+    """The results of a model for the example of its graph."""
+    args, kwargs = program.example_inputs or ((), {})
+    with as_simulated(model):
+        return [x.detach().clone().cpu() for x in tensors_in(model(*args, **kwargs))]
+
+
+def steps_of(program: ExportedProgram) -> list[float | None]:
+    """The step of the quantizer of each result; None where a result is not quantized per tensor."""
+    outputs = next(node for node in program.graph.nodes if node.op == "output")
+    steps = []
+    for node in pytree.tree_leaves(outputs.args[0]):
+        is_one = "dequantize_per_tensor" in str(getattr(node, "target", ""))
+        steps.append(float(node.args[1]) if is_one else None)
+    return steps
+
+
+def compared(
+    file: EngineFile, expected: Sequence[Tensor], results: Sequence[Any], steps: Sequence[float | None]
+) -> EngineFile:
+    """A description of a file with the distance of its results from the simulation's.
+
+    Raises:
+        ExportError: other results than the model has, or values that are no rounding of the simulation's.
+    """
+    found = [torch.as_tensor(x).detach().cpu() for x in results]
+    if [x.shape for x in found] != [x.shape for x in expected]:
+        raise ExportError(
+            f"{file.engine} returns results of the shapes {[list(x.shape) for x in found]}, and the model those of "
+            f"{[list(x.shape) for x in expected]}; let forward return tensors that depend on its arguments"
+        )
+    rows = [OutputRow(f"output {place}", step=step) for place, step in enumerate(steps)]
+    for row, ours, theirs in zip(rows, expected, found, strict=True):
+        row.add(theirs, ours)
+        if not row.sqnr >= LEAST:
+            raise ExportError(
+                f"{file.engine} computes something else than the model, so nothing was written: {row}. Prepare with "
+                "target='executorch'; if this stays, leave out layers to find the one that is computed otherwise"
+            )
+    return replace(file, outputs=rows)

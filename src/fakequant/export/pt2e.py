@@ -1,0 +1,406 @@
+"""Export a model with quantizers as a graph of torch with the operators of `quantized_decomposed`.
+
+ExecuTorch, LiteRT, Core ML and torch's own compiler read such graphs ("PT2E"). Sources: torch,
+`torch/ao/quantization/fx/_decomposed.py`; torchao, `choose_qparams_affine` for ranges of every token.
+
+* An activation is quantize_per_tensor and dequantize_per_tensor, or both per channel: clamp(rint(x * (1 / s)) + z) and
+  (q - z) * s in float32, `Arithmetic.RECIPROCAL`.
+* A weight is a constant of integers and a dequantize per tensor, per channel or per group of inputs.
+* Codes of unsigned formats are stored as signed ones, with a zero point that is less by as much: engines take int8.
+* Equal quantizers of one tensor share one quantize. ExecuTorch 1.5's XNNPACK computes other numbers where one tensor
+  has two: it leaves the convolution behind one of them to another kernel, without that quantizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+
+from fakequant.data.arguments import check_model, refuse_stored
+from fakequant.data.batches import Inputs, select_inputs
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ExportError, warn_user
+from fakequant.export.capability import ScaleLayout, block_sizes, check_scale, layout
+from fakequant.export.exporter import active_quantizers, checked_arguments, fixed_codes, ready_to_trace
+from fakequant.export.packages import require
+from fakequant.export.trace import TARGET, depending, known_values, quantizing_nodes, scope_of, trace
+from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.weights import raise_scales, warn_raised, warn_stale_scales
+from fakequant.nn.paths import join
+from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.granularity import PerToken
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.scales import ScaleRounding
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+from fakequant.ops import library
+from fakequant.restore import forwards_of, restore_after
+from fakequant.text import listed, module_name
+
+_CALL = "export_pt2e(model, example)"
+_NO_LOOPS = "these graphs have no loops; its quantizers inside need another engine, such as ONNX Runtime by export_onnx"
+_TOKENS = QuantSpec("int8", PerToken(), symmetric=False)
+"""What torchao's operators compute for every token, in the arithmetic RECIPROCAL."""
+
+
+@accepts_wrapped_model
+def export_pt2e(
+    model: nn.Module, example: Any, *, inputs: Inputs | None = None, dynamic_shapes: Any = None
+) -> ExportedProgram:
+    """A calibrated model as a graph of torch with the operators of `quantized_decomposed`, which mobile engines read.
+
+    In torch the graph computes the bits of the simulation, for every number except NaN. Weights are integers, and equal
+    quantizers of one tensor share one quantize. The model is exported in eval mode and not changed, except for scales
+    that an engine cannot use: they are raised, with a warning.
+
+    Args:
+        model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
+        example: an input, a tuple of inputs, or a dict of keyword arguments.
+        inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
+        dynamic_shapes: as for `torch.export.export`, for example ({0: Dim("batch")},).
+
+    Raises:
+        ExportError: quantizers that are not calibrated or that no such operator computes: all are named, before the
+            work; an example on which the model fails.
+        torch.export's errors: the model cannot be traced.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY")
+    >>> program = export_pt2e(model, torch.ones(1, 4))
+    >>> [node.name for node in program.graph.nodes if node.op == "call_function"]
+    ['dequantize_per_channel_default', 'linear']
+    """
+    return lowered(model, example if inputs is None else select_inputs(example, inputs), dynamic_shapes, call=_CALL)
+
+
+def lowered(
+    model: nn.Module,
+    example: Any,
+    dynamic_shapes: Any = None,
+    *,
+    call: str,
+    multiplies: bool = True,
+    float_weights: bool = False,
+) -> ExportedProgram:
+    """The graph of `export_pt2e`.
+
+    Args:
+        call: of the user, for messages.
+        multiplies: whether the reader of the graph multiplies by 1 / scale, as torch does; otherwise it divides.
+        float_weights: whether weights are constants of floats, with a quantize and a dequantize.
+    """
+    check_model(model, call.partition("(")[0], call, ExportError)
+    refuse_sharded(model, "export")
+    refuse_stored(model, "export")
+    warn_stale_scales(model)
+    warn_of_new_layers(model)
+    warn_raised(raise_scales(model))
+    active = active_quantizers(model)
+    _check(active)
+    arguments, codes = checked_arguments(model, example), fixed_codes(model)
+    with ready_to_trace(model, arguments, _NO_LOOPS), _by_token(active):
+        program = trace(model, *arguments, dynamic_shapes)
+    dividing = _Lowering(program, codes, float_weights).run()
+    if dividing and multiplies:
+        warn_user(
+            f"{len(dividing)} quantizers divide by their scale ({listed(dividing, 3)}), and the graph multiplies by "
+            "1 / scale: at a tie a code may be another by one. prepare(..., target='executorch'), or 'reciprocal' in a "
+            "specification as in 'int8 reciprocal', simulates what the graph computes"
+        )
+    return program
+
+
+def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
+    """Why no operator of `quantized_decomposed` computes a specification; None if one does.
+
+    >>> why_not(QuantSpec("int8"), constant=False)
+    >>> why_not(QuantSpec("float8_e4m3fn"), constant=True)
+    'the operators have integers, and float8_e4m3fn is none; prepare with integers such as int8, or use export_onnx'
+    """
+    fmt = spec.format
+    if not isinstance(fmt, IntegerFormat):
+        return f"the operators have integers, and {fmt} is none; prepare with integers such as int8, or use export_onnx"
+    if fmt.bits > 16 or (fmt.low < 0) != fmt.signed:
+        return f"the operators have integers of at most 16 bits, and {fmt} is none of them"
+    if spec.arithmetic not in (Arithmetic.DIVIDE, Arithmetic.RECIPROCAL):
+        return f"the operators encode and decode by one scale, which {spec.arithmetic} does not; use RECIPROCAL"
+    if spec.offset is not None or spec.scale.rounding is ScaleRounding.SIGNED:
+        return "the operators have positive scales and integer zero points; leave offsets and 'signed' to GGUF"
+    if spec.rounding is Rounding.STOCHASTIC and not constant:
+        return (
+            "stochastic rounding draws other codes in every run; set "
+            "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)"
+        )
+    return None
+
+
+def _check(active: Mapping[str, Quantizer]) -> None:
+    """Raise an ExportError that names all quantizers that the graph cannot have."""
+    refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one)) is not None]
+    if refused:
+        raise ExportError("cannot be expressed in quantized_decomposed:\n" + "\n".join(refused))
+
+
+def _reason(quantizer: Quantizer) -> str | None:
+    spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
+    if quantizer.mode is Mode.OBSERVE:
+        return "is observing; finish the calibration"
+    if quantizer.by_value is not None:
+        return f"has ranges by {quantizer.by_value.name}, and the graph has constants; calibrate without by="
+    if (reason := why_not(spec, constant=is_weight)) is not None:
+        return f"{spec}: {reason}"
+    if quantizer.dynamic and not is_weight and not _is_by_token(spec):
+        return (
+            f"{spec} takes its range from every tensor, and engines do so for 'int8 per_token asymmetric' alone; "
+            "use W4A8_EXECUTORCH for language models, or a static range such as INT8 and calibrate"
+        )
+    if quantizer.scale is not None and not quantizer.dynamic:
+        try:
+            check_scale(quantizer.scale, spec)
+        except ExportError as error:
+            return str(error)
+    return None
+
+
+def _is_by_token(spec: QuantSpec) -> bool:
+    return spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS
+
+
+@contextmanager
+def _by_token(active: Mapping[str, Quantizer]) -> Iterator[None]:
+    """A context in which quantizers that take the range of every token call torchao's operators."""
+    found = [one for one in active.values() if one.dynamic and one.kind is Kind.INPUT]
+    if not found:
+        yield
+        return
+    require("torchao", reader="A graph with ranges of every token", install="'torchao>=0.18,<0.19'")
+    import_module("torchao.quantization.quant_primitives")  # registers the operators
+    with restore_after(forwards_of(found)):
+        for one in found:
+            vars(one)["forward"] = _quantize_tokens
+        yield
+
+
+def _quantize_tokens(x: Tensor) -> Tensor:
+    ops: Any = torch.ops.torchao
+    block = [1] * (x.dim() - 1) + [x.shape[-1]]
+    scale, point = ops.choose_qparams_affine(x, "ASYMMETRIC", block, torch.int8, -128, 127, None, None, torch.int8)
+    codes = ops.quantize_affine(x, block, scale, point, torch.int8, -128, 127)
+    return ops.dequantize_affine(codes, block, scale, point, torch.int8, -128, 127, output_dtype=x.dtype)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The parameters of operators: scales and zero points in their order, the limits and the dtype of codes."""
+
+    where: ScaleLayout
+    scale: Tensor
+    zero_point: Tensor
+    low: int
+    high: int
+    dtype: torch.dtype
+    shift: int
+
+    @property
+    def limits(self) -> tuple[int, int, torch.dtype]:
+        return self.low, self.high, self.dtype
+
+
+def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
+    """The parameters for a tensor; an ExportError where scales lie otherwise than the operators have them."""
+    fmt = spec.format
+    assert isinstance(fmt, IntegerFormat), "checked"
+    where = layout(shape, tuple(params.scale.shape), block_sizes(spec.granularity, shape))
+    shift = 0 if fmt.signed else 1 << fmt.bits - 1
+    zero_point = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
+    scale, zero_point = (x.detach().cpu() for x in (params.scale.float(), zero_point.to(torch.int64) - shift))
+    if where.block_size:
+        if len(shape) != 2 or where.axis != 1 or shape[1] % where.block_size:
+            raise ExportError(
+                f"{spec}: the operators have groups of one row of a matrix [out, in], of equal length, and the tensor "
+                f"is {list(shape)}; use per_channel, or groups whose length divides {shape[-1]}"
+            )
+        times = [max(n, 1) for n in where.repeats] or [1] * len(shape)
+        for axis, count in enumerate(times):
+            scale, zero_point = (x.repeat_interleave(count, axis) for x in (scale, zero_point))
+        scale, zero_point = (x[: shape[0]] for x in (scale, zero_point))
+    else:
+        scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+    dtype = torch.int8 if fmt.bits <= 8 else torch.int16
+    return _Grid(where, scale.contiguous(), zero_point, fmt.low - shift, fmt.high - shift, dtype, shift)
+
+
+def _own(x: Tensor) -> Tensor:
+    copied = x.detach().clone()
+    return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
+
+
+class _Lowering:
+    """Replaces the quantizers of a traced graph, in place."""
+
+    def __init__(self, program: ExportedProgram, codes: Mapping[str, Tensor], float_weights: bool) -> None:
+        import_module("torch.ao.quantization.fx._decomposed")  # registers the operators
+        self._ops: Any = torch.ops.quantized_decomposed
+        self._program, self._codes, self._float_weights = program, codes, float_weights
+        self._quantized: dict[tuple[Any, ...], fx.Node] = {}
+
+    def run(self) -> list[str]:
+        """Lower all quantizers; returns the paths of those that divide.
+
+        Raises:
+            ExportError: the graph cannot have some; the message names them all.
+        """
+        program, refused, dividing = self._program, dict[str, str](), list[str]()
+        found = list(quantizing_nodes(program))
+        if not found and not any("torchao" in str(node.target) for node in program.graph.nodes):
+            raise ExportError(
+                "nothing in the model quantizes; prepare it first, or use torch.export.export for a float model"
+            )
+        nodes = [node for node, reason in found if not reason and node.target is TARGET]
+        inputs = set(program.graph_signature.user_inputs)
+        moving = depending(program.graph, lambda node: node.name in inputs)
+        x, scale, zero_point = (self._values(nodes, place, moving) for place in range(3))
+        for node, reason in found:
+            path = scope_of(node)
+            try:
+                if reason or node.target is not TARGET:
+                    raise ExportError(reason or f"is a recurrent layer; {_NO_LOOPS}")
+                spec = QuantSpec.parse(str(node.args[3]))
+                if reason := why_not(spec, constant=node in x):
+                    raise ExportError(f"{spec}: {reason}")
+                if node not in scale or (node.args[2] is not None and node not in zero_point):
+                    raise ExportError(
+                        f"{spec}: its scale depends on the input, and the graph has constants; use a static range"
+                    )
+                params = QParams(scale[node], zero_point.get(node))
+                check_scale(params.scale, spec)
+                y = self._weight(node, spec, params, x[node]) if node in x else self._activation(node, spec, params)
+                if node not in x and spec.arithmetic is Arithmetic.DIVIDE:
+                    dividing.append(path)
+                node.replace_all_uses_with(y)
+                program.graph_signature.replace_all_uses(node.name, y.name)
+                program.graph.erase_node(node)
+            except ExportError as error:
+                refused[path] = str(error)
+        if refused:
+            lines = "\n".join(f"{module_name(path)}: {reason}" for path, reason in refused.items())
+            raise ExportError(f"cannot be expressed in quantized_decomposed:\n{lines}")
+        program.graph.eliminate_dead_code(lambda node: node.is_impure())
+        self._drop_unused()
+        for held in (program.state_dict, program.constants):  # the model, which trains on, has these tensors, too
+            held.update({name: _own(x) for name, x in held.items() if isinstance(x, Tensor)})
+        program.graph_module.recompile()
+        program.graph.lint()
+        program.validate()
+        return dividing
+
+    def _values(self, nodes: list[fx.Node], place: int, moving: set[fx.Node]) -> dict[fx.Node, Tensor]:
+        """The arguments of nodes at a place that do not depend on an input of the model."""
+        sources = {node: node.args[place] for node in nodes}
+        readers = {node: own for node, own in sources.items() if isinstance(own, fx.Node) and own not in moving}
+        return {node: value.detach().clone() for node, value in known_values(self._program, readers)}
+
+    def _weight(self, node: fx.Node, spec: QuantSpec, params: QParams, weight: Tensor) -> fx.Node:
+        """The dequantized codes of a weight."""
+        path, grid = scope_of(node), _grid(spec, params, tuple(weight.shape))
+        codes = self._codes.get(path)
+        codes = library.encode(weight, params, spec) if codes is None else codes
+        if codes is None:
+            raise ExportError("the weight holds NaN, which has no integer; repair the weight")
+        stored = (codes.to(torch.int32).cpu() - grid.shift).to(grid.dtype)
+        with node.graph.inserting_before(node):
+            held = self._constant(path, "codes", stored, node)
+            if self._float_weights and not grid.where.block_size:
+                values = library.dequantize(codes, params, spec, torch.float32)
+                held = self._quantize(node, self._constant(path, "values", values, node), grid)
+            return self._dequantize(node, held, grid)
+
+    def _activation(self, node: fx.Node, spec: QuantSpec, params: QParams) -> fx.Node:
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        shape = x.meta["val"].shape
+        grid = _grid(spec, params, tuple(n if isinstance(n, int) else str(n) for n in shape))  # type: ignore[misc]
+        if grid.where.block_size:
+            raise ExportError(f"{spec}: the operators have no groups of activations; use per_tensor")
+        key = x, grid.limits, grid.where, *(own.numpy().tobytes() for own in (grid.scale, grid.zero_point))
+        with node.graph.inserting_before(node):
+            if key not in self._quantized:
+                self._quantized[key] = self._quantize(node, x, grid)
+            return self._dequantize(node, self._quantized[key], grid)
+
+    def _quantize(self, node: fx.Node, x: fx.Node, grid: _Grid) -> fx.Node:
+        if grid.where.axis is None:
+            values = float(grid.scale), int(grid.zero_point)
+            return self._call(node, self._ops.quantize_per_tensor.default, x, *values, *grid.limits)
+        values = self._parameters(node, grid)
+        return self._call(node, self._ops.quantize_per_channel.default, x, *values, grid.where.axis, *grid.limits)
+
+    def _dequantize(self, node: fx.Node, codes: fx.Node, grid: _Grid) -> fx.Node:
+        ops, where = self._ops, grid.where
+        if where.axis is None:
+            values = float(grid.scale), int(grid.zero_point)
+            y = self._call(node, ops.dequantize_per_tensor.default, codes, *values, *grid.limits)
+        elif where.block_size:
+            rest = *grid.limits, where.block_size, torch.float32
+            target = ops.dequantize_per_channel_group.default
+            y = self._call(node, target, codes, *self._parameters(node, grid), *rest)
+        else:
+            target = ops.dequantize_per_channel.default
+            y = self._call(node, target, codes, *self._parameters(node, grid), where.axis, *grid.limits)
+        dtype = node.meta["val"].dtype
+        return y if dtype is torch.float32 else self._call(node, torch.ops.aten.to.dtype, y, dtype)
+
+    def _parameters(self, node: fx.Node, grid: _Grid) -> tuple[fx.Node, fx.Node]:
+        path = scope_of(node)
+        return self._constant(path, "scales", grid.scale, node), self._constant(
+            path, "zero_points", grid.zero_point, node
+        )
+
+    def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A node in the place of a quantizer's."""
+        made = node.graph.call_function(target, args)
+        values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
+        with node.meta["val"].fake_mode:
+            made.meta = {**node.meta, "val": target(*values)}
+        return made
+
+    def _constant(self, path: str, name: str, value: Tensor, node: fx.Node) -> fx.Node:
+        """A new buffer of the program."""
+        program, target = self._program, join(path, name)
+        count = 0
+        while target in program.state_dict or target in program.constants:
+            count += 1
+            target = join(path, f"{name}_{count}")
+        first = next(one for one in program.graph.nodes if one.op == "placeholder")
+        with program.graph.inserting_before(first):  # the inputs come last
+            made = program.graph.placeholder(f"b_{target.replace('.', '_')}")
+        made.meta["val"] = node.meta["val"].fake_mode.from_tensor(value, static_shapes=True)
+        argument = TensorArgument(made.name)
+        program.graph_signature.input_specs.insert(0, InputSpec(InputKind.BUFFER, argument, target, persistent=True))
+        program.state_dict[target] = value
+        return made
+
+    def _drop_unused(self) -> None:
+        """Remove parameters and buffers that nothing reads: the weights in float."""
+        program, signature = self._program, self._program.graph_signature
+        kinds = OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION
+        written = {spec.target for spec in signature.output_specs if spec.kind in kinds}
+        nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        for spec in list(signature.input_specs):
+            is_own = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+            node = nodes[spec.arg.name] if is_own else None
+            if node is not None and not node.users and spec.target not in written:
+                program.graph.erase_node(node)
+                signature.input_specs.remove(spec)
+        used = {spec.target for spec in signature.input_specs}
+        for held in (program.state_dict, program.constants):
+            for name in [name for name in held if name not in used]:
+                del held[name]
