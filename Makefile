@@ -73,6 +73,8 @@ engines: setup
 	$(SUITE) tests/delivery/test_vllm.py
 	$(call beside,executorch,$(EXECUTORCH))
 	build/executorch/bin/python -m pytest -n 0 tests/export/test_executorch.py
+	$(call beside,mlx,$(MLX))
+	build/mlx/bin/python -m pytest -n 0 tests/delivery/formats/test_mlx.py
 
 # An environment for an engine: the packages of the first one, and those of the engine, which bring no other torch.
 define beside
@@ -81,6 +83,7 @@ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 	"$$(build/$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 build/$(1)/bin/pip install --quiet --no-deps $(2)
 endef
+MLX := mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
 EXECUTORCH := executorch==1.5.1 torchao==0.18.0 tabulate ruamel.yaml pytorch-tokenizers pandas pytz python-dateutil
 
 # llama.cpp's libraries `llama` and `ggml` from the sources of llama-cpp-python, 4 minutes of two cores.

@@ -20,9 +20,9 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{WEIGHTS}.index.json"
 _NOT_TAKEN = (
     *("quantization_config", "compression_config", "auto_map", "attn_implementation", "_attn_implementation"),
-    *("experts_implementation", "_experts_implementation"),
+    *("experts_implementation", "_experts_implementation", "quantization"),
 )
-"""Keys of a configuration that a model is built without: they name code, which may come from the network."""
+"""Keys of a configuration that a model is built without: of other files, or names of code, also in the network."""
 _COUNTED, _COUNTS, _EXPERTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 22, 1 << 14, 256
 """Keys that count something, the largest count that is taken, that of experts, and that of layers in any file."""
 _CODES, _BUFFERS = 8, 1 << 30

@@ -360,6 +360,7 @@ class LayeredWriter:
         model: that is delivered.
         parts: of it.
         stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
+        with_tables: whether tables and tied weights are codes, too, a tied one under its first name.
 
     Attributes:
         tensors: of the file.
@@ -377,10 +378,13 @@ class LayeredWriter:
         model: nn.Module,
         parts: Sequence[Part],
         stored: Callable[[Part, Sequence[int], torch.dtype], Mapping[str, Stored]],
+        *,
+        with_tables: bool = False,
     ) -> None:
         self.state, self._names = state, FileNames(model)
-        self.in_float = [part.weight for part in written_in_float(parts, state.shared)]
-        self.coded = {part.weight: part for part in parts if part.weight and part.weight not in self.in_float}
+        self.in_float = [] if with_tables else [part.weight for part in written_in_float(parts, state.shared)]
+        left = {"", *self.in_float, *state.shared}
+        self.coded = {part.weight: part for part in parts if part.weight not in left}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}
         self.under: dict[str, Tensor] = {}

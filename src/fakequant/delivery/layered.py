@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +193,8 @@ class LayeredFormat(DeliveryFormat):
     """A format that `config.json` names as the method of quantization; one is only read unless it says otherwise."""
 
     writes = False
+    with_tables: ClassVar[bool] = False
+    """Whether tables and tied weights are codes in these files; else floats with the values of their codes."""
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
@@ -210,7 +212,7 @@ class LayeredFormat(DeliveryFormat):
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         shared = shared_names(model)
-        in_float = written_in_float(parts, shared)
+        in_float = [] if self.with_tables else written_in_float(parts, shared)
         if in_float and len(in_float) == len(parts):
             reason = "tables and tied weights are in float in these files, and nothing quantized is left beside them"
             return dict.fromkeys((part.name for part in parts), reason)
@@ -261,10 +263,14 @@ class _LayeredReader:
         self.names = FileNames(model, self.tensors)
         self.own, self.found = model.state_dict(), dict[str, Callable[[], Tensor]]()
         self.layers: dict[str, LayerEntry] = {}
+        self.tied: dict[str, list[WeightSlot]] = {}
         self.weights: dict[str, Callable[[], WeightCodes]] = {}
 
     def state(self) -> QuantizedState:
         shared, slots = shared_names(self.model), weight_slots(self.model)
+        for tied, first in shared.items():
+            if tied in slots:
+                self.tied.setdefault(first, []).append(slots[tied])
         for name in float_names(self.model):
             pieces = self.names.split(name, torch.empty_like(self.own[name], device="meta"))
             if name in shared:
@@ -321,6 +327,9 @@ class _LayeredReader:
         config = config.for_each() if slot.operand.is_stack else config
         entry = self.layers.setdefault(slot.path, LayerEntry(slot.kind, {}))
         entry.quantizers[slot.attribute] = QuantizerEntry(config)
+        for other in self.tied.get(name, ()):
+            own = self.layers.setdefault(other.path, LayerEntry(other.kind, {})).quantizers
+            own[other.attribute] = QuantizerEntry(TensorConfig(first.spec).placed(other.operand.axes()))
         for role, attribute in (("input", slot.input), ("output", "_output_quantizer")):
             if (held := first.input if role == "input" else first.output) is not None and attribute:
                 entry.quantizers[attribute] = QuantizerEntry(held)
@@ -347,8 +356,8 @@ class _LayeredReader:
         point = joined(2, groups).reshape(groups) if all(len(one) == 3 for one in read.values()) else None
         if not bool(scale.isfinite().all()):
             raise CheckpointError(f"{self.folder.path}: of {name}, scales are not finite; the file is damaged")
-        reader = (join(slot.path, slot.attribute),)
-        return WeightCodes(codes, scale.reshape(groups), point, spec, tuple(like.shape), like.dtype, reader)
+        readers = tuple(join(one.path, one.attribute) for one in (slot, *self.tied.get(name, ())))
+        return WeightCodes(codes, scale.reshape(groups), point, spec, tuple(like.shape), like.dtype, readers)
 
     def _check_left(self) -> None:
         """Refuse tensors that the model has no place for, except those that the format or the model skips."""
@@ -384,12 +393,15 @@ class _LayeredReader:
 def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
     """Codes, scales and zero points with the largest scale in place of 0, and the code of 0 there; values stay."""
     spec, codes, scale = one.spec, one.codes(), one.scale().float().contiguous()
-    point, empty = None if one.zero_point is None else one.zero_point().to(torch.int32), scale == 0
+    kind, empty = torch.int32 if spec.offset is None else torch.float32, scale == 0
+    point = None if one.zero_point is None else one.zero_point().to(kind)
     if spec.scale.is_exact or not bool(empty.any()):
         return [codes, scale, *([] if point is None else [point])]
     peak = scale.max()
     filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)
-    zeros, _ = quantize(torch.zeros(codes.shape), spec, scale=filled.float(), zero_point=point)
+    zeros = torch.zeros_like(codes)  # which is the code of the offset alone
+    if spec.offset is None:
+        zeros, _ = quantize(torch.zeros(codes.shape), spec, scale=filled.float(), zero_point=point)
     sizes = [-(-whole // groups) for whole, groups in zip(codes.shape, scale.shape, strict=True)]
     wide = empty.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: codes.shape[0], : codes.shape[1]]
     chosen = torch.where(wide, zeros.view(torch.uint8), codes.view(torch.uint8))  # floats of 8 bits are not chosen from

@@ -6,11 +6,12 @@ that the next quantizer sees anyway.
 
 Presets of 4-bit weights with activations in float keep the tables of embeddings at 8 bits, one scale per row, and with
 them layers that share such a table: no sum evens out the errors of a row. The table of a sentence encoder, quantized
-alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 at 8 bits.
+alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 at 8 bits. Presets of MLX give tables the
+layout of other weights, as mlx-lm does.
 
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4); llama.cpp (GGUF);
-vLLM 0.32 (W8A8_DYNAMIC); compressed-tensors 0.20 (W8A8_TRANSFORMERS); ExecuTorch 1.5
+mlx-lm 0.32 (MLX); vLLM 0.32 (W8A8_DYNAMIC); compressed-tensors 0.20 (W8A8_TRANSFORMERS); ExecuTorch 1.5
 (W4A8_EXECUTORCH); BitNet b1.58, arXiv 2402.17764.
 """
 
@@ -235,6 +236,26 @@ GGUF_TQ2_0 = _gguf("TQ2_0", "int2_narrow per_block(-1:256,pad) scale=float16")
 """2.0625 bits: the values of TQ1_0."""
 GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
 """4.25 bits: FP4 in blocks of 32 under powers of two."""
+
+# Layouts of MLX for weights and embeddings alike, as mlx_lm.convert has them; activations in float. Scales and offsets
+# are numbers of bfloat16, which files of any dtype hold.
+
+
+def _mlx(name: str, weight: str) -> Config:
+    tables = Rule(layers=("Embedding",), weight=TensorConfig(weight), optional=True, tied=True)
+    return Config(f"MLX_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
+
+
+MLX_4BIT = _mlx("4BIT", "uint4 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
+"""4.5 bits: 4 in groups of 64 with an offset, mlx-lm's default."""
+MLX_6BIT = _mlx("6BIT", "uint6 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
+"""6.5 bits: 6 in groups of 64 with an offset."""
+MLX_8BIT = _mlx("8BIT", "uint8 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
+"""8.5 bits: 8 in groups of 64 with an offset."""
+MLX_MXFP4 = _mlx("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
+"""4.25 bits: FP4 in groups of 32 under powers of two."""
+MLX_NVFP4 = _mlx("NVFP4", "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn")
+"""4.5 bits: FP4 in groups of 16 under E4M3 scales, without a scale of the tensor."""
 
 
 LLAMA_CPP_INPUTS = {

@@ -843,7 +843,8 @@ class Quantizer(QuantizerPart):
             place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
             raise ConfigError(f"the codes of {self.name or self} cannot be fixed, because its weight is {place}")
         self._check_codes(codes, codes if weight is None else weight)
-        check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=self.spec.scale.is_exact, traced=False)
+        exact, signed = self.spec.scale.is_exact, self.spec.has_signed_scales
+        check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=exact, signed=signed, traced=False)
         with torch.no_grad():
             values = self._values(torch.float32 if weight is None else weight.dtype, codes)
             if not bool(values.isfinite().all()):

@@ -318,7 +318,7 @@ def checked_params(
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = fit("scale", as_tensor("scale", scale, x, dtype), x, spec)
-    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact, traced=traced)
+    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact, signed=spec.has_signed_scales, traced=traced)
     scale = on_device_of(x, scale)
     if zero_point is None:
         return QParams(scale)
@@ -330,13 +330,16 @@ def checked_params(
     return QParams(scale, on_device_of(x, zero_point))
 
 
-def check_scale(scale: Tensor, arithmetic: Arithmetic, *, exact: bool = False, traced: bool = True) -> None:
+def check_scale(
+    scale: Tensor, arithmetic: Arithmetic, *, exact: bool = False, signed: bool = False, traced: bool = True
+) -> None:
     """Check the values of a scale, float32 or float64, where they can be read: always if the call is not `traced`.
 
     Args:
         scale: any shape.
         arithmetic: of the specification.
         exact: whether its scales may be 0 or negative, see `ScaleSpec.is_exact`.
+        signed: whether its scales may be negative, see `QuantSpec.has_signed_scales`.
         traced: see `is_readable_without_sync`.
 
     Raises:
@@ -347,7 +350,7 @@ def check_scale(scale: Tensor, arithmetic: Arithmetic, *, exact: bool = False, t
         check_values("scale", scale, _FINITE, traced=traced)
         return
     bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
-    check_values("scale", scale, bounds, positive=True, traced=traced)
+    check_values("scale", scale.abs() if signed else scale, bounds, positive=True, traced=traced)
 
 
 def _check_has_values(name: str, value: Tensor, x: Tensor) -> None:

@@ -196,6 +196,11 @@ class QuantSpec:
         return self.offset is None and self.scale == ScaleSpec()
 
     @property
+    def has_signed_scales(self) -> bool:
+        """Whether scales in float32 may be negative: under offsets of either sign, as in MLX's files."""
+        return self.offset is not None and self.offset.needs_values
+
+    @property
     def needs_values(self) -> bool:
         """Whether parameters follow from the values of a group, and not from their range with 0 alone."""
         return any(own is not None and own.needs_values for own in (self.scale, self.offset))

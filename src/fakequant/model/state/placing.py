@@ -411,7 +411,7 @@ def _check_quantizer(entry: QuantizerEntry, held: dict[str, Tensor], weight: obj
             raise QParamsError("it has a zero point, but no scale")
         return
     _check_dtype("scale", scale, wide)
-    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact)
+    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact, signed=spec.has_signed_scales)
     if zero_point is not None:
         if zero_point.shape != scale.shape:
             raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
