@@ -21,7 +21,7 @@ from torch import nn
 
 import fakequant as fq
 
-PRESETS = ("w8a8_dynamic", "fp8_block", "nvfp4_weight_only", "mxfp4_weight_only", "int4_group128")
+PRESETS = ("w8a8_dynamic", "fp8_block", "nvfp4_weight_only", "nvfp4_four_over_six", "int4_group128")
 _WIDE, _LAYERS = 8192, 16
 
 

@@ -19,13 +19,18 @@ from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import compilers, reference
+from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
-from fakequant.numerics.spec import QuantSpec
+from fakequant.numerics.spec import QuantSpec, Rounding
 
 from .backend import CODES, RELU, VALUES, Backend, CallKind, KernelPlan, Kernels, ParameterKind
 from .cpu.backend import CpuBackend
 from .triton.backend import TritonBackend
 
+_PART = 1 << 19
+"""Elements of a part of a large tensor that is encoded by the reference."""
+_DIVIDED = {PerTensor, PerChannel, PerToken, PerBlock}
+"""Granularities whose groups of a part of a tensor are those of the whole."""
 log = logging.getLogger("fakequant.backend")
 if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
     logging.basicConfig()
@@ -44,10 +49,41 @@ class ReferenceKernels(Kernels):
         return reference.grad_input(dy, torch.empty_like(dy, dtype=torch.bool).copy_(unpack_bits(mask, dy.shape)))
 
     def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
-        return reference.quantize(x, params, self.spec), x.isnan().any()
+        return encode_in_parts(x, params, self.spec), x.isnan().any()
 
     def decode(self, codes: Tensor, params: QParams) -> Tensor:
         return reference.dequantize(codes, params, self.spec, self.kind.dtype)
+
+
+def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """`reference.quantize`, of a large tensor on a CPU in parts along its first axis: all steps find them in the cache.
+
+    The whole takes 30 bytes more for an element, and 5 times as long.
+    """
+    axis = next((axis for axis, size in enumerate(x.shape) if size > 1), None)
+    is_divided = type(spec.granularity) in _DIVIDED and spec.rounding is not Rounding.STOCHASTIC
+    if axis is None or x.numel() <= _PART or not x.is_cpu or not is_divided:
+        return reference.quantize(x, params, spec)
+    groups, high = spec.granularity.group_shape(x.shape), spec.granularity.block_shape(x.shape)[axis]
+    is_shared = groups[axis] == 1
+    if params.scale.shape != groups or (is_shared and isinstance(spec.granularity, PerBlock) and high > 1):
+        return reference.quantize(x, params, spec)
+    high = 1 if is_shared else high
+    count = x.shape[axis]
+    step = max(1, _PART // (x.numel() // count) // high) * high
+    found: Tensor | None = None
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        scale, point = (
+            one if one is None or is_shared else one.narrow(axis, start // high, -(-size // high))
+            for one in (params.scale, params.zero_point)
+        )
+        assert scale is not None, "parameters have a scale"
+        part = encode_in_parts(x.narrow(axis, start, size), QParams(scale, point), spec)
+        found = torch.empty(x.shape, dtype=part.dtype) if found is None else found
+        found.narrow(axis, start, size).copy_(part)
+    assert found is not None, "an axis has elements"
+    return found
 
 
 class ReferenceBackend(Backend):

@@ -1,0 +1,47 @@
+"""Codes that the reference gives a large tensor part by part are those that it gives the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.numerics import reference
+from fakequant.ops import dispatch, library
+
+SPECS = [
+    "float8_e4m3fn",
+    "float8_e5m2 per_channel(0)",
+    "float8_e4m3fn per_channel(1)",
+    "float8_e4m3fn per_token",
+    "float8_e4m3fn per_block(0:24,-1:40,pad)",
+    "float6_e2m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor",
+    "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
+    "float4_e2m1fn per_block(0:300)",
+    "nf4 per_block(-1:64,pad)",
+    "float8_e4m3fn per_block(-2:16,pad)",
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(300, 90), (1, 300, 90), (3, 100, 90), (27000,), (1, 1)])
+@pytest.mark.parametrize("text", SPECS)
+def test_parts_give_the_codes_of_the_whole(
+    text: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, x = fq.QuantSpec.parse(text), torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        params = fq.choose_qparams(x, spec)
+    except fq.FakeQuantError:
+        pytest.skip("the granularity does not fit the shape")
+    seen, whole = list[int](), reference.quantize
+    expected = whole(x, library._fitted(params, x, spec), spec)
+    monkeypatch.setattr(dispatch, "_PART", 1 << 10)
+    monkeypatch.setattr(reference, "quantize", lambda x, *more: seen.append(x.numel()) or whole(x, *more))  # type: ignore
+    found = library.encode(x, params, spec)
+    assert found is not None
+    assert found.dtype is expected.dtype
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    is_one_block = "0:24" in text and shape[0] == 3
+    if text in SPECS[:5] and seen and not is_one_block:
+        assert max(seen) <= max(1 << 10, 24 * 90)
