@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.errors import ExportError, OutputError
 from fakequant.export import executorch as module
 from fakequant.export import pt2e
-from tests.support.mobile import ASYMMETRIC, Block, Cnn, calibrated
+from tests.support.mobile import ASYMMETRIC, Block, Cnn, FlatFork, Pooled, PooledFork, calibrated
 
 W8A8 = ["INT8_AFFINE", "INT8"]
 
@@ -49,8 +49,12 @@ def test_portable_kernels_compute_the_codes_of_the_simulation(preset: str, tmp_p
 @pytest.mark.parametrize("preset", W8A8)
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(Cnn, (4, 3, 16, 16)), (lambda: nn.Sequential(Block(), Block()), (2, 8, 12, 12))],
-    ids=["cnn", "blocks"],
+    [
+        (Cnn, (4, 3, 16, 16)),
+        (lambda: nn.Sequential(Block(), Block()), (2, 8, 12, 12)),
+        *((one, (2, 3, 16, 16)) for one in (Pooled, PooledFork, FlatFork)),
+    ],
+    ids=["cnn", "blocks", "pooled", "pooled fork", "flat fork"],
 )
 def test_xnnpack_computes_all_and_is_one_step_away(make: Any, shape: Any, preset: str, tmp_path: Path) -> None:
     net, x = seeded(make, *shape)
@@ -58,7 +62,7 @@ def test_xnnpack_computes_all_and_is_one_step_away(make: Any, shape: Any, preset
     assert file.left == {}
     assert file.outputs[0].steps is not None
     assert file.outputs[0].steps <= 1.001
-    assert file.outputs[0].share <= 0.01
+    assert file.outputs[0].share <= 0.02
 
 
 class Fork(nn.Module):

@@ -16,7 +16,7 @@ from fakequant.errors import ExportError
 from fakequant.export.pt2e import lowered
 from fakequant.nn import quantizers
 from tests.support.bits import assert_same_bits
-from tests.support.mobile import ASYMMETRIC, EXACT, MODELS, calibrated, rules_of
+from tests.support.mobile import ASYMMETRIC, EXACT, MODELS, FlatFork, Pooled, PooledFork, calibrated, rules_of
 
 
 def assert_exported(model: nn.Module, *args: Tensor) -> ExportedProgram:
@@ -116,6 +116,19 @@ def test_other_quantizers_of_one_tensor_stay_apart() -> None:
     model = fq.prepare(Two().eval(), config)
     fq.calibrate(model, [x], progress=False)
     assert operators(assert_exported(model, x))["quantize_per_tensor"] == 2
+
+
+@pytest.mark.parametrize("make", [Pooled, PooledFork, FlatFork])
+@pytest.mark.parametrize("config", [ASYMMETRIC, EXACT["symmetric"], EXACT["sixteen"]], ids=str)
+def test_what_is_pooled_or_reshaped_is_quantized_before_it(make: Any, config: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = fq.prepare(make().eval(), config, x, target="xnnpack")
+    fq.calibrate(model, [x], progress=False)
+    program = assert_exported(model.eval(), x)
+    readers = {node: [str(one.target) for one in node.users] for node in program.graph.nodes}
+    relu = next(node for node in program.graph.nodes if node.name == "relu")
+    assert readers[relu] == ["quantized_decomposed.quantize_per_tensor.default"]
 
 
 SCALES = [0.1, 1 / 3, 0.0117, 1.0, 2.0**-20, 7e-3]

@@ -37,6 +37,33 @@ class Cnn(nn.Module):
         return self.head(self.pool(self.blocks(torch.relu(self.stem(x)))).flatten(1))
 
 
+class Pooled(nn.Module):
+    """A convolution, max pooling, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.pool, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.pool(torch.relu(self.a(x))))
+
+
+class PooledFork(Pooled):
+    """One pooled tensor that a convolution and a sum read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(torch.relu(self.a(x)))
+        return torch.relu(self.b(y) + y)
+
+
+class FlatFork(Pooled):
+    """One tensor that a convolution reads, and, in another shape, a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x))
+        return torch.relu(self.b(y).flatten(1) + y.flatten(1))
+
+
 class Attention(nn.Module):
     """Three projections that read one tensor, attention, and a projection."""
 

@@ -7,6 +7,8 @@ ExecuTorch, LiteRT, Core ML and torch's own compiler read such graphs ("PT2E"). 
   (q - z) * s in float32, `Arithmetic.RECIPROCAL`.
 * A weight is a constant of integers and a dequantize per tensor, per channel or per group of inputs.
 * Codes of unsigned formats are stored as signed ones, with a zero point that is less by as much: engines take int8.
+* A product whose result is pooled or reshaped before it is quantized is quantized before that, too: XNNPACK and LiteRT
+  compute a product on integers where its result is quantized.
 * Equal quantizers of one tensor share one quantize. ExecuTorch 1.5's XNNPACK computes other numbers where one tensor
   has two: it leaves the convolution behind one of them to another kernel, without that quantizer.
 """
@@ -32,6 +34,7 @@ from fakequant.export.capability import ScaleLayout, block_sizes, check_scale, l
 from fakequant.export.exporter import active_quantizers, checked_arguments, fixed_codes, ready_to_trace
 from fakequant.export.packages import require
 from fakequant.export.trace import TARGET, depending, known_values, quantizing_nodes, scope_of, trace
+from fakequant.model.sites.targets import moves
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import raise_scales, warn_raised, warn_stale_scales
 from fakequant.nn.paths import join
@@ -238,6 +241,11 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
     return _Grid(where, scale.contiguous(), zero_point, fmt.low - shift, fmt.high - shift, dtype, shift)
 
 
+def _name_of(node: fx.Node) -> str:
+    """The name of a function of torch that a node calls, "" for others."""
+    return str(getattr(getattr(node.target, "_schema", None), "name", "")).removeprefix("aten::")
+
+
 def _own(x: Tensor) -> Tensor:
     copied = x.detach().clone()
     return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
@@ -293,6 +301,7 @@ class _Lowering:
         if refused:
             lines = "\n".join(f"{module_name(path)}: {reason}" for path, reason in refused.items())
             raise ExportError(f"cannot be expressed in quantized_decomposed:\n{lines}")
+        self._quantize_before_moves()
         program.graph.eliminate_dead_code(lambda node: node.is_impure())
         self._drop_unused()
         for held in (program.state_dict, program.constants):  # the model, which trains on, has these tensors, too
@@ -307,6 +316,30 @@ class _Lowering:
         sources = {node: node.args[place] for node in nodes}
         readers = {node: own for node, own in sources.items() if isinstance(own, fx.Node) and own not in moving}
         return {node: value.detach().clone() for node, value in known_values(self._program, readers)}
+
+    def _quantize_before_moves(self) -> None:
+        """Quantize what a function moves or picks values of before it, too, where only one quantize reads the result.
+
+        Quantizing twice, or picking before it, gives the same values.
+        """
+        target, moving = self._ops.quantize_per_tensor.default, moves()
+        for node in reversed(list(self._program.graph.nodes)):
+            quantize, moved = node, node.args[0] if node.target is target else None
+            while isinstance(moved, fx.Node) and _name_of(moved) in moving and set(moved.users) == {quantize}:
+                (x, *others), parameters = moved.all_input_nodes, quantize.args[1:]
+                dtypes = {one.meta["val"].dtype for one in (x, moved)}
+                if others or x.op != "call_function" or dtypes != {torch.float32}:
+                    break
+                equal = [one for one in x.users if one.target is target and one.args[1:] == parameters]
+                with x.graph.inserting_after(x):
+                    first = self._call(x, target, x, *parameters)
+                with x.graph.inserting_after(first):
+                    values = self._call(x, self._ops.dequantize_per_tensor.default, first, *parameters)
+                moved.replace_input_with(x, values)
+                for one in equal:
+                    one.replace_all_uses_with(first)
+                    x.graph.erase_node(one)
+                quantize, moved = first, x
 
     def _weight(self, node: fx.Node, spec: QuantSpec, params: QParams, weight: Tensor) -> fx.Node:
         """The dequantized codes of a weight."""
