@@ -218,7 +218,7 @@ def generation(folder: Path, *models: nn.Module) -> int | None:
     return number
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "mlx"])
 @pytest.mark.parametrize("place", ["itself", "link", "relative", "cache", "below a link"])
 def test_the_folder_of_the_float_model_is_not_written(
     place: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,7 +126,7 @@ def test_ranges_that_no_data_has_set(preset: str, format: str, tmp_path: Path) -
     assert text.endswith(expected)
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "mlx"])
 @pytest.mark.parametrize("preset", ["INT4_GROUP32", "INT8_WEIGHT_ONLY", "INT8"])
 def test_models_in_float64(preset: str, format: str, tmp_path: Path) -> None:
     model = fq.prepare(net().double(), preset)

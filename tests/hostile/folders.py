@@ -115,12 +115,14 @@ def improved(path: Path) -> object:
 
 _FP8 = "float8_e4m3fn per_channel(0)"
 _MX = "per_block(-1:32) scale=float8_e8m0fnu:floor"
+_MLX = "uint4 per_block(-1:32) scale=bfloat16 offset=bfloat16"
 _SKIP = ["lm_head", "*embed_tokens"]
 KINDS: dict[str, tuple[Make, Read]] = {
     **{one: plain(one) for one in ("int4_group32", "int8", "int8_weight_only", "w8a8_dynamic", "fp8")},
     **{one: plain(one) for one in ("nvfp4_weight_only", "int2 per_block(-1:32)", "uint3 per_channel(0)", _FP8)},
     **{one: plain(one) for one in (f"float4_e2m1fn {_MX}", f"float6_e2m3fn {_MX}", f"float8_e4m3fn {_MX}")},
     **{f"torchao {one}": plain(one, "torchao") for one in ("int4_group32", "int8_weight_only", _FP8)},
+    **{f"mlx {one}": plain(one, "mlx") for one in (_MLX, "mlx_nvfp4", "int4_group32")},
     "torchao nvfp4": plain("nvfp4_weight_only", "torchao"),
     "shards": plain("int4_group32", max_shard_size=1500),
     "torchao shards": plain("int8_weight_only", "torchao", max_shard_size=1500),
