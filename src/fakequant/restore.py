@@ -47,11 +47,13 @@ def restore_on_error(restore: Restore) -> Iterator[None]:
 
 def attributes_of(objects: Iterable[object], *names: str) -> Restore:
     """Return a function that resets attributes of objects to their present values."""
-    saved = [(thing, name, getattr(thing, name)) for thing in objects for name in names]
+    saved = [(thing, name, getattr(thing, name), name in vars(thing)) for thing in objects for name in names]
 
     def restore() -> None:
-        for thing, name, value in saved:
+        for thing, name, value, is_own in saved:
             setattr(thing, name, value)
+            if not is_own:  # its class has it
+                vars(thing).pop(name, None)
 
     return restore
 

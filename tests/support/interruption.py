@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dis
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +37,37 @@ class InterruptedForward:
         return model(batch)
 
 
+@lru_cache
+def _ends_of_blocks(code: CodeType) -> frozenset[int]:
+    """Where a `with` statement is left without an error, in front of `__exit__`, and where `try` does nothing."""
+    steps = list(dis.get_instructions(code))
+    return frozenset(
+        one.offset
+        for one, two in pairwise(steps)
+        if one.opname == "NOP"
+        or (
+            (one.opname == "LOAD_CONST" and one.argval is None)
+            and (two.opname == "DUP_TOP" or (two.opname == "LOAD_CONST" and two.argval is None))
+        )
+    )
+
+
+def _restores(frame: FrameType | None) -> bool:
+    """Whether a frame of the package, or what called it, restores or ends a `with` statement."""
+    while frame is not None:
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(PACKAGE)
+        if is_ours and (code.co_name in ("restore", "__exit__") or code.co_filename.endswith("restore.py")):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Lines:
-    """The lines of the package that ran, each as (file and line, how often it had run); at most one raises."""
+    """The lines of the package that ran, each as (file and line, how often it had run); at most one raises.
+
+    The ends of `with` statements and the word `try` do not count: no statement of the package restores from there.
+    """
 
     def __init__(self, stop: int | None = None) -> None:
         self.stop = stop
@@ -43,11 +76,10 @@ class Lines:
         self.raised_at: tuple[str, int] | None = None
 
     def _call(self, frame: Any, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        return self._line if file.startswith(PACKAGE) and not file.endswith("restore.py") else None
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) and not _restores(frame) else None
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
+        if event == "line" and frame.f_lasti not in _ends_of_blocks(frame.f_code):
             place = (frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno)
             if self.stop is None:
                 self.passed.append(place)
@@ -178,5 +210,5 @@ def _left(case: Case, model: nn.Module, before: dict[str, Any], wanted: dict[str
 
 def _is_learned(line: str) -> bool:
     """Whether a difference is that a range began to be learned, or that a layer in eval mode saw a trained weight."""
-    parts = "_quantizer.lsq", "_method", "_modules/lsq", "_buffers/scale", "/fitted_to", "/seen"
+    parts = "_quantizer.lsq", "_method", "_modules/lsq", "_buffers/scale", "/fitted_to", "/last_weight"
     return any(part in line for part in parts)

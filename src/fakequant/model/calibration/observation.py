@@ -35,6 +35,7 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, copies_called, quantiz
 from fakequant.nn.sites.sites import Site
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.qparams import Range
+from fakequant.restore import restore_after
 from fakequant.text import listed, module_name
 
 UNSEEN = ("error", "float", "siblings")
@@ -276,16 +277,13 @@ class Vanishing:
     @contextmanager
     def seeing(self) -> Iterator[None]:
         """A context in which calls are seen."""
-        handles = [
-            site.watch(lambda values, *_, p=path, s=site: self._see_site(p, s, values))
-            for path, site in self._sites.items()
-        ]
-        handles += [own.register_forward_pre_hook(self._hook(name, own, axis)) for name, own, axis in self._layers]
-        try:
+        handles: list[Any] = []
+        with restore_after(lambda: [handle.remove() for handle in handles]):
+            for path, site in self._sites.items():
+                handles.append(site.watch(lambda values, *_, p=path, s=site: self._see_site(p, s, values)))
+            for name, own, axis in self._layers:
+                handles.append(own.register_forward_pre_hook(self._hook(name, own, axis)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _see_site(self, path: str, site: Any, values: Mapping[str, Tensor]) -> None:
         names = ("output",) if site.function in _JOINS else ()
