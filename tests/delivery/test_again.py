@@ -16,7 +16,7 @@ from tests.support.language_models import language_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 WRITTEN = {name: one for name, one in delivery_formats().items() if one.writes}
-HELD = {"compressed-tensors": "INT4_GROUP32", "gguf": "GGUF_Q4_K", "torchao": "INT8_WEIGHT_ONLY", "mlx": "MLX_4BIT"}
+HELD = {"compressed-tensors": "INT4_GROUP32", "gguf": "GGUF_Q4_K", "torchao": "INT8_WEIGHT_ONLY", "mlx": "MLX_MXFP4"}
 
 
 def net(format: DeliveryFormat, dtype: torch.dtype) -> nn.Module:

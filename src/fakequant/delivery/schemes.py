@@ -160,8 +160,8 @@ def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
     shared = spec.scale.granularity
     if getattr(spec.scale, "shared", None) is not None or spec.scale.format not in _DTYPES:
         return None
-    if shared is None:
-        return {"strategy": "group", "scale_dtype": _DTYPES[spec.scale.format]}
+    if shared is None:  # E4M3 scales alone are in no layout: NVFP4 has them under a scale of the tensor
+        return {"strategy": "group", "scale_dtype": _DTYPES[_POWERS]} if spec.scale.format == _POWERS else None
     if shared.group_shape(scales) != (*scales[:-2], 1, 1):
         return None
     return {"strategy": "tensor_group", "scale_dtype": _DTYPES[spec.scale.format]}

@@ -565,3 +565,10 @@ def prepared_rows(net: nn.Module, spec: str) -> nn.Module:
     model = fq.prepare(net, fq.Config("own", [fq.Rule("*", weight=spec)]))
     fq.calibrate(model)
     return model
+
+
+def test_e4m3_scales_without_one_of_the_tensor_are_refused(tmp_path: Path) -> None:
+    spec = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn"
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 64)), fq.Config("own", (fq.Rule("*", weight=spec),)))
+    with pytest.raises(ExportError, match="float8_e4m3fn@per_tensor"):
+        fq.deliver(model, tmp_path, "compressed-tensors")
