@@ -73,6 +73,10 @@ engines: setup
 	$(SUITE) tests/delivery/test_vllm.py
 	$(call beside,executorch,$(EXECUTORCH))
 	build/executorch/bin/python -m pytest -n 0 tests/export/test_executorch.py
+	$(call beside,litert,$(LITERT))
+	build/litert/bin/python -m pytest -n 0 tests/export/test_litert.py
+	$(call beside,coreml,$(COREML))
+	build/coreml/bin/python -m pytest -n 0 tests/export/test_coreml.py
 	$(call beside,mlx,$(MLX))
 	build/mlx/bin/python -m pytest -n 0 tests/delivery/formats/test_mlx.py
 
@@ -84,6 +88,10 @@ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 build/$(1)/bin/pip install --quiet --no-deps $(2)
 endef
 MLX := mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
+LITERT := litert-torch==0.10.0 litert-converter==0.5.0 ai-edge-litert==2.3.0 ai-edge-quantizer==0.10.0 \
+	litert-lm-builder==0.18.1 torchao==0.18.0 xdsl==0.28.0 jax==0.10.2 jaxlib==0.10.2 jaxtyping opt_einsum absl-py fire \
+	multipledispatch wadler_lindig sentencepiece backports.strenum lark immutabledict tabulate termcolor scipy
+COREML := coremltools==9.0 torchao==0.18.0 attrs cattrs pyaml protobuf
 EXECUTORCH := executorch==1.5.1 torchao==0.18.0 tabulate ruamel.yaml pytorch-tokenizers pandas pytz python-dateutil
 
 # llama.cpp's libraries `llama` and `ggml` from the sources of llama-cpp-python, 4 minutes of two cores.

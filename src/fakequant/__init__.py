@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from fakequant import nn
     from fakequant.calibration import register_calibrator
     from fakequant.delivery import deliver, encode, read, verify_delivery
-    from fakequant.export import export_executorch, export_onnx, export_pt2e, verify_onnx
+    from fakequant.export import (
+        export_coreml,
+        export_executorch,
+        export_litert,
+        export_onnx,
+        export_pt2e,
+        verify_onnx,
+    )
     from fakequant.model import presets
     from fakequant.model.analysis.in_float import unquantized
     from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
@@ -106,7 +113,9 @@ __all__ = [
     "dequantize",
     "disabled",
     "encode",
+    "export_coreml",
     "export_executorch",
+    "export_litert",
     "export_onnx",
     "export_pt2e",
     "fake_quantize",
@@ -153,7 +162,9 @@ _MODULES = ("compat", "ir", "nn", "plot", "ptq", "presets", "qat", "report")
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.delivery": ("deliver", "encode", "read", "verify_delivery"),
-    "fakequant.export": ("export_executorch", "export_onnx", "export_pt2e", "verify_onnx"),
+    "fakequant.export": (
+        *("export_coreml", "export_executorch", "export_litert", "export_onnx", "export_pt2e", "verify_onnx"),
+    ),
     "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),
     "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),

@@ -1,8 +1,10 @@
 """Export to ONNX, verified in ONNX Runtime; to graphs of torch; and to the engines of phones, which run the file."""
 
+from fakequant.export.coreml import export_coreml
 from fakequant.export.engine_file import EngineFile
 from fakequant.export.executorch import export_executorch
 from fakequant.export.exporter import Exported, ExportReport, export_onnx
+from fakequant.export.litert import export_litert
 from fakequant.export.pt2e import export_pt2e
 from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport
 from fakequant.export.verification.verify import verify_onnx
@@ -14,7 +16,9 @@ __all__ = [
     "OutputRow",
     "Row",
     "VerifyReport",
+    "export_coreml",
     "export_executorch",
+    "export_litert",
     "export_onnx",
     "export_pt2e",
     "verify_onnx",

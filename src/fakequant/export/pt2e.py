@@ -145,6 +145,21 @@ def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
     return None
 
 
+def check_int8(program: ExportedProgram, engine: str) -> None:
+    """Raise for quantized activations that are not of all 256 codes, and asymmetric or grouped weights of LiteRT."""
+    refused = dict[str, None]()
+    for node in program.graph.nodes:
+        name = str(node.target)
+        if "quantized_decomposed.quantize_per_tensor" in name and node.args[3:5] != (-128, 127):
+            refused[f"{scope_of(node)}: codes {node.args[3]} to {node.args[4]}, use int8 or uint8"] = None
+        if "torchao" in name:
+            refused[f"{scope_of(node)}: ranges of every token, use a static range such as INT8"] = None
+        if engine == "LiteRT" and "channel_group" in name:
+            refused[f"{scope_of(node)}: groups of weights, use per_channel"] = None
+    if refused:
+        raise ExportError(f"{engine} has int8 alone for activations, and no other form of:\n" + "\n".join(refused))
+
+
 def _check(active: Mapping[str, Quantizer]) -> None:
     """Raise an ExportError that names all quantizers that the graph cannot have."""
     refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one)) is not None]

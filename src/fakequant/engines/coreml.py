@@ -1,0 +1,14 @@
+"""Core ML for iOS 18 and macOS 15: weights of 4 and 8 bits, per channel or in groups."""
+
+from fakequant.model.engine import STATIC, WEIGHTS, Engine, register_engine
+
+register_engine(
+    Engine(
+        "coreml",
+        "not run: weights 0 elements; it computes on a Mac alone",
+        serves="iPhones and Macs",
+        kinds=(WEIGHTS, STATIC),
+        packages=("coremltools",),
+        page="coreml",
+    )
+)

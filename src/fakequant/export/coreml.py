@@ -1,0 +1,128 @@
+"""Export a model as a package of Core ML for iOS 18 and macOS 15, and compare its weights; it runs on a Mac alone.
+
+Source: coremltools 9.0: `constexpr_blockwise_shift_scale` for weights, `quantize` and `dequantize` for activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from fakequant.data.batches import Inputs, select_inputs
+from fakequant.errors import ExportError
+from fakequant.export.engine_file import EngineFile
+from fakequant.export.packages import require
+from fakequant.export.pt2e import check_int8, lowered
+from fakequant.files import check_path, writable_folder
+from fakequant.model.run.tracing import quiet
+from fakequant.nn.wrappers import accepts_wrapped_model
+
+_CALL = "export_coreml(model, example, 'model.mlpackage')"
+_GROUP = "quantized_decomposed.dequantize_per_channel_group.default"
+
+
+@accepts_wrapped_model
+def export_coreml(
+    model: nn.Module, example: Any, path: str | os.PathLike[str], *, inputs: Inputs | None = None
+) -> EngineFile:
+    """Write a calibrated model as a package of Core ML (.mlpackage) whose weights are compared, each element.
+
+    Args:
+        model: a prepared and calibrated model: weights of 4 or 8 bits, and inputs of 8 bits or in float.
+        example: an input, a tuple of inputs, or a dict of keyword arguments.
+        path: the package to write, a new folder.
+        inputs: which part of the example the model gets, as for `calibrate`.
+
+    Raises:
+        ExportError: as `export_pt2e`; quantizers that Core ML has not; a weight of other values in the package; or
+            coremltools is not installed. Nothing is written.
+        OutputError: there is something at the path, or it cannot be written; raised before any work.
+
+    >>> export_coreml(nn.Linear(2, 2), "model.mlpackage", torch.ones(1, 2))
+    Traceback (most recent call last):
+    fakequant.errors.ExportError: a path is a text or a pathlib.Path, got ...
+    """
+    check_path(path, _CALL, ExportError)
+    require("coremltools", reader="Core ML", install="coremltools==9.0")
+    target = Path(path)
+    if target.suffix != ".mlpackage":
+        raise ExportError(f"packages of Core ML end in .mlpackage, got {str(path)!r:.80}")
+    if target.exists():
+        raise ExportError(f"there is a {target}; give a new path, or remove it")
+    writable_folder(target.parent)
+    example = example if inputs is None else select_inputs(example, inputs)
+    program = lowered(model, example, call=_CALL, multiplies=False)
+    check_int8(program, "Core ML")
+    _groups_by_torchao(program)
+    program = program.run_decompositions({})
+    with quiet("coremltools"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        tools: Any = import_module("coremltools")
+        made = tools.convert(
+            program,
+            minimum_deployment_target=tools.target.iOS18,
+            compute_precision=tools.precision.FLOAT32,
+            skip_model_load=True,
+        )
+        compared = _compare(program, made)
+        with TemporaryDirectory(dir=target.parent) as folder:
+            made.save(str(Path(folder, target.name)))
+            Path(folder, target.name).rename(target)
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    note = (
+        f"{compared} weights have the values of the simulation, each element; Core ML computes results on a Mac alone"
+    )
+    return EngineFile(target, f"Core ML by coremltools {version('coremltools')}", size, notes=(note,))
+
+
+def _groups_by_torchao(program: ExportedProgram) -> None:
+    """Groups of weights as torchao's operator, which coremltools reads."""
+    nodes = [node for node in program.graph.nodes if str(node.target) == _GROUP]
+    if not nodes:
+        return
+    require("torchao", reader="Core ML with groups of weights", install="'torchao>=0.18,<0.19'")
+    import_module("torchao.quantization.quant_primitives")  # registers the operator
+    ops: Any = torch.ops.torchao
+    for node in nodes:
+        codes, scales, points, low, high, dtype, size, _ = node.args
+        node.target = ops.dequantize_affine.default
+        node.args = codes, [1, size], scales, points, dtype, low, high
+    program.graph_module.recompile()
+
+
+def _compare(program: ExportedProgram, made: Any) -> int:
+    """How many weights the package has; an ExportError where one differs or is missing."""
+    function = next(iter(made._mil_program.functions.values()))
+    found = {one.name: one for one in function.operations if one.op_type.startswith("constexpr")}
+    expected = _weights(program)
+    for name, value in expected.items():
+        if name not in found:
+            raise ExportError(f"Core ML has no integers for the weight {name}; report the model")
+        theirs = torch.as_tensor(found[name].materialized_val_inference())
+        differing = int((theirs != value).sum()) if theirs.shape == value.shape else value.numel()
+        if differing:
+            raise ExportError(f"{differing:,} elements of the weight {name} differ in the package; nothing was written")
+    return len(expected)
+
+
+def _weights(program: ExportedProgram) -> dict[str, Tensor]:
+    """The values of quantized weights by the names of their nodes."""
+    specs = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+    values = dict[str, Tensor]()
+    for node in program.graph.nodes:
+        sources = node.all_input_nodes
+        if "dequantize" in str(node.target) and all(one.name in specs and one.op == "placeholder" for one in sources):
+            args = fx.map_arg(node.args, lambda one: program.state_dict[specs[one.name]])
+            values[node.name] = node.target(*args)
+    return values

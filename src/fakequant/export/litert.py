@@ -1,0 +1,152 @@
+"""Export a model as a file of LiteRT (TensorFlow Lite) with operators on int8, and run it.
+
+Source: litert-torch 0.10.0, whose converter makes operators on integers of quantize and dequantize around them, where a
+`QuantConfig` says that the graph is quantized; ai-edge-litert 2.3.0, which runs the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections import Counter
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from fakequant.data.batches import Inputs, select_inputs
+from fakequant.errors import ExportError
+from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
+from fakequant.export.packages import require
+from fakequant.export.pt2e import check_int8, lowered
+from fakequant.files import check_path, writable_file, write_whole
+from fakequant.model.run.tracing import quiet
+from fakequant.nn.wrappers import accepts_wrapped_model
+
+_CALL = "export_litert(model, example, 'model.tflite')"
+_INSTALL = "litert-torch==0.10.0 litert-converter==0.5.0 ai-edge-litert==2.3.0 jax"
+_ARGUMENT = re.compile(r"args_(\d+)")
+
+
+@accepts_wrapped_model
+def export_litert(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    inputs: Inputs | None = None,
+    partial: bool = False,
+) -> EngineFile:
+    """Write a calibrated model as a file of LiteRT (.tflite), run it on the example, and say how far it is.
+
+    Inputs and results of the file are int8 where the model quantizes them first or last.
+
+    Args:
+        model: a prepared and calibrated model, with integers of 8 bits for inputs.
+        example: an input, or a tuple of inputs; the file takes their shapes alone.
+        path: the file to write; its folder is created if it does not exist.
+        inputs: which part of the example the model gets, as for `calibrate`.
+        partial: whether to write a file with operators on floats.
+
+    Raises:
+        ExportError: as `export_pt2e`; quantizers that are not of 8 bits; operators on floats, which are named; the file
+            computes something else than the model; or the packages are not installed. Nothing is written.
+        OutputError: the file cannot be written; raised before any work.
+
+    >>> export_litert(nn.Linear(2, 2), "model.tflite", torch.ones(1, 2))
+    Traceback (most recent call last):
+    fakequant.errors.ExportError: a path is a text or a pathlib.Path, got ...
+    """
+    check_path(path, _CALL, ExportError)
+    require("litert_torch", "ai_edge_litert", reader="LiteRT", install=f"{_INSTALL}")
+    target = writable_file(path)
+    example = example if inputs is None else select_inputs(example, inputs)
+    program = lowered(model, example, call=_CALL, multiplies=False, float_weights=True)
+    check_int8(program, "LiteRT")
+    if (program.example_inputs or ((), {}))[1]:
+        raise ExportError("LiteRT takes positional arguments; give the example as a tensor or a tuple")
+    expected, steps = simulated(model, program), steps_of(program)
+    with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        data = _converted(program)
+    left = _on_floats(data)
+    if left and not partial:
+        raise ExportError(
+            f"LiteRT computes {counted(left)} on floats; prepare with target='litert', quantize what they read, or "
+            "pass partial=True to write the file nevertheless"
+        )
+    file = EngineFile(target, f"LiteRT {version('ai-edge-litert')} (XNNPACK)", len(data), left)
+    file = compared(file, expected, _run(data, program), steps)
+    write_whole(target, data)
+    return file
+
+
+def _converted(program: ExportedProgram) -> bytes:
+    litert: Any = import_module("litert_torch")
+    configs: Any = import_module("litert_torch.quantize.quant_config")
+    quantizers: Any = import_module("litert_torch.quantize.pt2e_quantizer")
+    symmetric = quantizers.get_symmetric_quantization_config(is_per_channel=True)
+    config = configs.QuantConfig(pt2e_quantizer=quantizers.PT2EQuantizer().set_global(symmetric))
+    module = program.module()
+    module.training = False  # eval() of torch's exported modules raises
+    made = litert.convert(module, (program.example_inputs or ((), {}))[0], quant_config=config)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "model.tflite")
+        made.export(str(path))
+        return path.read_bytes()
+
+
+def _on_floats(data: bytes) -> dict[str, int]:
+    """The operators on floats, without those that convert to and from them."""
+    schema: Any = import_module("ai_edge_litert.schema_py_generated")
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
+    names = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+    found = Counter[str]()
+    for graph in model.subgraphs:
+        for operator in graph.operators:
+            code = model.operatorCodes[operator.opcodeIndex]
+            name = names[max(code.builtinCode, code.deprecatedBuiltinCode)]
+            tensors = [graph.tensors[place] for place in (*operator.inputs, *operator.outputs) if place >= 0]
+            has_floats = any(one.type == schema.TensorType.FLOAT32 for one in tensors)
+            if has_floats and name not in ("QUANTIZE", "DEQUANTIZE"):
+                found[name] += 1
+    return dict(found)
+
+
+def _run(data: bytes, program: ExportedProgram) -> list[Any]:
+    runtime: Any = import_module("ai_edge_litert.interpreter")
+    with contextlib.redirect_stderr(io.StringIO()):
+        interpreter = runtime.Interpreter(model_content=data, num_threads=1)
+        interpreter.allocate_tensors()
+    values = tensors_in(program.example_inputs)
+    places = interpreter.get_input_details()
+    if len(places) > 1:
+        places = sorted(places, key=lambda one: int((_ARGUMENT.search(one["name"]) or [0, 0])[1]))
+    if len(places) != len(values):
+        raise ExportError(f"LiteRT keeps {len(places)} of {len(values)} inputs; leave out those that no result needs")
+    for place, value in zip(places, values, strict=True):
+        interpreter.set_tensor(place["index"], _encoded(value, place))
+    interpreter.invoke()
+    return [_decoded(interpreter.get_tensor(place["index"]), place) for place in interpreter.get_output_details()]
+
+
+def _encoded(value: Tensor, place: Any) -> Any:
+    x = value.numpy()
+    if place["dtype"] is not np.int8 or x.dtype == np.int8:
+        return x
+    scale, point = place["quantization"]
+    return np.clip(np.rint(x / np.float32(scale)) + point, -128, 127).astype(np.int8)
+
+
+def _decoded(codes: Any, place: Any) -> Tensor:
+    if codes.dtype != np.int8:
+        return torch.from_numpy(codes.copy())
+    scale, point = place["quantization"]
+    return torch.from_numpy((codes.astype(np.float32) - point) * np.float32(scale))
