@@ -133,7 +133,7 @@ def known_engines() -> dict[str, Engine]:
     """All engines by name, other names included.
 
     >>> sorted(name for name, engine in known_engines().items() if engine.placement)
-    ['litert', 'onnxruntime', 'openvino', 'qnn', 'tensorrt', 'tflite', 'xnnpack']
+    ['executorch', 'litert', 'onnxruntime', 'openvino', 'qnn', 'tensorrt', 'tflite', 'xnnpack']
     """
     import_waiting()
     return dict(_engines)
