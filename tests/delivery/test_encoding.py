@@ -222,3 +222,12 @@ def test_errors_say_what_to_do() -> None:
         fq.encode(prepared("nf4 per_block(-1:64)"), "compressed-tensors")
     with pytest.raises(CheckpointError, match="prepare"):
         fq.encode(nn.Linear(2, 2), "compressed-tensors")
+
+
+def test_searched_scales_are_in_the_same_files(tmp_path: Path) -> None:
+    text = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn:searched@per_tensor"
+    model = prepared(text)
+    plain, found = (fq.encode(one, "compressed-tensors") for one in (prepared(_NV), model))
+    assert (plain.config, {*plain}) == (found.config, {*found})
+    assert_delivered(found, model, "compressed-tensors", tmp_path)
+    assert fq.verify_delivery(tmp_path, model).passed

@@ -260,6 +260,16 @@ def test_traced_calls_have_the_same_bits(name):
     assert_same_bits(exported.module()(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("rule", "backend"), [("four_over_six", "aot_eager"), ("four_over_six", "inductor"), ("searched", "aot_eager")]
+)
+def test_compiled_choices_by_the_error_of_a_block(rule, backend):
+    spec = fq.QuantSpec.parse(f"float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn:{rule}@per_tensor")
+    x = weights(32, 64)
+    compiled = torch.compile(lambda v: fq.fake_quantize(v, spec), backend=backend, fullgraph=True)
+    assert_same_bits(compiled(x), fq.fake_quantize(x, spec))
+
+
 class _Of(torch.nn.Module):
     def __init__(self, spec):
         super().__init__()
@@ -286,9 +296,35 @@ def test_four_over_six_is_the_better_of_both():
     assert square[1] < 0.95 * square[0]
 
 
+def test_searched_scales_are_the_best_of_eleven():
+    text = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn{}@per_tensor"
+    x = weights(64, 256)
+    x[0, :16], x[1, :16] = 0.0, 1e-9 * x[1, :16]  # a block of zeros, and one whose scale is the smallest
+    found = fq.choose_qparams(x, text.format(":searched")).scale
+    shared = x.abs().max() / (6.0 * 448.0)
+    blocks = x.reshape(64, -1, 16)
+    nearest = (blocks.abs().amax(-1) / (6.0 * shared)).to(torch.float8_e4m3fn).view(torch.uint8).int().clamp(1)
+    codes = [
+        (nearest + step).clamp(1, 126).byte().view(torch.float8_e4m3fn) for step in (0, *range(-4, 0), *range(1, 7))
+    ]
+    tries = torch.stack([code.float() * shared for code in codes])
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = blocks / tries[..., None]
+    distances = (scaled.abs().clamp_max(6)[..., None].double() - grid).abs()
+    # Of two numbers as near, that with an even mantissa: 0, 1, 2, 4 before 0.5, 1.5, 3, 6.
+    even = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    values = grid[even][distances[..., even].argmin(-1)].copysign(scaled) * tries[..., None]
+    errors = (values - blocks).double().square().sum(-1)
+    assert_same_bits(found, tries.gather(0, errors.argmin(0)[None])[0])
+    assert {*(found.double() / tries[0].double() != 1).flatten().tolist()} == {True, False}
+    square = [(fq.fake_quantize(x, text.format(r)) - x).square().mean() for r in (":four_over_six", ":searched")]
+    assert square[1] < 0.92 * square[0]
+
+
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel(0)", "per_block(-1:16,pad)", "per_block(0:4,1:4)"])
-def test_four_over_six_by_plain_sums_is_that_by_order_free_ones(granularity):
-    spec = fq.QuantSpec.parse(f"float4_e2m1fn {granularity} scale=float8_e4m3fn:four_over_six@per_tensor")
+@pytest.mark.parametrize("rule", ["four_over_six", "searched"])
+def test_scales_by_plain_sums_are_those_by_order_free_ones(rule, granularity):
+    spec = fq.QuantSpec.parse(f"float4_e2m1fn {granularity} scale=float8_e4m3fn:{rule}@per_tensor")
     ties = torch.randint(-3, 4, (16, 40), generator=torch.Generator().manual_seed(0)).float()
     infinite = weights(16, 40)
     infinite[0, 0], infinite[3, 3] = torch.inf, torch.nan

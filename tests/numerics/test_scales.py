@@ -320,6 +320,11 @@ ERRORS = [
     (lambda: ScaleSpec("float16", shared="float16"), r"expected a float format behind a granularity, such as"),
     (lambda: ScaleSpec.parse("scale=uint6@per_tensor/uint8"), r"uint8 for the scale of scales in uint6: expected a fl"),
     (lambda: ScaleSpec.parse("scale=float8_e4m3fn:four_over_six@per_tensor/float16"), r"leave /float16 out"),
+    (lambda: ScaleSpec.parse("scale=float16:searched"), r"searched scales are under one in float32: give its granul"),
+    (
+        lambda: ScaleSpec.parse("scale=float8_e4m3fn:searched@per_tensor/float16"),
+        r"searched scales are under one in fl",
+    ),
     (lambda: OffsetSpec.parse("offset=float16:mean"), r"in float16 are rounded by nearest or signed, not by mean"),
     (lambda: OffsetSpec.parse("offset=uint6:signed@per_tensor/float16"), r"rounded by nearest, not by signed"),
     (lambda: OffsetSpec.parse("offset=float8_e4m3fn:signed@per_tensor/float16"), r"leave @per_tensor out"),

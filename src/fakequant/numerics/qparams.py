@@ -197,6 +197,7 @@ def choose_qparams(
     largest: float | None = None,
     bound: float | None = None,
     shared: Tensor | None = None,
+    steps: int = 0,
 ) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
@@ -211,7 +212,7 @@ def choose_qparams(
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
         bound: the code that amax is mapped to instead of the one that the specification says.
-        shared: the scale above symmetric scales, see `ScaleSpec.choose`.
+        shared: the scale above symmetric scales, and steps from their numbers, see `ScaleSpec.choose`.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -235,7 +236,7 @@ def choose_qparams(
     if spec.symmetric:
         amax = range.amax
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
-        return QParams(_symmetric_scale(range, spec, limit, bound, shared), None, Range(-amax, amax))
+        return QParams(_symmetric_scale(range, spec, limit, bound, shared, steps), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
     if spec.offset is None or not spec.offset.needs_values:
         lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
@@ -244,8 +245,8 @@ def choose_qparams(
         scale = spec.scale.choose((hi + offset).clamp(min=0.0), fmt, largest / fmt.quant_max, fmt.quant_max)
         return QParams(scale, offset, Range(lo, hi))
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
-    steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
-    scale = (divide(hi * 0.5 - lo * 0.5, steps) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
+    spacings = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
+    scale = (divide(hi * 0.5 - lo * 0.5, spacings) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
     if spec.scale.format is not None:
         scale = spec.scale.choose(scale, fmt, largest / (fmt.quant_max - fmt.quant_min), 1.0)
     code = fmt.quant_min - divide(lo, torch.where(scale == 0, 1.0, scale)).round()
@@ -256,10 +257,12 @@ def choose_qparams(
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
 
 
-def _symmetric_scale(range: Range, spec: QuantSpec, limit: float, bound: float | None, shared: Tensor | None) -> Tensor:
+def _symmetric_scale(
+    range: Range, spec: QuantSpec, limit: float, bound: float | None, shared: Tensor | None, steps: int
+) -> Tensor:
     """The scale that maps the range to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
     if spec.arithmetic.is_linear:
-        return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound, shared)
+        return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound, shared, steps)
     amax = range.amax
     tiny = torch.finfo(amax.dtype).tiny
     if spec.arithmetic is not Arithmetic.MULTIPLIER:

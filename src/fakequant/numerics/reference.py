@@ -204,6 +204,10 @@ def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor
     return multiplier, reciprocal(multiplier)
 
 
+SEARCHED = range(-4, 7)
+"""Steps from the nearest number of a scale's format, of those that are tried."""
+
+
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
     """The parameters that x itself gives, see `qparams.choose_qparams` and `ScaleRounding`."""
     return choose_from(x, None, spec)
@@ -220,20 +224,29 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
     elif range is None:
         range = measure(x, spec.granularity)
     params = choose_qparams(range, spec, largest=largest)
-    if spec.scale.rounding is not ScaleRounding.FOUR_OVER_SIX:
+    if spec.scale.rounding is ScaleRounding.FOUR_OVER_SIX:
+        # The scale of the largest code stays where both have the same error.
+        others = [choose_qparams(range, spec, largest=largest, bound=spec.format.second)]
+    elif spec.scale.rounding is ScaleRounding.SEARCHED:
+        others = [choose_qparams(range, spec, largest=largest, steps=steps) for steps in SEARCHED if steps]
+    else:
         return params
-    other = choose_qparams(range, spec, largest=largest, bound=spec.format.second)
     if not x.numel():
         return params
     blocks, nearest = spec.granularity.block_shape(x.shape), spec.replace(rounding=Rounding.NEAREST_EVEN)
-    exact = x.detach().to(compute_dtype(x.dtype))
-    errors: list[Tensor] = []
-    for tried in (other, params):
+    exact, axes = x.detach().to(compute_dtype(x.dtype)), block_axes(x.shape, blocks)
+
+    def error_of(tried: QParams) -> Tensor:
         error = (fake_quantize(exact, tried, nearest) - exact).double()
-        errors.append(blocked(torch.where(error.isfinite(), error, 0.0).square(), blocks))
-    axes = block_axes(x.shape, blocks)
-    better = is_less(*errors, axes).reshape(params.scale.shape)
-    return params._replace(scale=torch.where(better, other.scale, params.scale))
+        return blocked(torch.where(error.isfinite(), error, 0.0).square(), blocks)
+
+    best, scale = error_of(params), params.scale
+    for other in others:
+        error = error_of(other)
+        better = is_less(error, best, axes).reshape(scale.shape)
+        scale = torch.where(better, other.scale, scale)
+        best = torch.where(blocked_groups(better, x.shape, blocks), error, best)
+    return params._replace(scale=scale)
 
 
 def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:

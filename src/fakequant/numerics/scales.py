@@ -47,6 +47,10 @@ class ScaleRounding(Enum):
     FOUR_OVER_SIX = "four_over_six"
     """The largest magnitude becomes the largest code or the one below, by the squared error of the group: 6 or 4 of
     float4_e2m1fn, arXiv 2512.02010."""
+    SEARCHED = "searched"
+    """The best by the squared error of the group, of the scale of NEAREST, four numbers of its format below and six
+    above, under the scale of NEAREST for the tensor: of NVFP4, arXiv 2606.07618. Where scales follow the tensor,
+    compiling takes minutes."""
     FLOOR = "floor"
     """Power-of-two scales: floor(log2(amax)) - floor(log2(bound)), which can saturate. OCP Microscaling 1.0."""
     CEIL = "ceil"
@@ -117,6 +121,11 @@ class ScaleSpec:
             raise SpecError(f"{self.word}s in {named} need no scale of their own; leave the granularity out")
         if rounding is ScaleRounding.FOUR_OVER_SIX and self.shared is not None:
             raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
+        if rounding is ScaleRounding.SEARCHED and (granularity is None or self.shared is not None):
+            raise SpecError(
+                f"searched {self.word}s are under one in float32: give its granularity, such as "
+                f"'{self.word}=float8_e4m3fn:searched@per_tensor'"
+            )
         if fmt is not None and fmt.has_zero_point and granularity is None:
             raise SpecError(
                 f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a scale of their own: give its "
@@ -137,7 +146,7 @@ class ScaleSpec:
             return plain
         if self.format.has_zero_point:
             return (ScaleRounding.SIGNED,) if self.format.signed else plain
-        return *plain, ScaleRounding.SIGNED, ScaleRounding.FOUR_OVER_SIX
+        return *plain, ScaleRounding.SIGNED, ScaleRounding.FOUR_OVER_SIX, ScaleRounding.SEARCHED
 
     @property
     def is_exact(self) -> bool:
@@ -157,7 +166,7 @@ class ScaleSpec:
     @property
     def needs_values(self) -> bool:
         """Whether scales follow from all values of a group, and not from their range alone."""
-        return self.rounding in (ScaleRounding.MEAN, ScaleRounding.FOUR_OVER_SIX)
+        return self.rounding in (ScaleRounding.MEAN, ScaleRounding.FOUR_OVER_SIX, ScaleRounding.SEARCHED)
 
     def __str__(self) -> str:
         powers = isinstance(self.format, ExponentFormat)
@@ -241,6 +250,7 @@ class ScaleSpec:
         limit: float,
         bound: float | None = None,
         shared: Tensor | None = None,
+        steps: int = 0,
     ) -> Tensor:
         """The scale of every group, rounded to its format.
 
@@ -250,6 +260,7 @@ class ScaleSpec:
             limit: the largest scale with which every code stays finite.
             bound: the divisor of the extent; by default `self.bound(element)`.
             shared: the scale above these, if it `is_under_a_tensor`; by default it follows from the extents.
+            steps: how many numbers of the format farther from 0, for SEARCHED.
 
         Returns:
             [groups, axes kept], in units of x per code; positive unless `is_exact`.
@@ -264,7 +275,8 @@ class ScaleSpec:
             return self._exact(extent, bound, limit)
         is_wide = self.rounding is ScaleRounding.FOUR_OVER_SIX
         whole = self.format.quant_max / self._room * element.bound if is_wide else self.format.quant_max * bound
-        shared = self._shared(extent, whole).clamp(min=torch.finfo(extent.dtype).tiny) if shared is None else shared
+        tiny = torch.finfo(extent.dtype).tiny
+        shared = self._shared(extent, whole).clamp(min=tiny) if shared is None else shared
         # code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded. A code of
         # 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, not all.
         if extent.numel() and whole > torch.finfo(extent.dtype).max:
@@ -272,8 +284,19 @@ class ScaleSpec:
                 f"scales in {self.format} under codes up to {bound:g} reach beyond {extent.dtype}; choose a smaller one"
             )
         code = rounded(divide(extent, bound * shared), self.format)
-        scale = torch.where(code > 0, code, self.format.smallest) * shared
-        return scale.clamp(min=torch.finfo(extent.dtype).tiny).clamp(max=limit)
+        code = torch.where(code > 0, code, self.format.smallest)
+        if steps:
+            patterns = self.format.to_storage(code).view(self._patterns)
+            most = self.format.to_storage(torch.full_like(code, self.format.quant_max)).view(self._patterns)
+            moved = torch.minimum((patterns.to(torch.int32) + steps).clamp(min=1), most.to(torch.int32))
+            code = self.format.from_storage(moved.to(self._patterns).view(self.format.storage), code.dtype)
+        return (code * shared).clamp(min=tiny).clamp(max=limit)
+
+    @property
+    def _patterns(self) -> torch.dtype:
+        """The integers of as many bits as the numbers of the format, in whose order positive numbers are."""
+        assert self.format is not None, "float32 scales are not searched"
+        return torch.int16 if self.format.bits > 8 else torch.uint8
 
     def _power_of_two(self, amax: Tensor, element: Format, largest: int, limit: float) -> Tensor:
         """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
