@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.errors import CalibrationError, ConfigError, CoverageWarning, ExportError
 from fakequant.model.config import TensorConfig
 from fakequant.nn import Device, quantizers
 
@@ -82,6 +82,25 @@ def test_what_an_engine_cannot_load_is_refused_before_the_work(preset: str, targ
         fq.prepare(net, preset, torch.ones(1, 64), target=target)
     assert not quantizers(net)
     assert type(net[0]) is nn.Linear
+
+
+def test_servers_fix_the_global_scale_of_inputs(tmp_path: Path) -> None:
+    """The query, the key and the value read one tensor, and get one scale."""
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 64)), "nvfp4", target="vllm")
+    with pytest.raises(CalibrationError, match="calibrate needs batches"):
+        fq.calibrate(model)
+    with pytest.raises(ExportError, match=r"its input has no range yet; call fakequant\.calibrate"):
+        fq.deliver(model, tmp_path / "early", target="vllm")
+    x = torch.randn(8, 64)
+    fq.calibrate(model, iter([x, 3 * x]), progress=False)
+    quantizer = quantizers(model)["0._input_quantizer"]
+    assert quantizer.global_scale is not None
+    assert torch.equal(quantizer.global_scale, 448 * 6 / (3 * x).abs().amax().reshape(1))
+    fq.deliver(model, tmp_path / "served", target="vllm")
+    plain = fq.prepare(nn.Sequential(nn.Linear(64, 64)), "nvfp4")
+    fq.calibrate(plain, [x], progress=False)
+    assert quantizers(plain)["0._input_quantizer"].global_scale is None
 
 
 def test_unknown_names_get_the_nearest() -> None:

@@ -26,9 +26,10 @@ from fakequant.model.sites.sites import site_path
 from fakequant.model.state.plan import QuantizerEntry
 from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder
 from fakequant.model.weights import spec_bits
+from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode
+from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.wrappers import Role, accepts_wrapped_model
 from fakequant.text import listed
 
@@ -132,6 +133,8 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     weights = {name for name, place in part.places.items() if place.role is Role.WEIGHT}
     needs = (name for name, one in part.operands.items() if not one.dynamic and name not in weights)
     left = [name for name in needs if scales[name] is None]
+    fixing = (name for name, path in part.paths.items() if _fixes_global(part.module, path))
+    left += [name for name in fixing if state.tensors.get(f"{part.paths[name]}.{GLOBAL_SCALE}") is None]
     if left and with_ranges:
         return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
     dtypes = [scale.dtype for scale in scales.values() if scale is not None]
@@ -140,6 +143,11 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     if torch.float64 in dtypes:
         return "it is in float64, whose scales files round to float32; convert it by model.float() before prepare"
     return None
+
+
+def _fixes_global(module: nn.Module, path: str) -> bool:
+    quantizer = module._modules.get(path.rpartition(".")[2])
+    return isinstance(quantizer, Quantizer) and quantizer.fixes_global
 
 
 def _nearest(format: DeliveryFormat, part: Part) -> str:

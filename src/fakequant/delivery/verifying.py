@@ -5,90 +5,29 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Batches, Forward, Inputs, refuse_tensor, run_batch
+from fakequant.data.batches import Inputs, refuse_tensor, run_batch
 from fakequant.delivery.format import LoadedFile, decoded, format_of, without_quantizers
-from fakequant.errors import CalibrationError, VerificationError
+from fakequant.errors import VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import evaluating
-from fakequant.nn.learned import GLOBAL_SCALE, has_tensor_scale
+from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, lowest_of, patterns_of
-from fakequant.restore import restore_on_error, state_of
-from fakequant.text import listed
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-@accepts_wrapped_model
-def fix_global_scales(
-    model: Model, batches: Iterable[Any], *, inputs: Inputs | None = None, forward: Forward | None = None
-) -> Model:
-    """Fix the scale of the tensor for the NVFP4 inputs of a prepared model, in place; the model is returned.
-
-    The preset `NVFP4` chooses this scale for each input anew. Files of compressed-tensors have 1 / the scale for each
-    layer, by the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
-    are clamped.
-
-    Args:
-        model: prepared, with dynamic inputs under one scale of the tensor.
-        batches: examples of inputs.
-        inputs: the part of a batch that is the model's input, as for `calibrate`.
-        forward: how the model is called with a batch, as for `calibrate`.
-
-    Raises:
-        CalibrationError: the model has no such inputs, or no batch has values other than 0 for one, by name; the model
-            is unchanged then.
-
-    >>> model = prepare(nn.Sequential(nn.Linear(32, 32)), "nvfp4", skip=[])
-    >>> fix_global_scales(model, [torch.full((1, 32), 2.0)])[0].input_quantizer.global_scale
-    tensor([1344.])
-    """
-    check_model(model, "fix_global_scales", "fix_global_scales(model, batches)", CalibrationError)
-    given = Batches(batches, "fix_global_scales", inputs=inputs, forward=forward)
-    found = {
-        name: one
-        for name, one in quantizers(model).items()
-        if one.kind is Kind.INPUT and one.dynamic and one.quantizes and has_tensor_scale(one.spec)
-    }
-    if not found:
-        raise CalibrationError("the model has no dynamic inputs under one scale of the tensor, as the preset NVFP4 has")
-    largest: dict[str, Tensor] = {}
-    with ExitStack() as hooks, evaluating(model), torch.no_grad():
-        for name, one in found.items():
-
-            def see(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                if args[0].numel():
-                    amax = args[0].detach().abs().amax().float()
-                    largest[name] = torch.maximum(amax, largest[name]) if name in largest else amax
-
-            hooks.callback(one.register_forward_pre_hook(see).remove)
-        for batch in given:
-            given.run(model, batch)
-    if left := [name for name in found if not bool(largest.get(name, torch.zeros(())) > 0)]:
-        raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
-    with restore_on_error(state_of(found.values())):
-        for name, one in found.items():
-            scale = one.spec.scale
-            assert scale.format is not None, "see `has_tensor_scale`"
-            most = scale.format.quant_max * scale.bound(one.spec.format)  # of a block, in units of the global scale
-            one.fix_global_scale(most / largest[name].reshape(1))
-    return model
-
 
 _CALL = "verify_delivery('folder', model, batches)"
 

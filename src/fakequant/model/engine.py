@@ -39,6 +39,7 @@ class Engine:
         variant: called with "input", "weight" or "output" and how a preset quantizes that tensor; it returns how the
             engine computes it.
         tables: whether it holds quantized embeddings.
+        fixed_global: whether it fixes the scale of the tensor of NVFP4 inputs; `calibrate` does it then.
         device: its arithmetic on codes; None where the simulation is what it computes, or where no other is known.
         aliases: other names of it, and engines that take the same.
         page: of the documentation, "" for none.
@@ -59,6 +60,7 @@ class Engine:
     placement: Callable[[], Target] | None = None
     variant: Callable[[str, TensorConfig], TensorConfig] = lambda field, config: config
     tables: bool = True
+    fixed_global: bool = False
     device: Device | None = None
     aliases: tuple[str, ...] = ()
     page: str = ""

@@ -36,6 +36,7 @@ from fakequant.model.sites.targets import Target
 from fakequant.model.unregistered import note_floats, warn_unregistered
 from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, untied
 from fakequant.nn.integer import Execution
+from fakequant.nn.learned import has_tensor_scale
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
@@ -174,6 +175,8 @@ def prepare(
         gradients = gradients_in_float(model) if wanted else None
         notes += [str(note) for note in (left, hidden, gradients, untied(model, purposely)) if note is not None]
         if engine is not None:
+            for quantizer in quantizers(model).values() if engine.fixed_global else ():
+                quantizer.fixes_global = quantizer.dynamic and has_tensor_scale(quantizer.spec)
             engine.refuse(model, preset.name)
             notes += [variant] if variant else []
         for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):

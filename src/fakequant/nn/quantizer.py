@@ -332,6 +332,8 @@ class Quantizer(QuantizerPart):
     """The calibrator of an input's last `fakequant.calibrate`, from which `recalibrate` finds another range."""
     device: Device | None = None
     """The arithmetic by which calls store codes, see `fakequant.set_execution`; None for the simulation."""
+    fixes_global: bool = False
+    """Whether `fakequant.calibrate` fixes the scale of the tensor of a dynamic input, as the engine does."""
     pinned: bool
     """Whether calibration and training leave the parameters alone, which an engine prescribes for a function."""
     is_zero_weight: bool | None = None

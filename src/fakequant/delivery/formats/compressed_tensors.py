@@ -83,7 +83,7 @@ class CompressedTensors(LayeredFormat):
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         found = conflicts_of_calls(model, parts)
-        fixed = {path for path, one in quantizers(model).items() if one.global_scale is not None}
+        fixed = {path for path, one in quantizers(model).items() if one.global_scale is not None or one.fixes_global}
         for part in parts:
             scheme = {} if part.call else scheme_of(part)
             is_local = not isinstance(scheme, str) and scheme.get(ROLES["input"], {}).get("dynamic") == LOCAL

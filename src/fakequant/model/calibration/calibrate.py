@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,17 @@ from fakequant.model.weights import (
     warn_of_zeros,
 )
 from fakequant.nn.by_value import By, ByValue, CallEnded, Reader, read_values
+from fakequant.nn.learned import has_tensor_scale
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
+from fakequant.text import listed
 
 DEFAULT_BINS = 10
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class CalibratorByValue(Calibrator):
@@ -347,6 +351,12 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     with reading(model) as read, restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         with Ranks(group) as processes:  # an error of one process is raised in all
             given = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
+            inputs_of_servers = {
+                name: one
+                for name, one in _under_global_scales(model).items()
+                if one.fixes_global and is_chosen(name, pattern)
+            }
+            given = given.kept() if inputs_of_servers else given
             check_unseen(unseen)
             refuse_unprepared(model, CalibrationError)
             found = {
@@ -412,6 +422,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
                     mark_range_current(weight)
             tie_scales(model, ranges)
             raise_scales(model)
+            _fix_global_scales(model, inputs_of_servers, given)
     if job.vanishing is not None:
         job.vanishing.warn()
     warn_of_new_layers(model)
@@ -513,3 +524,70 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
             parameter.data.copy_(value)  # a learned range starts again in place, so that optimizers keep it
 
     return restore
+
+
+@accepts_wrapped_model
+def fix_global_scales(
+    model: Model, batches: Iterable[Any], *, inputs: Inputs | None = None, forward: Forward | None = None
+) -> Model:
+    """Fix the scale of the tensor for the NVFP4 inputs of a prepared model, in place; the model is returned.
+
+    The preset `NVFP4` chooses this scale for each input anew. Files of compressed-tensors have 1 / the scale for each
+    layer, by the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
+    are clamped.
+
+    Args:
+        model: prepared, with dynamic inputs under one scale of the tensor.
+        batches: examples of inputs.
+        inputs: the part of a batch that is the model's input, as for `calibrate`.
+        forward: how the model is called with a batch, as for `calibrate`.
+
+    Raises:
+        CalibrationError: the model has no such inputs, or no batch has values other than 0 for one, by name; the model
+            is unchanged then.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(32, 32)), "nvfp4", skip=[])
+    >>> fix_global_scales(model, [torch.full((1, 32), 2.0)])[0].input_quantizer.global_scale
+    tensor([1344.])
+    """
+    check_model(model, "fix_global_scales", "fix_global_scales(model, batches)", CalibrationError)
+    found = _under_global_scales(model)
+    if not found:
+        raise CalibrationError("the model has no dynamic inputs under one scale of the tensor, as the preset NVFP4 has")
+    _fix_global_scales(model, found, Batches(batches, "fix_global_scales", inputs=inputs, forward=forward))
+    return model
+
+
+def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers of dynamic inputs under one scale of the tensor."""
+    return {
+        name: one
+        for name, one in quantizers(model).items()
+        if one.kind is Kind.INPUT and one.dynamic and one.quantizes and has_tensor_scale(one.spec)
+    }
+
+
+def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: Batches) -> None:
+    """Fix the scale of the tensor for some quantizers by the largest magnitude in all batches."""
+    if not found:
+        return
+    largest: dict[str, Tensor] = {}
+    with ExitStack() as hooks, evaluating(model), torch.no_grad():
+        for name, one in found.items():
+
+            def see(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                if args[0].numel():
+                    amax = args[0].detach().abs().amax().float()
+                    largest[name] = torch.maximum(amax, largest[name]) if name in largest else amax
+
+            hooks.callback(one.register_forward_pre_hook(see).remove)
+        for batch in given:
+            given.run(model, batch)
+    if left := [name for name in found if not bool(largest.get(name, torch.zeros(())) > 0)]:
+        raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
+    with restore_on_error(state_of(found.values())):
+        for name, one in found.items():
+            scale = one.spec.scale
+            assert scale.format is not None, "see `has_tensor_scale`"
+            most = scale.format.quant_max * scale.bound(one.spec.format)  # of a block, in units of the global scale
+            one.fix_global_scale(most / largest[name].reshape(1))
