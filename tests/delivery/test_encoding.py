@@ -81,6 +81,14 @@ def test_tensors_of_torchao_are_those_of_the_file(what: str, tmp_path: Path) -> 
     assert_delivered(fq.encode(model, "torchao"), model, "torchao", tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tensors_of_mlx_are_those_of_the_folder(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    model = prepared("mlx_4bit", skip=())
+    found = fq.encode(model, "mlx", dtype=dtype)
+    tensors, _, _ = in_file(fq.deliver(model if dtype is None else copy.deepcopy(model).to(dtype), tmp_path, "mlx"))
+    assert_same(found, tensors)
+
+
 @pytest.mark.parametrize("what", [_INT4, "int8 per_channel(0)", _NV, _MX, _TILES])
 def test_experts_one_by_one(what: str, tmp_path: Path) -> None:
     model = prepared(what, mixtral())
