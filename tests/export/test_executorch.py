@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.errors import ExportError, OutputError
 from fakequant.export import executorch as module
 from fakequant.export import pt2e
-from tests.support.mobile import ASYMMETRIC, Block, Cnn, FlatFork, Pooled, PooledFork, calibrated
+from tests.support.mobile import ASYMMETRIC, Block, Cnn, FlatFork, InPlace, Pooled, PooledFork, calibrated
 
 W8A8 = ["INT8_AFFINE", "INT8"]
 
@@ -52,9 +52,9 @@ def test_portable_kernels_compute_the_codes_of_the_simulation(preset: str, tmp_p
     [
         (Cnn, (4, 3, 16, 16)),
         (lambda: nn.Sequential(Block(), Block()), (2, 8, 12, 12)),
-        *((one, (2, 3, 16, 16)) for one in (Pooled, PooledFork, FlatFork)),
+        *((one, (2, 3, 16, 16)) for one in (Pooled, PooledFork, FlatFork, InPlace)),
     ],
-    ids=["cnn", "blocks", "pooled", "pooled fork", "flat fork"],
+    ids=["cnn", "blocks", "pooled", "pooled fork", "flat fork", "in place"],
 )
 def test_xnnpack_computes_all_and_is_one_step_away(make: Any, shape: Any, preset: str, tmp_path: Path) -> None:
     net, x = seeded(make, *shape)

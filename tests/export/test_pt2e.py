@@ -16,7 +16,7 @@ from fakequant.errors import ExportError
 from fakequant.export.pt2e import lowered
 from fakequant.nn import quantizers
 from tests.support.bits import assert_same_bits
-from tests.support.mobile import ASYMMETRIC, EXACT, MODELS, FlatFork, Pooled, PooledFork, calibrated, rules_of
+from tests.support.mobile import ASYMMETRIC, EXACT, MODELS, FlatFork, InPlace, Pooled, PooledFork, calibrated, rules_of
 
 
 def assert_exported(model: nn.Module, *args: Tensor) -> ExportedProgram:
@@ -116,6 +116,35 @@ def test_other_quantizers_of_one_tensor_stay_apart() -> None:
     model = fq.prepare(Two().eval(), config)
     fq.calibrate(model, [x], progress=False)
     assert operators(assert_exported(model, x))["quantize_per_tensor"] == 2
+
+
+def test_a_sum_in_place_is_a_sum() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = fq.prepare(InPlace().eval(), ASYMMETRIC, x, target="xnnpack")
+    fq.calibrate(model, [x], progress=False)
+    program = assert_exported(model.eval(), x)
+    assert not any("copy_" in str(node.target) for node in program.graph.nodes)
+
+
+def test_a_copy_over_a_part_stays() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            before = y[:, :4] + 1
+            y[:, :4] += x[:, :4]
+            view = y.view(-1)
+            y *= 2
+            return torch.cat([before.flatten(), view])
+
+    x = torch.randn(2, 8)
+    model = fq.prepare(Part().eval(), ASYMMETRIC)
+    fq.calibrate(model, [x], progress=False)
+    assert_exported(model.eval(), x)
 
 
 @pytest.mark.parametrize("make", [Pooled, PooledFork, FlatFork])

@@ -64,6 +64,20 @@ class FlatFork(Pooled):
         return torch.relu(self.b(y).flatten(1) + y.flatten(1))
 
 
+class InPlace(nn.Module):
+    """A sum in place behind a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        y = self.b(x)
+        y += x
+        return torch.relu(y)
+
+
 class Attention(nn.Module):
     """Three projections that read one tensor, attention, and a projection."""
 

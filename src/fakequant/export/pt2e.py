@@ -261,6 +261,12 @@ def _name_of(node: fx.Node) -> str:
     return str(getattr(getattr(node.target, "_schema", None), "name", "")).removeprefix("aten::")
 
 
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether a node gives a view of a tensor that it reads, or writes to it; so may what is no operator of torch."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op != "output" and (schema is None or any(one.alias_info is not None for one in schema.arguments))
+
+
 def _own(x: Tensor) -> Tensor:
     copied = x.detach().clone()
     return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
@@ -316,6 +322,7 @@ class _Lowering:
         if refused:
             lines = "\n".join(f"{module_name(path)}: {reason}" for path, reason in refused.items())
             raise ExportError(f"cannot be expressed in quantized_decomposed:\n{lines}")
+        self._without_copies()
         self._quantize_before_moves()
         program.graph.eliminate_dead_code(lambda node: node.is_impure())
         self._drop_unused()
@@ -331,6 +338,26 @@ class _Lowering:
         sources = {node: node.args[place] for node in nodes}
         readers = {node: own for node, own in sources.items() if isinstance(own, fx.Node) and own not in moving}
         return {node: value.detach().clone() for node, value in known_values(self._program, readers)}
+
+    def _without_copies(self) -> None:
+        """Read a result itself where it is copied over a tensor of the graph, as by `y += x`: engines fuse no copies."""
+        order = {node: place for place, node in enumerate(self._program.graph.nodes)}
+        for node in list(self._program.graph.nodes):
+            if node.target is not torch.ops.aten.copy_.default:
+                continue
+            over, result = node.args[:2]
+            same = all(getattr(over.meta["val"], of) == getattr(result.meta["val"], of) for of in ("shape", "dtype"))
+            if (
+                over.op != "call_function"
+                or not same
+                or any(_shares_memory(one) for one in {over, *over.users} - {node})
+            ):
+                continue
+            for reader in [one for one in over.users if one is not node and order[one] > order[node]]:
+                reader.replace_input_with(over, result)
+            node.replace_all_uses_with(result)
+            self._program.graph_signature.replace_all_uses(node.name, result.name)
+            node.graph.erase_node(node)
 
     def _quantize_before_moves(self) -> None:
         """Quantize what a function moves or picks values of before it, too, where only one quantize reads the result.
