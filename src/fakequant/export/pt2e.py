@@ -264,7 +264,9 @@ def _name_of(node: fx.Node) -> str:
 def _shares_memory(node: fx.Node) -> bool:
     """Whether a node gives a view of a tensor that it reads, or writes to it; so may what is no operator of torch."""
     schema = getattr(node.target, "_schema", None)
-    return node.op != "output" and (schema is None or any(one.alias_info is not None for one in schema.arguments))
+    return node.op == "call_function" and (
+        schema is None or any(one.alias_info is not None for one in schema.arguments)
+    )
 
 
 def _own(x: Tensor) -> Tensor:
@@ -340,18 +342,15 @@ class _Lowering:
         return {node: value.detach().clone() for node, value in known_values(self._program, readers)}
 
     def _without_copies(self) -> None:
-        """Read a result itself where it is copied over a tensor of the graph, as by `y += x`: engines fuse no copies."""
+        """Read a result itself where it is copied over a tensor of the graph, as by `y += x`."""
         order = {node: place for place, node in enumerate(self._program.graph.nodes)}
         for node in list(self._program.graph.nodes):
             if node.target is not torch.ops.aten.copy_.default:
                 continue
             over, result = node.args[:2]
             same = all(getattr(over.meta["val"], of) == getattr(result.meta["val"], of) for of in ("shape", "dtype"))
-            if (
-                over.op != "call_function"
-                or not same
-                or any(_shares_memory(one) for one in {over, *over.users} - {node})
-            ):
+            near = {over, result, *over.users, *result.users} - {node}
+            if over.op != "call_function" or not same or any(_shares_memory(one) for one in near):
                 continue
             for reader in [one for one in over.users if one is not node and order[one] > order[node]]:
                 reader.replace_input_with(over, result)
