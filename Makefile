@@ -77,6 +77,8 @@ engines: setup
 	build/litert/bin/python -m pytest -n 0 tests/export/test_litert.py
 	$(call beside,coreml,$(COREML))
 	build/coreml/bin/python -m pytest -n 0 tests/export/test_coreml.py
+	$(call beside,coreai,$(COREAI))
+	build/coreai/bin/python -m pytest -n 0 tests/export/test_coreai.py
 	$(call beside,mlx,$(MLX))
 	build/mlx/bin/python -m pytest -n 0 tests/delivery/formats/test_mlx.py
 
@@ -91,6 +93,7 @@ MLX := mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
 LITERT := litert-torch==0.10.0 litert-converter==0.5.0 ai-edge-litert==2.3.0 ai-edge-quantizer==0.10.0 \
 	litert-lm-builder==0.18.1 torchao==0.18.0 xdsl==0.28.0 jax==0.10.2 jaxlib==0.10.2 jaxtyping opt_einsum absl-py fire \
 	multipledispatch wadler_lindig sentencepiece backports.strenum lark immutabledict tabulate termcolor scipy
+COREAI := coreai-core==1.0.0b3 coreai-torch==0.4.3 yuvio strenum scipy
 COREML := coremltools==9.0 torchao==0.18.0 attrs cattrs pyaml protobuf
 EXECUTORCH := executorch==1.5.1 torchao==0.18.0 tabulate ruamel.yaml pytorch-tokenizers pandas pytz python-dateutil
 

@@ -45,6 +45,7 @@ NAMES = [
     "dequantize",
     "disabled",
     "encode",
+    "export_coreai",
     "export_coreml",
     "export_executorch",
     "export_litert",

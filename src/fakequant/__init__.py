@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fakequant.calibration import register_calibrator
     from fakequant.delivery import deliver, encode, read, verify_delivery
     from fakequant.export import (
+        export_coreai,
         export_coreml,
         export_executorch,
         export_litert,
@@ -113,6 +114,7 @@ __all__ = [
     "dequantize",
     "disabled",
     "encode",
+    "export_coreai",
     "export_coreml",
     "export_executorch",
     "export_litert",
@@ -163,7 +165,8 @@ _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.delivery": ("deliver", "encode", "read", "verify_delivery"),
     "fakequant.export": (
-        *("export_coreml", "export_executorch", "export_litert", "export_onnx", "export_pt2e", "verify_onnx"),
+        *("export_coreai", "export_coreml", "export_executorch", "export_litert", "export_onnx", "export_pt2e"),
+        "verify_onnx",
     ),
     "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),

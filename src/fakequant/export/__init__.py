@@ -1,5 +1,6 @@
 """Export to ONNX, verified in ONNX Runtime; to graphs of torch; and to the engines of phones, which run the file."""
 
+from fakequant.export.coreai import export_coreai
 from fakequant.export.coreml import export_coreml
 from fakequant.export.engine_file import EngineFile
 from fakequant.export.executorch import export_executorch
@@ -16,6 +17,7 @@ __all__ = [
     "OutputRow",
     "Row",
     "VerifyReport",
+    "export_coreai",
     "export_coreml",
     "export_executorch",
     "export_litert",

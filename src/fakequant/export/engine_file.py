@@ -26,7 +26,7 @@ LEAST = 20.0
 
 @dataclass(frozen=True)
 class EngineFile:
-    """What `export_executorch`, `export_litert` and `export_coreml` wrote; prints as a sentence.
+    """What `export_executorch`, `export_litert`, `export_coreml` and `export_coreai` wrote; prints as a sentence.
 
     Attributes:
         path: the file, or the folder of a package.

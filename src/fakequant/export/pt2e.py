@@ -92,6 +92,7 @@ def lowered(
     call: str,
     multiplies: bool = True,
     float_weights: bool = False,
+    operators: type[Lowering] | None = None,
 ) -> ExportedProgram:
     """The graph of `export_pt2e`.
 
@@ -99,7 +100,9 @@ def lowered(
         call: of the user, for messages.
         multiplies: whether the reader of the graph multiplies by 1 / scale, as torch does; otherwise it divides.
         float_weights: whether weights are constants of floats, with a quantize and a dequantize.
+        operators: what quantizers become; None for `quantized_decomposed`.
     """
+    operators = Lowering if operators is None else operators
     check_model(model, call.partition("(")[0], call, ExportError)
     refuse_sharded(model, "export")
     refuse_stored(model, "export")
@@ -107,11 +110,11 @@ def lowered(
     warn_of_new_layers(model)
     warn_raised(raise_scales(model))
     active = active_quantizers(model)
-    _check(active)
+    _check(active, operators)
     arguments, codes = checked_arguments(model, example), fixed_codes(model)
     with ready_to_trace(model, arguments, _NO_LOOPS), _by_token(active):
         program = trace(model, *arguments, dynamic_shapes)
-    dividing = _Lowering(program, codes, float_weights).run()
+    dividing = operators(program, codes, float_weights=float_weights).run()
     if dividing and multiplies:
         warn_user(
             f"{len(dividing)} quantizers divide by their scale ({listed(dividing, 3)}), and the graph multiplies by "
@@ -160,26 +163,23 @@ def check_int8(program: ExportedProgram, engine: str) -> None:
         raise ExportError(f"{engine} has int8 alone for activations, and no other form of:\n" + "\n".join(refused))
 
 
-def _check(active: Mapping[str, Quantizer]) -> None:
+def _check(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
     """Raise an ExportError that names all quantizers that the graph cannot have."""
-    refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one)) is not None]
+    refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one, operators)) is not None]
     if refused:
-        raise ExportError("cannot be expressed in quantized_decomposed:\n" + "\n".join(refused))
+        raise ExportError(f"cannot be expressed in {operators.label}:\n" + "\n".join(refused))
 
 
-def _reason(quantizer: Quantizer) -> str | None:
+def _reason(quantizer: Quantizer, operators: type[Lowering]) -> str | None:
     spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
     if quantizer.mode is Mode.OBSERVE:
         return "is observing; finish the calibration"
     if quantizer.by_value is not None:
         return f"has ranges by {quantizer.by_value.name}, and the graph has constants; calibrate without by="
-    if (reason := why_not(spec, constant=is_weight)) is not None:
+    if quantizer.dynamic and not is_weight and (reason := operators.why_not_dynamic(spec)) is not None:
+        return f"{spec} takes its range from every tensor, and {reason}"
+    if (reason := operators.why_not(spec, constant=is_weight)) is not None:
         return f"{spec}: {reason}"
-    if quantizer.dynamic and not is_weight and not _is_by_token(spec):
-        return (
-            f"{spec} takes its range from every tensor, and engines do so for 'int8 per_token asymmetric' alone; "
-            "use W4A8_EXECUTORCH for language models, or a static range such as INT8 and calibrate"
-        )
     if quantizer.scale is not None and not quantizer.dynamic:
         try:
             check_scale(quantizer.scale, spec)
@@ -274,14 +274,39 @@ def _own(x: Tensor) -> Tensor:
     return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
 
 
-class _Lowering:
-    """Replaces the quantizers of a traced graph, in place."""
+class Lowering:
+    """Replaces the quantizers of a traced graph, in place, by operators of `quantized_decomposed`.
 
-    def __init__(self, program: ExportedProgram, codes: Mapping[str, Tensor], float_weights: bool) -> None:
-        import_module("torch.ao.quantization.fx._decomposed")  # registers the operators
-        self._ops: Any = torch.ops.quantized_decomposed
+    Attributes:
+        label: how messages call the operators.
+        package: what registers them.
+        namespace: of the operators in `torch.ops`.
+    """
+
+    label = "quantized_decomposed"
+    package = "torch.ao.quantization.fx._decomposed"
+    namespace = "quantized_decomposed"
+
+    def __init__(self, program: ExportedProgram, codes: Mapping[str, Tensor], *, float_weights: bool = False) -> None:
+        import_module(self.package)
+        self._ops: Any = getattr(torch.ops, self.namespace)
         self._program, self._codes, self._float_weights = program, codes, float_weights
         self._quantized: dict[tuple[Any, ...], fx.Node] = {}
+
+    @staticmethod
+    def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
+        """Why no operator computes a specification; None if one does."""
+        return why_not(spec, constant=constant)
+
+    @staticmethod
+    def why_not_dynamic(spec: QuantSpec) -> str | None:
+        """Why no operator takes the range from the tensor; None if one does."""
+        if _is_by_token(spec):
+            return None
+        return (
+            "engines do so for 'int8 per_token asymmetric' alone; use W4A8_EXECUTORCH for language models, or a static "
+            "range such as INT8 and calibrate"
+        )
 
     def run(self) -> list[str]:
         """Lower all quantizers; returns the paths of those that divide.
@@ -305,7 +330,7 @@ class _Lowering:
                 if reason or node.target is not TARGET:
                     raise ExportError(reason or f"is a recurrent layer; {_NO_LOOPS}")
                 spec = QuantSpec.parse(str(node.args[3]))
-                if reason := why_not(spec, constant=node in x):
+                if reason := self.why_not(spec, constant=node in x):
                     raise ExportError(f"{spec}: {reason}")
                 if node not in scale or (node.args[2] is not None and node not in zero_point):
                     raise ExportError(
@@ -323,9 +348,9 @@ class _Lowering:
                 refused[path] = str(error)
         if refused:
             lines = "\n".join(f"{module_name(path)}: {reason}" for path, reason in refused.items())
-            raise ExportError(f"cannot be expressed in quantized_decomposed:\n{lines}")
+            raise ExportError(f"cannot be expressed in {self.label}:\n{lines}")
         self._without_copies()
-        self._quantize_before_moves()
+        self._finish()
         program.graph.eliminate_dead_code(lambda node: node.is_impure())
         self._drop_unused()
         for held in (program.state_dict, program.constants):  # the model, which trains on, has these tensors, too
@@ -358,7 +383,7 @@ class _Lowering:
             self._program.graph_signature.replace_all_uses(node.name, result.name)
             node.graph.erase_node(node)
 
-    def _quantize_before_moves(self) -> None:
+    def _finish(self) -> None:
         """Quantize what a function moves or picks values of before it, too, where only one quantize reads the result.
 
         Quantizing twice, or picking before it, gives the same values.

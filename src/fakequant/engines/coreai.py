@@ -1,0 +1,26 @@
+"""Core AI for iOS 27 and macOS 27: weights of at most 8 bits in any format, activations as codes of 8 bits."""
+
+from fakequant.model.config import TensorConfig
+from fakequant.model.engine import STATIC, WEIGHTS, Engine, register_engine
+from fakequant.numerics.spec import Arithmetic
+
+
+def variant(field: str, config: TensorConfig) -> TensorConfig:
+    """Codes of inputs by division."""
+    spec = config.spec
+    if field == "weight" or spec.arithmetic is not Arithmetic.RECIPROCAL:
+        return config
+    return TensorConfig(spec.replace(arithmetic=Arithmetic.DIVIDE), config.dynamic)
+
+
+register_engine(
+    Engine(
+        "coreai",
+        "run on a CPU: 0 elements of weights and activations, outputs 120 dB; no device was seen",
+        serves="iPhones and Macs",
+        kinds=((*WEIGHTS, "NF4_WEIGHT_ONLY", "MLX_MXFP4"), (*STATIC, "FP8")),
+        packages=("coreai-torch", "coreai-core"),
+        variant=variant,
+        page="coreai",
+    )
+)
