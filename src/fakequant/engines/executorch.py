@@ -6,9 +6,13 @@ has the quantizers of what it reads and of what reads it: behind it alone, the s
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import STATIC, Engine, register_engine
 from fakequant.model.sites.targets import Target, after_products, moves
+from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 from fakequant.numerics.formats import IntegerFormat, parse_format
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import Arithmetic
@@ -40,15 +44,49 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
     return config
 
 
+def product(parts: Sums, to: CodeGrid) -> Tensor:
+    """Codes of a convolution, a linear layer or a matrix product: the sums in float32 times the ratio of scales."""
+    of_input, of_weight = parts.of_input.float(), parts.of_weight.float()
+    sums = parts.sums + torch.round(parts.bias.float() / (of_input * of_weight))
+    return torch.round(sums.float() * (of_input * of_weight / to.scale.float())).add_(to.zero_point)
+
+
+def add(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a sum of two tensors: a multiplier of at most 21 bits for each, half rounded up."""
+    ratios = [x.grid.scale.float() / to.scale.float() for x in parts.tensors]
+    shift = 21 - torch.frexp(torch.maximum(*ratios)).exponent
+    a, b = (
+        x.codes.double() * torch.round(torch.ldexp(ratio.double(), shift))
+        for x, ratio in zip(parts.tensors, ratios, strict=True)
+    )
+    return torch.floor(torch.ldexp(a + b, -shift) + 0.5).add_(to.zero_point)
+
+
+def mul(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a product of two tensors, element by element."""
+    a, b = parts.tensors
+    ratio = a.grid.scale.float() * b.grid.scale.float() / to.scale.float()
+    return torch.round(a.codes * b.codes * ratio).add_(to.zero_point)
+
+
+def mean(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a mean, and of a pool over all positions."""
+    (x,) = parts.tensors
+    return torch.round(x.codes.float() * (x.grid.scale.float() / to.scale.float() / parts.summed)).add_(to.zero_point)
+
+
+RULES = {"product": product, "add": add, "mul": mul, "mean": mean, "adaptive_avg_pool2d": mean}
+
 register_engine(
     Engine(
         "xnnpack",
-        "portable kernels 0 codes; XNNPACK at most a step an operator",
+        "0 codes under its arithmetic; the simulation is a step an operator from XNNPACK, and 0 from portable kernels",
         serves="phones and embedded CPUs",
         kinds=(STATIC, ("W4A8_EXECUTORCH",)),
         packages=("executorch",),
         placement=placement,
         variant=variant,
+        device=Device("xnnpack", RULES, "XNNPACK in ExecuTorch 1.5.1: 0 codes differ of 24 networks"),
         aliases=("executorch",),
         page="executorch",
     )

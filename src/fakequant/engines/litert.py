@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from fakequant.engines import executorch
 from fakequant.model.engine import STATIC, Engine, register_engine
 from fakequant.model.sites.targets import Target
+from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 
 
 def placement() -> Target:
@@ -12,15 +16,99 @@ def placement() -> Target:
     return replace(executorch.placement(), name="litert")
 
 
+def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """A ratio as an integer of 31 bits and an exponent: integer * 2^(exponent - 31), int64."""
+    mantissa, exponent = torch.frexp(ratio.double())
+    multiplier = torch.floor(torch.ldexp(mantissa, torch.tensor(31)) + 0.5).long()
+    is_over = multiplier == 1 << 31
+    return torch.where(is_over, multiplier // 2, multiplier), exponent.long() + is_over.long()
+
+
+def _scaled(x: Tensor, multiplier: Tensor, exponent: Tensor) -> Tensor:
+    """x * multiplier * 2^(exponent - 31), rounded twice: the doubled high half, then the shift, half away from 0."""
+    products = (x << exponent.clamp(min=0)) * multiplier
+    nudge = torch.where(products >= 0, 1 << 30, 1 - (1 << 30))
+    high, right = torch.div(products + nudge, 1 << 31, rounding_mode="trunc"), (-exponent).clamp(min=0)
+    mask = (torch.ones_like(right) << right) - 1
+    return (high >> right) + ((high & mask) > (mask >> 1) + (high < 0).long()).long()
+
+
+def _sums(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
+    """Sums with biases, int64, and the ratio of scales."""
+    of_input, of_weight = parts.of_input.float().double(), parts.of_weight.float().double()
+    scale = of_input * of_weight
+    return (parts.sums + torch.round(parts.bias.float().double() / scale)).long(), scale / to.scale.float().double()
+
+
+def convolution(parts: Sums, to: CodeGrid) -> Tensor:
+    """Codes of a convolution or a matrix product by the reference kernels."""
+    sums, ratio = _sums(parts, to)
+    return _scaled(sums, *_multiplier(ratio)).double().add_(to.zero_point)
+
+
+def linear(parts: Sums, to: CodeGrid) -> Tensor:
+    """Codes of a linear layer by the reference kernels, which round it once, half up."""
+    sums, ratio = _sums(parts, to)
+    multiplier, exponent = _multiplier(ratio)
+    right = 31 - exponent
+    return ((sums * multiplier + (torch.ones_like(right) << right - 1)) >> right).double().add_(to.zero_point)
+
+
+def add(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a sum of two tensors by the reference kernels, with 20 more bits in between."""
+    of_a, of_b, of_sum = (s.float().double() for s in (*(x.grid.scale for x in parts.tensors), to.scale))
+    twice = 2 * torch.maximum(of_a, of_b)
+    a, b = (
+        _scaled(x.codes.long() << 20, *_multiplier(scale / twice))
+        for x, scale in zip(parts.tensors, (of_a, of_b), strict=True)
+    )
+    return _scaled(a + b, *_multiplier(twice / (of_sum * (1 << 20)))).double().add_(to.zero_point)
+
+
+def mul(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a product of two tensors, element by element, by the reference kernels."""
+    a, b = parts.tensors
+    ratio = a.grid.scale.float().double() * b.grid.scale.float().double() / to.scale.float().double()
+    return _scaled(a.codes.long() * b.codes.long(), *_multiplier(ratio)).double().add_(to.zero_point)
+
+
+def mean(parts: Operands, to: CodeGrid) -> Tensor:
+    """Codes of a mean by the reference kernels, which divide the multiplier by the number of elements."""
+    (x,) = parts.tensors
+    multiplier, exponent = _multiplier(x.grid.scale.float().double() / to.scale.float().double())
+    shift = (exponent + 31).clamp(max=min(parts.summed.bit_length() - 1, 32))
+    return _scaled(x.codes.long(), (multiplier << shift) // parts.summed, exponent - shift).double().add_(to.zero_point)
+
+
+_LITERT = Engine(
+    "litert",
+    "0 codes under its arithmetic; the simulation is at most a step an operator away",
+    serves="Android, networks of convolutions",
+    kinds=(STATIC,),
+    packages=("ai-edge-litert",),
+    placement=placement,
+    device=Device("litert", executorch.RULES, "XNNPACK in LiteRT 2.3: 0 codes differ of 24 networks"),
+    aliases=("tflite",),
+    page="litert",
+)
+register_engine(_LITERT)
 register_engine(
-    Engine(
-        "litert",
-        "at most a step an operator, run on a CPU",
-        serves="Android, networks of convolutions",
-        kinds=(STATIC,),
-        packages=("ai-edge-litert",),
-        placement=placement,
-        aliases=("tflite",),
-        page="litert",
+    replace(
+        _LITERT,
+        name="litert_reference",
+        serves="the same files by kernels without SIMD",
+        device=Device(
+            "litert_reference",
+            {
+                "product": convolution,
+                "linear": linear,
+                "add": add,
+                "mul": mul,
+                "mean": mean,
+                "adaptive_avg_pool2d": mean,
+            },
+            "reference kernels of LiteRT 2.3: 0 codes differ of 24 networks",
+        ),
+        aliases=(),
     )
 )

@@ -87,7 +87,7 @@ class Computed:
     """The result of a function that is not stored yet.
 
     Attributes:
-        function: the canonical name of the function; "product" for all products.
+        function: the canonical name of the function, or "strided depthwise".
         parts: what it is computed from.
         least: the value at which a ReLU bounds it below.
         most: the value at which a ReLU6 bounds it above.
@@ -105,8 +105,8 @@ class Device:
 
     Attributes:
         name: of the engine.
-        rules: by the canonical name of a function, "product" for convolutions, linear layers and matrix products, and
-            "strided depthwise" for these convolutions where they have a rule of their own. They give codes, a
+        rules: by the canonical name of a function, "strided depthwise" for these convolutions, and "product" for all
+            convolutions, linear layers and matrix products without a rule of their own. They give codes, a
             new tensor that is not clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
         source: the program from which the rules come, and how far they were compared with it.
         bits: the widest codes for which the rules are known.
@@ -123,7 +123,7 @@ class Device:
     def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
         """The codes of a result, or None where there is no rule."""
         rule = self.rules.get(computed.function)
-        if rule is None and computed.function == _STRIDED:
+        if rule is None and isinstance(computed.parts, Sums):
             rule = self.rules.get("product")
         if rule is None:
             return None
@@ -263,7 +263,11 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
             of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
         added = sums.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
     strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
-    kind = _STRIDED if strided and groups == x.shape[1] > 1 and called.function.name in _CONVOLUTIONS else "product"
+    kind = (
+        _STRIDED
+        if strided and groups == x.shape[1] > 1 and called.function.name in _CONVOLUTIONS
+        else called.function.name
+    )
     parts = Sums(sums, x.has.grid.scale, of_weight, added)
     if torch.is_grad_enabled():
         return _call(func, args, kwargs, device, Computed(kind, parts))
