@@ -72,9 +72,11 @@ engines: setup
 	build/tools/bin/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec
 	$(SUITE) tests/delivery/test_vllm.py
 	$(call beside,executorch,$(EXECUTORCH))
-	build/executorch/bin/python -m pytest -n 0 tests/export/test_executorch.py
+	build/executorch/bin/python -m pytest -n 0 tests/export/test_executorch.py tests/engines/test_mobile.py
 	$(call beside,litert,$(LITERT))
-	build/litert/bin/python -m pytest -n 0 tests/export/test_litert.py
+	build/litert/bin/python -m pytest -n 0 tests/export/test_litert.py tests/engines/test_mobile.py
+	$(call beside,qnn,onnxruntime-qnn==2.7.0)
+	build/qnn/bin/python -m pytest -n 0 tests/engines/test_qnn.py
 	$(call beside,coreml,$(COREML))
 	build/coreml/bin/python -m pytest -n 0 tests/export/test_coreml.py
 	$(call beside,coreai,$(COREAI))

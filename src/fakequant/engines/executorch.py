@@ -86,6 +86,7 @@ register_engine(
         packages=("executorch",),
         placement=placement,
         variant=variant,
+        tables=False,
         device=Device("xnnpack", RULES, "XNNPACK in ExecuTorch 1.5.1: 0 codes differ of 24 networks"),
         aliases=("executorch",),
         page="executorch",

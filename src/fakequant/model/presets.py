@@ -173,15 +173,11 @@ W8A8_TRANSFORMERS = _preset(
 )
 """W8A8 as transformers computes the same files by compressed-tensors: scale amax / 127.5 of every token."""
 
-W4A8_EXECUTORCH = Config(
+W4A8_EXECUTORCH = _preset(
     "W4A8_EXECUTORCH",
-    (
-        Rule(
-            layers=("Linear",),
-            input=TensorConfig("int8 per_token asymmetric reciprocal", dynamic=True),
-            weight=TensorConfig("int4 per_block(-1:32) scale=bfloat16"),
-        ),
-    ),
+    weight="int4 per_block(-1:32,pad) scale=bfloat16",
+    input="int8 per_token asymmetric reciprocal",
+    dynamic=True,
 )
 """W4A8 of linear layers as XNNPACK has it (8da4w): groups of 32 under bfloat16 scales, ranges of every token anew."""
 
