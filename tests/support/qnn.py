@@ -65,6 +65,12 @@ _LAYERS = {
     "written": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(inplace=True), nn.MaxPool2d(3, 2, 1), InPlace()),
     "mean": lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), Mean()),
 }
+_LAYERS |= {
+    "windows": lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 16, 1)),
+    "tables": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 1)
+    ),
+}
 NETWORKS = {f"{name} {bits}": (make, bits) for name, make in _LAYERS.items() for bits in ("w8a8", "w4a8")}
 NETWORKS["linear w8a8"] = lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 24), nn.ReLU(), nn.Linear(24, 8)), "w8a8"
 NETWORKS["rows w8a8"] = lambda: nn.Linear(16, 24), "w8a8"

@@ -29,11 +29,18 @@ _RESHAPES = frozenset(
 """Functions that give a result another shape, and read each of its numbers once."""
 _PICKS = frozenset(("max_pool1d", "max_pool2d", "max_pool3d"))
 """Functions that pick numbers of each channel: codes rise with the sums of a channel."""
+_SELECTS = frozenset(
+    """
+    __getitem__ chunk split tensor_split narrow select unbind flip roll expand repeat clone detach pixel_shuffle
+    pixel_unshuffle channel_shuffle
+    """.split()  # noqa: SIM905
+)
+"""Functions that copy some of the numbers of a tensor."""
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
 _STRIDED = "strided depthwise"
-_MEANS = ("mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_MEANS = ("mean", *(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)))
 
 
 class CodeGrid(NamedTuple):
@@ -158,8 +165,8 @@ class DeviceTensor(Tensor):
                 function = called.function.name
                 see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
                 result = see(called, func, args, kwargs)
-            elif (moves := name.lstrip("_")) in _RESHAPES or moves in _PICKS:
-                result = _moved(func, args, kwargs, picks=moves in _PICKS)
+            elif (moves := name.strip("_")) in _RESHAPES or moves in _PICKS or name in _SELECTS:
+                result = _moved(func, args, kwargs, moves)
             if result is NotImplemented:
                 result = func(*plain(args), **plain(kwargs))
             written = name.endswith("_") and not name.endswith("__")
@@ -316,19 +323,47 @@ def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     return _call(func, args, kwargs, x.device_of, replace(x.has, least=low, most=high))
 
 
-def _moved(func: Any, args: Any, kwargs: Any, picks: bool) -> Any:
-    """A product in another shape, or the largest of its neighbours, before it is stored."""
+def _moved(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Codes, or a product before it is stored, in another shape; and the largest of neighbours."""
     x = args[0]
-    if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed) or not isinstance(x.has.parts, Sums):
+    if not isinstance(x, DeviceTensor) or x.has is None:
+        return NotImplemented
+
+    def moved(part: Tensor) -> Any:
+        return func(part.expand(x.shape), *args[1:], **kwargs)
+
+    if isinstance(x.has, GridCodes):
+        if x.has.grid.scale.numel() > 1:
+            return NotImplemented
+        values, codes = func(*plain(args), **kwargs), moved(x.has.codes)
+        if isinstance(values, Tensor):
+            return DeviceTensor.of(values, GridCodes(codes, x.has.grid), x.device_of)
+        pairs = zip(values, codes, strict=True)
+        return type(values)(DeviceTensor.of(one, GridCodes(own, x.has.grid), x.device_of) for one, own in pairs)
+    if not isinstance(x.has.parts, Sums) or not (name in _RESHAPES or name in _PICKS):
         return NotImplemented
     parts = x.has.parts
-
-    def moved(part: Tensor) -> Tensor:
-        return func(part.expand(parts.sums.shape), *args[1:], **kwargs)
-
     sums, others = moved(parts.sums), (parts.of_weight, parts.bias)
-    parts = Sums(sums, parts.of_input, *(others if picks else map(moved, others)))
+    parts = Sums(sums, parts.of_input, *(others if name in _PICKS else map(moved, others)))
     return _call(func, args, kwargs, x.device_of, replace(x.has, parts=parts))
+
+
+def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int:
+    """How many elements each number of a mean or a pool is the mean of; 0 where numbers differ in that."""
+    if not name.startswith("avg_pool"):
+        summed, rest = divmod(x.numel(), max(result.numel(), 1))
+        return 0 if rest or (name != "mean" and result[0, 0].numel() > 1) else summed  # windows of a pool overlap
+    named = dict(zip(("kernel_size", "stride", "padding", "ceil_mode"), args[1:], strict=False)) | kwargs
+    axes = int(name[-2])
+
+    def each(value: Any) -> tuple[int, ...]:
+        several = tuple(value) if isinstance(value, tuple | list) else (value,)
+        return several * axes if len(several) == 1 else several
+
+    size = each(named["kernel_size"])
+    is_apart = each(named.get("stride") or size) == size and not any(each(named.get("padding", 0)))
+    is_plain = not named.get("ceil_mode") and named.get("divisor_override") is None
+    return math.prod(size) if is_apart and is_plain else 0
 
 
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
@@ -342,8 +377,7 @@ def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain(args), **plain(kwargs))
     if name in _MEANS:
         (x,) = tensors
-        summed, rest = divmod(x.numel(), result.numel())
-        if rest or (name != "mean" and result[0, 0].numel() > 1):  # windows of a pool overlap
+        if not (summed := _summed(name, args, kwargs, x, result)):
             return result
         with torch.no_grad():
             sums = torch.round(func(x.has.codes.double(), *args[1:], **kwargs) * summed)
