@@ -91,7 +91,7 @@ def engines_page() -> str:
     """The page about engines with its table written anew, from what each engine says of itself."""
     before, rest = ENGINES_PAGE.read_text().split(ENGINES_BEGIN)
     after = rest.split(ENGINES_END)[1]
-    rows = ["| engine | for | `target=` | presets to begin with | file | results |", "|---|---|---|---|---|---|"]
+    rows = ["| engine | for | `target=` | presets to begin with | files by | results |", "|---|---|---|---|---|---|"]
     for engine in dict.fromkeys(known_engines().values()):
         title = engine.name
         if engine.page:
@@ -99,8 +99,10 @@ def engines_page() -> str:
             title = f"[{title}]({engine.page}.md)"
         names = ", ".join(f"`{name}`" for name in (engine.name, *engine.aliases))
         first = f"`{engine.others}*`" if engine.others else ", ".join(f"`{kind[0]}`" for kind in engine.kinds)
-        file = f"ONNX, style `{engine.files}`" if engine.files in {style.value for style in Style} else engine.files
-        rows.append(f"| {title} | {engine.serves} | {names} | {first} | {file or '-'} | {engine.bound} |")
+        file = f"`{engine.export}`" if engine.export else f"`deliver`, {engine.files}" if engine.files else "-"
+        if engine.files in {style.value for style in Style}:
+            file += f", style `{engine.files}`"
+        rows.append(f"| {title} | {engine.serves} | {names} | {first} | {file} | {engine.bound} |")
     return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + after])
 
 

@@ -414,9 +414,9 @@ def format_for(format: str | None, target: str | Engine | None) -> str:
         return str(format)
     engine = find_engine(target)
     if engine.files not in delivery_formats():
-        wanted = f"ONNX files of the style {engine.files!r}" if engine.files else "no files that deliver writes"
-        cure = f"; call fakequant.export_onnx(model, example, path, style={engine.files!r})" if engine.files else ""
-        raise ConfigError(f"{engine.name} reads {wanted}{cure}")
+        style = f", style={engine.files!r}" if engine.files else ""
+        call = f"; call fakequant.{engine.export}(model, example, path{style})" if engine.export else ""
+        raise ConfigError(f"{engine.name} reads other files than deliver writes{call}")
     return engine.files
 
 

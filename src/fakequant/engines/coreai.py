@@ -19,6 +19,7 @@ register_engine(
         "run on a CPU: 0 elements of weights and activations, outputs 120 dB; no device was seen",
         serves="iPhones and Macs",
         kinds=((*WEIGHTS, "NF4_WEIGHT_ONLY", "MLX_MXFP4"), (*STATIC, "FP8")),
+        export="export_coreai",
         packages=("coreai-torch", "coreai-core"),
         variant=variant,
         page="coreai",

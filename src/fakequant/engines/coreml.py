@@ -8,6 +8,7 @@ register_engine(
         "not run: weights 0 elements; it computes on a Mac alone",
         serves="iPhones and Macs",
         kinds=(WEIGHTS, STATIC),
+        export="export_coreml",
         packages=("coremltools",),
         page="coreml",
     )

@@ -83,6 +83,7 @@ register_engine(
         "0 codes under its arithmetic; the simulation is a step an operator from XNNPACK, and 0 from portable kernels",
         serves="phones and embedded CPUs",
         kinds=(STATIC, ("W4A8_EXECUTORCH",)),
+        export="export_executorch",
         packages=("executorch",),
         placement=placement,
         variant=variant,

@@ -85,6 +85,7 @@ _LITERT = Engine(
     "0 codes under its arithmetic; the simulation is at most a step an operator away",
     serves="Android, networks of convolutions",
     kinds=(STATIC,),
+    export="export_litert",
     packages=("ai-edge-litert",),
     placement=placement,
     device=Device("litert", executorch.RULES, "XNNPACK in LiteRT 2.3: 0 codes differ of 24 networks"),

@@ -52,6 +52,7 @@ register_engine(
         serves="any model, CPUs",
         kinds=(("INT8_AFFINE",), ("INT8_PER_TOKEN",), WEIGHTS),
         files="portable",
+        export="export_onnx",
         packages=("onnxruntime",),
         placement=placement,
         page="onnxruntime",

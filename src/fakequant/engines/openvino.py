@@ -27,6 +27,7 @@ register_engine(
         serves="any model, Intel",
         kinds=(STATIC, ("INT8_WEIGHT_ONLY",)),
         files="portable",
+        export="export_onnx",
         packages=("openvino",),
         placement=placement,
         page="openvino",

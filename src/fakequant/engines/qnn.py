@@ -143,6 +143,7 @@ register_engine(
         serves="networks of convolutions",
         kinds=(STATIC[1:],),
         files="portable",
+        export="export_onnx",
         packages=("onnxruntime-qnn",),
         placement=placement,
         variant=variant,

@@ -27,6 +27,7 @@ register_engine(
         serves="any model, NVIDIA",
         kinds=(("INT8", "FP8"), ("INT4_GROUP64", "INT4_GROUP128", "NVFP4_WEIGHT_ONLY")),
         files="trt",
+        export="export_onnx",
         placement=placement,
         page="tensorrt",
     )

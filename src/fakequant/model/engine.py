@@ -34,6 +34,7 @@ class Engine:
         kinds: the names of presets by how the engine multiplies, those first that it runs faster: `advise` compares
             presets of one kind with each other.
         files: what it reads: the name of a format of `fakequant.deliver`, or of a style of `fakequant.export_onnx`.
+        export: the function of this package that writes its files, where `fakequant.deliver` does not.
         packages: the distributions that run its files here.
         placement: makes the table of where it wants quantizers; None where layers alone have some.
         variant: called with "input", "weight" or "output" and how a preset quantizes that tensor; it returns how the
@@ -56,6 +57,7 @@ class Engine:
     serves: str = ""
     kinds: tuple[tuple[str, ...], ...] = ()
     files: str = ""
+    export: str = ""
     packages: tuple[str, ...] = ()
     placement: Callable[[], Target] | None = None
     variant: Callable[[str, TensorConfig], TensorConfig] = lambda field, config: config
