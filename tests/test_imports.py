@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import fakequant as fq
 
@@ -165,6 +166,16 @@ def format_name_branches(source, path):
     return found
 
 
+LAYERS = {name for name, one in vars(nn).items() if isinstance(one, type) and issubclass(one, nn.Module)}
+LAYERS -= {"Module", "ModuleList", "ModuleDict", "Sequential", "ParameterList", "ParameterDict"}
+
+
+def layer_classes(source, path):
+    """Where classes of torch's layers are named: 'file:line: names nn.Class'."""
+    named = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in LAYERS]
+    return [f"{path}:{one.lineno}: names nn.{one.attr}" for one in named if ast.unparse(one.value) in ("nn", "torch.nn")]
+
+
 def sources():
     return [(path.read_text(), path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
 
@@ -184,6 +195,14 @@ def test_no_branch_on_the_name_of_a_format():
     assert not [
         branch for source, path in sources() if path.parent != FORMATS for branch in format_name_branches(source, path)
     ]
+
+
+def test_the_room_of_layers_alone_names_their_classes():
+    # The old programs that `compat` stands in for are made of subclasses of them.
+    others = [(source, path) for source, path in sources() if path.parts[0] not in ("nn", "compat")]
+    assert not [found for source, path in others for found in layer_classes(source, path)]
+    assert layer_classes("isinstance(x, nn.Linear)", Path("x.py")) == ["x.py:1: names nn.Linear"]
+    assert layer_classes("import torch\n\nx: torch.nn.LSTM", Path("x.py")) == ["x.py:3: names nn.LSTM"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
@@ -344,11 +344,7 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
     tensor([0.9902])
     """
     cls = _registry[find_method(method)]
-    known = _options(cls)
-    for name in options:
-        if name not in known:
-            hint = nearest(name, known) if known else "; it has no options"
-            raise ConfigError(f"calibrator {method!r} has no option {name!r}{hint}")
+    check_options(cls, options, f"calibrator {method!r}")
     return cls(spec, **options)
 
 
@@ -365,7 +361,16 @@ def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
         )
 
 
+def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
+    """Raise a ConfigError, which offers the nearest, for an option that a class does not take beside `spec`."""
+    known = _options(cls)
+    for name in options:
+        if name not in known:
+            hint = nearest(name, known) if known else "; it has no options"
+            raise ConfigError(f"{what} has no option {name!r}{hint}")
+
+
 @cache
-def _options(cls: type[Calibrator]) -> list[str]:
+def _options(cls: type[Any]) -> list[str]:
     """The options of a class. A lookup takes 30 us, and every quantizer of a model needs one."""
     return [name for name in inspect.signature(cls).parameters if name != "spec"]

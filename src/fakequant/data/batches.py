@@ -18,7 +18,7 @@ from fakequant.data.digest import NoDigestError, digest
 from fakequant.data.progress import length, track
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, DTypeError, ShapeError, shown, warn_user
 from fakequant.nn.paths import layer_of
-from fakequant.nn.quantized.layers import SpatialLayer
+from fakequant.nn.quantized.layers import SpatialLayer, is_linear
 from fakequant.nn.quantized.recurrent import Recurrent
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import inside
@@ -292,7 +292,7 @@ def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
     """Whether the leading axes of an input are those of the mask, and no other axis may be that of its tokens."""
     if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
         return False  # a convolution has channels where other layers have tokens
-    others = x.shape[2:-1] if isinstance(layer, nn.Linear | Recurrent) else x.shape[2:]
+    others = x.shape[2:-1] if is_linear(layer) or isinstance(layer, Recurrent) else x.shape[2:]
     return mask.shape[1] not in others
 
 

@@ -26,7 +26,7 @@ from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedSt
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.forms import own_class, quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, is_table
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.stored import with_stored
 from fakequant.nn.transforms import first_weights, make_transform
@@ -74,12 +74,12 @@ class Part:
     @property
     def is_table(self) -> bool:
         """Whether the weight is a table whose rows are looked up."""
-        return isinstance(self.module, nn.Embedding)
+        return is_table(self.module)
 
     @property
     def is_matrix(self) -> bool:
         """Whether the weight is a table, or the matrix [out, in] of a linear layer."""
-        return self.is_table or isinstance(self.module, nn.Linear)
+        return self.is_table or is_linear(self.module)
 
     @property
     def is_stack(self) -> bool:
@@ -258,7 +258,7 @@ class WeightSlot(NamedTuple):
     Attributes:
         path: of the layer.
         kind: the class of the float layer.
-        classes: that class and its bases, by name.
+        classes: that class and its bases, by name; for a stack of experts, that of a single expert.
         attribute: the name of the weight's quantizer.
         input: the name of the quantizer of what it multiplies; "" where there is none.
         operand: where it has its axes.
@@ -281,8 +281,9 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
             continue
         own = getattr(module, "float_class", None) or own_class(module)
         operands = form.operands(module)
-        classes = tuple(cls.__name__ for cls in own.__mro__)
+        bases = tuple(cls.__name__ for cls in own.__mro__)
         for name, source in paired(operands).items():
+            classes = ("Linear",) if operands[name].is_stack else bases
             slot = WeightSlot(path, own.__name__, classes, name, source, operands[name])
             found[join(path, operands[name].weight)] = slot
     return found
@@ -400,8 +401,7 @@ class LayeredWriter:
                     for end, one in stored(part, piece.shape, piece.dtype).items():
                         self.tensors[f"{base}.{end}"] = self._piece(name, key, one)
                     continue
-                is_table = isinstance(module_at(model, name.rpartition(".")[0]), nn.Embedding)
-                if base != key and piece.dim() == 2 and not is_table:
+                if base != key and piece.dim() == 2 and not is_table(module_at(model, name.rpartition(".")[0])):
                     self.ignored += dict.fromkeys([base, name.removesuffix(".weight")] if is_whole else [base])
                 if name not in state.shared:
                     plain = Stored("values", piece.shape, piece.dtype)

@@ -301,12 +301,11 @@ class _LayeredReader:
             piece = self.names.split(join(slot.path, operand.weight), torch.empty_like(weight, device="meta"))[key]
             shape = piece.shape[0], piece.shape[1]
         is_alone = not operand.is_stack and operand.channels == 0
-        classes = ("Linear",) if operand.is_stack else slot.classes
         base = key.rpartition(".")[0]
         experts = weight.shape[0] if operand.is_stack and pieces == 1 else 0
         is_turned = operand.is_stack and operand.channels == -1
         module = LayerTensors(
-            self.folder, self.tensors, base, shape, slot.path, classes, is_alone, key, experts, is_turned
+            self.folder, self.tensors, base, shape, slot.path, slot.classes, is_alone, key, experts, is_turned
         )
         found = self.format.coded(module) if weight.dim() - operand.is_stack == 2 else None
         self.used |= module.used if found is not None else set()

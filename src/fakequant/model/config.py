@@ -310,6 +310,10 @@ class Rule:
         return cls(**_with_known_keys(cls, values, "a rule"))
 
 
+TABLES = Rule(layers=("Embedding", "EmbeddingBag"), optional=True, tied=True)
+"""Tables of embeddings, in float; `replace` says how a preset quantizes them."""
+
+
 @dataclass(frozen=True)
 class Config:
     """A named list of rules; of the rules that match a layer the last one holds.

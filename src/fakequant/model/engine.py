@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fakequant.errors import ConfigError, ExportError, nearest, shown
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import TABLES, Config, TensorConfig
 from fakequant.model.sites.targets import Target
 from fakequant.nn.device import Device
 from fakequant.registry import import_waiting
@@ -20,7 +20,6 @@ WEIGHTS = "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", *GROUPS
 STATIC = "INT8", "INT8_AFFINE"
 """Presets of integer weights and inputs with fixed ranges."""
 _FIELDS = ("input", "weight", "output")
-_TABLES = Rule(layers=("Embedding", "EmbeddingBag"), optional=True, tied=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +91,7 @@ class Engine:
             rules.append(replace(rule, **changed) if changed else rule)
         result = Config(config.name, tuple(rules)) if changes else config
         if not self.tables:
-            without, before = result.with_rule(_TABLES), result.resolve(model, any_module=True)
+            without, before = result.with_rule(TABLES), result.resolve(model, any_module=True)
             after = without.resolve(model, any_module=True)
             left = [name for name, rule in after.items() if rule.leaves_in_float and not before[name].leaves_in_float]
             if left:

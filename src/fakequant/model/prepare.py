@@ -40,7 +40,7 @@ from fakequant.nn.learned import has_tensor_scale
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
-from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear, leave_fast_paths
+from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.sharded import share_mesh
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
@@ -162,7 +162,7 @@ def prepare(
             apply_sites(model, sites)
         leave_fast_paths(model)
         share_mesh(model)
-        with Peaks(model if table is None else nn.Identity()).watching() as peaks:  # an engine asks for fixed ranges
+        with Peaks(model if table is None else nn.Module()).watching() as peaks:  # an engine asks for fixed ranges
             recording = None if run is None else record(model, run)
         missed = [] if recording is None else [name for name in held if not recording.visits[name]]
         for quantizer in (own for name in missed for own in modules[name].children()):
@@ -400,7 +400,7 @@ fixed scale of 8 bits loses much there, and "int8_per_token" loses less where th
             and isinstance(one.spec.granularity, PerTensor)
             and one.spec.format.bits == 8
             and isinstance(one.spec.format, IntegerFormat)
-            and isinstance(model.get_submodule(layer_of(name)), QuantLinear)
+            and is_linear(model.get_submodule(layer_of(name)))
         }
 
     @contextmanager

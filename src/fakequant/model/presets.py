@@ -21,15 +21,13 @@ from dataclasses import replace
 from math import prod
 
 from fakequant.model.config import ALIASES as ALIASES
-from fakequant.model.config import NAMED, Config, Rule, TensorConfig, register_preset
+from fakequant.model.config import NAMED, TABLES, Config, Rule, TensorConfig, register_preset
 from fakequant.model.config import find_preset as find_preset
 from fakequant.nn.backward import GradientConfig
 from fakequant.numerics.granularity import PerBlock
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
-_TABLES_AT_8_BITS = Rule(
-    layers=("Embedding", "EmbeddingBag"), weight=TensorConfig("int8 per_channel(0)"), optional=True, tied=True
-)
+_TABLES_AT_8_BITS = replace(TABLES, weight=TensorConfig("int8 per_channel(0)"))
 
 
 def _preset(
@@ -193,7 +191,7 @@ _GGUF_Q8_0 = "int8 per_block(-1:32,pad) scale=float16"
 
 def _gguf(name: str, weight: str) -> Config:
     """A type of GGUF for weights: scales in float16; those of K-quants are integers under such ones."""
-    tables = Rule(layers=_TABLES_AT_8_BITS.layers, weight=TensorConfig(_GGUF_Q8_0), optional=True, tied=True)
+    tables = replace(TABLES, weight=TensorConfig(_GGUF_Q8_0))
     return Config(f"GGUF_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
 
 
@@ -238,7 +236,7 @@ GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m
 
 
 def _mlx(name: str, weight: str) -> Config:
-    tables = Rule(layers=("Embedding",), weight=TensorConfig(weight), optional=True, tied=True)
+    tables = replace(TABLES, layers=("Embedding",), weight=TensorConfig(weight))
     return Config(f"MLX_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fakequant.calibration.calibrator import registered_in
+from fakequant.calibration.calibrator import check_options, registered_in
 from fakequant.distributed import gathered
 from fakequant.errors import ConfigError, NoWeightError, QParamsError, nearest, warn_user
 from fakequant.numerics.division import divide, reciprocal
@@ -290,11 +290,7 @@ def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedR
     cls = _registry.get(method)
     if cls is None:
         raise ConfigError(f"unknown method {method!r} to learn a range{nearest(method, learned_ranges())}")
-    known = [name for name in inspect.signature(cls).parameters if name != "spec"]
-    for name in options:
-        if name not in known:
-            hint = nearest(name, known) if known else "; it has no options"
-            raise ConfigError(f"the method {method!r} has no option {name!r}{hint}")
+    check_options(cls, options, f"the method {method!r}")
     return cls(spec, **options)
 
 

@@ -20,22 +20,12 @@ from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
 from fakequant.nn.integer import has_no_hooks
-from fakequant.nn.quantized.forms import computed_class
+from fakequant.nn.quantized.forms import has_matrix
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.scale_folding import OutputCheck
 from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_on_error, state_of
 from fakequant.text import table
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies channels with a weight [out, in / groups, ...] that is a parameter of its own."""
-    if computed_class(module) not in (nn.Linear, *CONVOLUTIONS):
-        return False
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() > 1
 
 
 def input_channels(layer: nn.Module) -> int:

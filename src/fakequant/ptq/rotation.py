@@ -18,6 +18,7 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached, has
 from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.integer import has_no_hooks
+from fakequant.nn.quantized.layers import is_convolution, is_linear, is_table, subtracts_mean, without_mean
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.scale_folding import OutputCheck
 from fakequant.ptq.weights import shared_parameters
@@ -45,8 +46,8 @@ class Residual:
 class Heads(NamedTuple):
     """A layer that makes the values of attention, and the one that reads the heads' results."""
 
-    maker: nn.Linear
-    reader: nn.Linear
+    maker: Any
+    reader: Any
     size: int
     """Channels of a head."""
 
@@ -129,9 +130,9 @@ class _StreamWalk:
             value = self._values.get(one.inputs[0]) if one.inputs else None
             if value is not None:
                 group = self.root(value.group)
-                if isinstance(module, nn.Linear) and value.head and isinstance(value.maker, nn.Linear):
+                if is_linear(module) and value.head and is_linear(value.maker):
                     self.heads.append(Heads(value.maker, module, value.head))
-                elif isinstance(module, nn.Linear):
+                elif is_linear(module):
                     if group.readers.get(module, value.norm) is not value.norm:
                         group.read_by.append(f"{one.path}, with and without a normalisation before it,")
                     group.readers[module] = value.norm
@@ -228,7 +229,7 @@ class _StreamWalk:
 
 
 def _makes(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return is_linear(module) or is_table(module) or is_convolution(module)
 
 
 def is_vector_norm(module: nn.Module) -> bool:
@@ -365,7 +366,7 @@ class _Rotation:
         forms = {norm: form for norm in one.norms if (form := _form_of(norm, width)) is not None}
         if why is None and (unknown := [norm for norm in one.norms if norm not in forms]):
             why = f"{self._names[unknown[0]]} is neither a LayerNorm nor a normalisation by the root mean square"
-        subtract = [isinstance(norm, nn.LayerNorm) for norm in (*one.norms, *one.readers.values())]
+        subtract = [subtracts_mean(norm) for norm in (*one.norms, *one.readers.values())]
         if why is None and len({*subtract}) > 1:
             why = "some of its readers subtract the mean and others do not"
         why = why or self._unreached.why_not(width)
@@ -426,7 +427,7 @@ class _Rotation:
         _turn(_made_by(one.makers, width), made)
         for reader, norm in one.readers.items():
             if norm is not None and forms[norm].shift is not None:  # it goes into the bias of the reader
-                layer = cast("nn.Linear", reader)
+                layer = cast("Any", reader)
                 bias = layer.weight.double() @ cast("Tensor", forms[norm].shift)
                 if layer.bias is None:
                     layer.bias = nn.Parameter(bias.to(layer.weight.dtype))
@@ -435,10 +436,10 @@ class _Rotation:
             read = rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device)
             _turn([(cast("nn.Parameter", reader.weight), 1)], read)
         for norm, form in forms.items():  # its division by the root mean square is left
-            if not isinstance(norm, nn.LayerNorm):
+            if not subtracts_mean(norm):
                 cast("nn.Parameter", norm.weight).data.fill_(form.plain)
                 continue
-            plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+            plain = without_mean(norm)
             for path in [path for path, own in self._model.named_modules(remove_duplicate=False) if own is norm]:
                 self._model.set_submodule(path, plain)
 
@@ -485,7 +486,7 @@ def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tup
     for maker in makers:
         if isinstance(maker, nn.Parameter):
             own = [(maker, maker.dim() - 1)]
-        elif isinstance(maker, nn.Embedding):
+        elif is_table(maker):
             own = [(cast("nn.Parameter", maker.weight), 1)]
         else:
             own = [(one, 0) for one in (maker.weight, maker.bias) if isinstance(one, nn.Parameter)]
@@ -516,7 +517,7 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
     """
     weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
     gain = weight.detach().double().clone()
-    if isinstance(norm, nn.LayerNorm):
+    if subtracts_mean(norm):
         return (
             _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0) if width == len(gain) else None
         )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, FusionWarning
-from fakequant.model.training.fuse import FusedBatchNorm, find_fusions
+from fakequant.model.training.fuse import find_fusions
+from fakequant.nn.quantized.folded import FusedBatchNorm
 from tests.support.norms import FrozenNorm, FrozenNormAct, NormAct
 
 NOT_DIRECT = "its input is not the output of a convolution or linear layer"

@@ -196,8 +196,7 @@ class CompressedTensors(LayeredFormat):
             if (like := parameters.get(name)) is None:
                 continue
             pieces = [key.removesuffix(".weight") for key in names.split(name, torch.empty_like(like, device="meta"))]
-            classes = ("Linear",) if slot.operand.is_stack else slot.classes
-            scheme = scheme_for(folder, (pieces[0], slot.path), classes)
+            scheme = scheme_for(folder, (pieces[0], slot.path), slot.classes)
             if scheme is not None and scheme["weights"]["strategy"] != "tensor_group":
                 own = partial(decompressed, scheme, tensors, pieces)
                 channels = slot.operand.channels

@@ -33,6 +33,7 @@ from fakequant.errors import ShapeError, warn_user
 from fakequant.model.bake import bake_weights
 from fakequant.model.state.snapshots import Files, QuantizedState, lazy
 from fakequant.nn.paths import module_at
+from fakequant.nn.quantized.layers import is_linear
 from fakequant.numerics.formats import IntegerFormat, parse_format
 from fakequant.numerics.formats.packing import pack
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -94,7 +95,7 @@ class TorchAo(LayeredFormat):
         # The configuration names the class that most weights have.
         kinds = [one["_type"] for one in said.values()]
         name, number, data = _CONFIGS[max(kinds, key=kinds.count, default=INT8)]
-        linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linear = [path for path, module in model.named_modules() if is_linear(module)]
         quantization = {
             "quant_method": "torchao",
             "quant_type": {"default": {"_type": name, "_version": number, "_data": data}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx import Proxy
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from fakequant.data.arguments import refuse_prepared
@@ -29,6 +28,7 @@ from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.folded import (
     FOLDABLE,
     NORMS,
+    FusedBatchNorm,
     is_batch_norm,
     norm_axes,
     norm_factor,
@@ -37,48 +37,12 @@ from fakequant.nn.quantized.folded import (
 )
 from fakequant.nn.quantized.forms import computed_class, output_channels
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import as_leaf
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name, table
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _NAMED = 6
-
-
-class FusedBatchNorm(nn.Identity):
-    """What takes the place of a fused batch normalisation: returns its input.
-
-    It refuses inputs of another number of axes, in which the normalisation would have taken other channels.
-
-    >>> print(fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
-    FusedBatchNorm(into 0, inputs of 3 axes)
-    """
-
-    def __init__(self, layer: str, axes: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.axes = axes
-
-    def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
-        if input.dim() != self.axes:
-            raise ConfigError(
-                f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
-                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give it these, or do "
-                "not fuse"
-            )
-        return input
-
-    @classmethod
-    def of(cls, norm: nn.Module, layer: str, axes: int) -> nn.Module:
-        """What takes the place of a normalisation: with modules inside it, such as an activation, these follow."""
-        made = cls(layer, axes)
-        return nn.Sequential(OrderedDict(fused=made, **dict(norm.named_children()))) if [*norm.children()] else made
-
-    def extra_repr(self) -> str:
-        return f"into {self.layer}, inputs of {self.axes} axes"
 
 
 @dataclass(frozen=True)

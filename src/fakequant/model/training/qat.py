@@ -27,7 +27,7 @@ from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Recording
 from fakequant.model.training.distillation import Distillation as Distillation
 from fakequant.model.training.distillation import labels_of_outputs
-from fakequant.model.training.fuse import FusedBatchNorm, Fusions, is_norm, left_text, replace_modules, why_other
+from fakequant.model.training.fuse import Fusions, is_norm, left_text, replace_modules, why_other
 from fakequant.model.training.steps import Scales as Scales
 from fakequant.model.training.steps import Training as Training
 from fakequant.model.training.steps import freeze_batch_norm as freeze_batch_norm
@@ -40,6 +40,7 @@ from fakequant.nn.quantized.folded import (
     FOLDED_NORMS,
     FoldedLayer,
     FoldedNorm,
+    FusedBatchNorm,
     is_batch_norm,
     norm_axes,
 )

@@ -6,7 +6,7 @@ statistics, and in training the output is scaled back and normalised by those of
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fakequant.errors import ConfigError
-from fakequant.nn.quantized.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import (
+    CONVOLUTIONS,
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantizedLayer,
+    QuantLinear,
+)
 from fakequant.nn.quantizer import as_leaf
 from fakequant.nn.wrappers import inside
 
@@ -226,9 +233,45 @@ class FoldedConv3d(_FoldedConv, QuantConv3d):  # type: ignore[misc]
     plain_class = QuantConv3d
 
 
+class FusedBatchNorm(nn.Identity):
+    """What takes the place of a fused batch normalisation: returns its input.
+
+    It refuses inputs of another number of axes, in which the normalisation would have taken other channels.
+
+    >>> import fakequant as fq
+    >>> print(fq.fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
+    FusedBatchNorm(into 0, inputs of 3 axes)
+    """
+
+    def __init__(self, layer: str, axes: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.axes = axes
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        if input.dim() != self.axes:
+            raise ConfigError(
+                f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
+                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give it these, or do "
+                "not fuse"
+            )
+        return input
+
+    @classmethod
+    def of(cls, norm: nn.Module, layer: str, axes: int) -> nn.Module:
+        """What takes the place of a normalisation: with modules inside it, such as an activation, these follow."""
+        made = cls(layer, axes)
+        return nn.Sequential(OrderedDict(fused=made, **dict(norm.named_children()))) if [*norm.children()] else made
+
+    def extra_repr(self) -> str:
+        return f"into {self.layer}, inputs of {self.axes} axes"
+
+
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-FOLDABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+FOLDABLE = (nn.Linear, *CONVOLUTIONS, *_TRANSPOSED)
 """The layers whose weight can take the factors of a batch normalisation behind them."""
 
 

@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fakequant.errors import ConfigError
 from fakequant.nn.products import Product
-from fakequant.nn.quantized.layers import QuantizedLayer, registered
+from fakequant.nn.quantized.layers import CONVOLUTIONS, QuantizedLayer, registered
 from fakequant.nn.quantizer import Quantizer
 
 # A subclass may override these: they make, print, store and train a layer. Any other override may change results.
@@ -215,6 +215,14 @@ def product_function(cls: type[nn.Module]) -> str | None:
 def output_channels(layer: Any) -> int:
     """The output channels of a linear layer or a convolution."""
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def has_matrix(layer: nn.Module) -> bool:
+    """Whether a layer multiplies channels with a weight [out, in / groups, ...] that is a parameter of its own."""
+    if computed_class(layer) not in (nn.Linear, *CONVOLUTIONS):
+        return False
+    weight = layer._parameters.get("weight")
+    return weight is not None and weight.dim() > 1
 
 
 def product_class(layer: nn.Module) -> type[Product]:

@@ -8,7 +8,7 @@ attention, recurrent layers and others are in files of their own, which `nn/__in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeGuard, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -331,6 +331,34 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_linear(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether a module multiplies the last axis of its input with a weight [out, in]."""
+    return isinstance(module, nn.Linear)
+
+
+def is_convolution(module: Any) -> bool:
+    """Whether a module is a convolution, which is not transposed, with a weight [out, in / groups, ...]."""
+    return isinstance(module, CONVOLUTIONS)
+
+
+def is_table(module: Any) -> TypeGuard[nn.Embedding]:
+    """Whether a module gives rows of its weight [rows, channels], each for itself."""
+    return isinstance(module, nn.Embedding)
+
+
+def subtracts_mean(module: Any) -> TypeGuard[nn.LayerNorm]:
+    """Whether a normalisation subtracts the mean of each row before it divides by the row's size."""
+    return isinstance(module, nn.LayerNorm)
+
+
+def without_mean(norm: nn.LayerNorm) -> nn.Module:
+    """A normalisation that computes, with a weight of 1, what another does with rows whose mean is 0."""
+    return nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+
+
 @quantizes(nn.Linear)
 class QuantLinear(QuantizedLayer, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
@@ -367,7 +395,7 @@ class SpatialLayer(QuantizedLayer):
         return x.dim() == -self.input_reductions[0]
 
 
-_CONVOLUTIONS = {conv._conv_forward for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_FORWARDS = {one._conv_forward for one in CONVOLUTIONS}
 
 
 class _QuantConv(SpatialLayer):
@@ -379,7 +407,7 @@ class _QuantConv(SpatialLayer):
 
     @classmethod
     def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
-        is_plain = cls.forward is _QuantConv.forward and cls._conv_forward in _CONVOLUTIONS
+        is_plain = cls.forward is _QuantConv.forward and cls._conv_forward in _FORWARDS
         return WindowSum(layer) if is_plain else None
 
     def forward(self, input: Tensor) -> Tensor:
