@@ -81,6 +81,8 @@ engines: setup
 	build/coreml/bin/python -m pytest -n 0 tests/export/test_coreml.py
 	$(call beside,coreai,$(COREAI))
 	build/coreai/bin/python -m pytest -n 0 tests/export/test_coreai.py
+	$(call beside,aimet,aimet-onnx==2.42.0)
+	build/aimet/bin/python -m pytest -n 0 tests/export/test_encodings.py
 	$(call beside,mlx,$(MLX))
 	build/mlx/bin/python -m pytest -n 0 tests/delivery/formats/test_mlx.py
 

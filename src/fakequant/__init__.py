@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from fakequant.export import (
         export_coreai,
         export_coreml,
+        export_encodings,
         export_executorch,
         export_litert,
         export_onnx,
         export_pt2e,
+        read_encodings,
         verify_onnx,
     )
     from fakequant.model import presets
@@ -116,6 +118,7 @@ __all__ = [
     "encode",
     "export_coreai",
     "export_coreml",
+    "export_encodings",
     "export_executorch",
     "export_litert",
     "export_onnx",
@@ -137,6 +140,7 @@ __all__ = [
     "qat",
     "quantize",
     "read",
+    "read_encodings",
     "recalibrate",
     "register_calibrator",
     "register_codec",
@@ -166,7 +170,7 @@ _MEMBERS = {
     "fakequant.delivery": ("deliver", "encode", "read", "verify_delivery"),
     "fakequant.export": (
         *("export_coreai", "export_coreml", "export_executorch", "export_litert", "export_onnx", "export_pt2e"),
-        "verify_onnx",
+        *("export_encodings", "read_encodings", "verify_onnx"),
     ),
     "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),

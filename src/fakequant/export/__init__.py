@@ -2,6 +2,7 @@
 
 from fakequant.export.coreai import export_coreai
 from fakequant.export.coreml import export_coreml
+from fakequant.export.encodings import Encodings, export_encodings, read_encodings
 from fakequant.export.engine_file import EngineFile
 from fakequant.export.executorch import export_executorch
 from fakequant.export.exporter import Exported, ExportReport, export_onnx
@@ -11,6 +12,7 @@ from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport
 from fakequant.export.verification.verify import verify_onnx
 
 __all__ = [
+    "Encodings",
     "EngineFile",
     "ExportReport",
     "Exported",
@@ -19,9 +21,11 @@ __all__ = [
     "VerifyReport",
     "export_coreai",
     "export_coreml",
+    "export_encodings",
     "export_executorch",
     "export_litert",
     "export_onnx",
     "export_pt2e",
+    "read_encodings",
     "verify_onnx",
 ]

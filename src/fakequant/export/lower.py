@@ -117,7 +117,7 @@ def lower(
         except ExportError as error:
             raise ExportError(f"{module_name(path)}: {error}") from error
         nodes += site.nodes
-    _rename_inputs(nodes, renamed)
+    rename_inputs(nodes, renamed)
     editor.finish(nodes)
     domains = [entry for entry in model.opset_import if entry.domain != DOMAIN]
     if any(node.domain == trt.DOMAIN for node in model.graph.node):
@@ -138,11 +138,12 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
     return (site.x, str(site.spec), *values)
 
 
-def _rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
+def rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
+    """Let nodes, and those of the graphs in them, read other values, by the names of those that they read."""
     for node in nodes:
         node.input[:] = [names.get(name, name) for name in node.input]
         for graph in inner_graphs(node):
-            _rename_inputs(graph.node, names)
+            rename_inputs(graph.node, names)
 
 
 def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> EmittedSite:
