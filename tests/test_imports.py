@@ -173,7 +173,9 @@ LAYERS -= {"Module", "ModuleList", "ModuleDict", "Sequential", "ParameterList", 
 def layer_classes(source, path):
     """Where classes of torch's layers are named: 'file:line: names nn.Class'."""
     named = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in LAYERS]
-    return [f"{path}:{one.lineno}: names nn.{one.attr}" for one in named if ast.unparse(one.value) in ("nn", "torch.nn")]
+    return [
+        f"{path}:{one.lineno}: names nn.{one.attr}" for one in named if ast.unparse(one.value) in ("nn", "torch.nn")
+    ]
 
 
 def sources():

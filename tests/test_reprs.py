@@ -14,8 +14,8 @@ from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
 from fakequant.export.verification.verdict import Row, VerifyReport
 from fakequant.model.analysis.summary import LayerSummary, Summary
+from fakequant.model.engine import known_engines
 from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer
-from fakequant.model.sites.targets import targets
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
 from fakequant.ptq.advice import TriedVariant
@@ -57,7 +57,8 @@ SHORT: list[Any] = [
     ptq.FoldedScale("blocks.0", "norm"),
     SCORE,
     fq.GradientConfig("int8 stochastic", input="int8", hadamard=16),
-    *targets().values(),
+    *known_engines().values(),
+    *(engine.placement() for engine in known_engines().values() if engine.placement is not None),
     *ptq.PRESETS.values(),
 ]
 TABLES: list[Any] = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from benchmarks import grow
-from fakequant.model.sites.targets import targets
+from fakequant.model.engine import known_engines
 from tests.support.lines import lines_of
 
 FEW, MANY = 4, 16
@@ -74,7 +74,7 @@ X, IMAGES = torch.randn(4, 8, 8), torch.randn(4, 8, 16)
 CALLS: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module, Path], object]]] = {
     **{
         f"prepare for {target}": (mixed, lambda model, _, target=target: fq.prepare(model, "int8", X, target=target))
-        for target in targets()
+        for target in [name for name, engine in known_engines().items() if engine.placement is not None]
     },
     "prepare with a rule for each layer": (mixed, lambda model, _: per_layer(model)),
     "fuse_batch_norm": (convolutions, lambda model, _: fq.fuse_batch_norm(model, IMAGES)),

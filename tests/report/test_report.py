@@ -6,14 +6,18 @@ import json
 import re
 import sys
 from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import fakequant as fq
+from fakequant.delivery.verifying import DeliveryReport
 from fakequant.errors import ConfigError, OutputError
+from fakequant.export import Row
 from fakequant.model import presets
 from fakequant.model.prepare import prepare
 from fakequant.report import (
@@ -28,7 +32,9 @@ from fakequant.report import (
     to_json,
     write_report,
 )
+from fakequant.report.advice import with_advice
 from fakequant.report.sections import blocks
+from fakequant.report.terminal import print_report
 from tests.support.parsed_page import Page
 from tests.support.report_data import full
 
@@ -91,6 +97,30 @@ def test_verdicts_of_verification(page: str) -> None:
     assert "Not exact: 0 of 10 compared elements differ, and 1 quantizers or outputs have another fault." in words
     assert "changed since the export" in words
     assert "Nothing was compared." in words
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"far": ["output 0"]}, "The outputs of output 0 are not those of the model."),
+        ({"failed": ["transformers: OSError: no such file"]}, "transformers: OSError: no such file"),
+    ],
+    ids=["far", "failed"],
+)
+def test_a_delivery_that_programs_do_not_compute_is_not_called_exact(faults: dict[str, list[str]], said: str) -> None:
+    """Though every code, scale and tensor in the file is that of the model: nowhere, and the fault is said."""
+    found = DeliveryReport("folder", "given", [Row("0.weight", "int8", "weight", 10)], batches=1, style="", **faults)
+    console = Console(file=(printed := StringIO()), width=200)
+    print_report(console, data := ReportData("A model", verifications=[found]))
+    for page in (Page(render(with_advice(one))) for one in (data, from_json(to_json(data)))):
+        assert "Exact: 0 of" not in page.words
+        assert "Exact, but a program" in page.words
+        assert "exported file not as deployed" in page.words
+        assert "folder is the model, but" in page.words
+        assert said in page.words
+    for text in (str(found), printed.getvalue()):
+        assert " exact" not in text.replace("NOT exact", "").replace("not exact", "")
+        assert said in text
 
 
 @pytest.mark.parametrize(

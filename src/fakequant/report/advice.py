@@ -76,7 +76,7 @@ def _wrong(check: VerifyReport) -> str:
     if check.passed:
         return ""
     if check.as_deployed is not False:
-        return f"{title} is the model, but a program that loads it is not: see Verification."
+        return f"{title} is the model, but not in every program: see Verification."
     cure = "see Verification; no setting that was tried helps"
     cure = f"run it with {check.restored_by}" if check.restored_by is not None else cure
     return f"{title} is the model, but ONNX Runtime's default session is not: {cure}."

@@ -87,6 +87,13 @@ class Checked(NamedTuple):
     fault: str
 
 
+def verdict_of(checks: Sequence[VerifyReport]) -> str:
+    """Whether all files are exact, and run as they are, in three words at most."""
+    if all(check.passed for check in checks):
+        return "exact"
+    return "not as deployed" if all(check.exact for check in checks) else "not the model"
+
+
 def checked_in(check: VerifyReport) -> list[Checked]:
     """All that a verification compared, and what it could not compare."""
     rows = [Checked(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in check.rows]

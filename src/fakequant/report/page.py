@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS
-from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells, checked_in
+from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells, checked_in, verdict_of
 from fakequant.report.sections import SECTIONS, decibels, folded, grade, measured, paragraphs, ranked, table
 from fakequant.text import breakable
 
@@ -189,8 +189,7 @@ def _exactness(data: ReportData) -> str:
     if not checks:
         return _tile("exported file", "not verified", "export the model to compare every quantizer bit for bit")
     if faulty := [Path(check.path).name for check in checks if not check.passed]:
-        fault = "not as deployed" if all(check.exact for check in checks) else "not the model"
-        return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
+        return _tile("exported file", verdict_of(checks), f"{', '.join(faulty)}: see Verification", "bad")
     rows = [row for check in checks for row in checked_in(check)]
     runtimes = " and ".join(dict.fromkeys(check.runtime for check in checks if check.runtime))
     note = f"all {len(rows)} quantizers, {sum(row.elements for row in rows):,} values, bit for bit"

@@ -352,8 +352,9 @@ def _verified(check: VerifyReport) -> str:
     if check.passed:
         said = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
     elif check.exact:
-        fault = "ONNX Runtime loses more by default than quantization does" if check.as_deployed is False else ""
-        said = f'<p class="bad">Exact, but {fault or "a program that loads it computes something else"}.</p>'
+        fails = "does not run it" if getattr(check, "failed", []) else "that loads it computes something else"
+        lost = "ONNX Runtime loses more by default than quantization does" if check.as_deployed is False else ""
+        said = f'<p class="bad">Exact, but {lost or f"a program {fails}"}.</p>'
     elif found:
         said = (
             f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '

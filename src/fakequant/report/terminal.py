@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
-from fakequant.report.data import checked_in
+from fakequant.report.data import checked_in, verdict_of
 from fakequant.text import listed, table, visible
 
 
@@ -31,10 +31,13 @@ def print_report(console: Console, data: ReportData) -> None:
     for check in data.verifications:
         found = checked_in(check)
         elements, differing = sum(row.elements for row in found), sum(row.differing for row in found)
-        checks.append((Path(check.path).name, check.runtime, str(len(found)), f"{elements:,}", f"{differing:,}"))
+        counts = str(len(found)), f"{elements:,}", f"{differing:,}"
+        checks.append((Path(check.path).name, check.runtime, *counts, verdict_of([check])))
     if checks:
-        header = ("model", "run in", "quantizers", "elements compared", "differing")
+        header = ("model", "run in", "quantizers", "elements compared", "differing", "")
         print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))
+    for fault in (f"{Path(check.path).name}: {fault}" for check in data.verifications for fault in check.faults):
+        console.print(Text(visible(fault)), soft_wrap=True)
 
 
 def print_table(

@@ -449,7 +449,7 @@ class VerifyReport:
     def _lines(self) -> list[str]:
         """What is said below the table."""
         differing = f": {self.differing:,} elements differ" if self.differing else ""
-        verdict = "exact" if self.exact else f"NOT exact{differing}"
+        verdict = "exact" if self.exact and not self.faults else f"NOT exact{differing}"
         lines = [f"{self.path}: {verdict} in {self.runtime}; {self.counted}: {self.inputs}"]
         lines += self.faults
         lines += self.not_run
