@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fakequant as fq
-from fakequant.errors import ExportError
+from fakequant.errors import ConfigError, ExportError
 from fakequant.export import coreai as module
 from fakequant.export.packages import require
 from fakequant.export.pt2e import lowered
@@ -89,6 +89,16 @@ def test_a_language_model(preset: str, tmp_path: Path) -> None:
     fq.calibrate(model, [example], progress=False)
     # Another order of a sum is another code of an activation here and there.
     assert_runs(model, example, tmp_path / "m.aimodel", 50 if preset == "INT8" else 120)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+    sizes = []
+    for tied in (True, False):
+        model = fq.prepare(llama(tied=tied), "INT8_WEIGHT_ONLY")
+        file = assert_runs(model, {"input_ids": IDS, "use_cache": False}, tmp_path / f"{tied}.aimodel")
+        sizes.append(file.bytes)
+    assert sizes[1] - sizes[0] > 512 * 256
 
 
 @pytest.mark.usefixtures("engine")
@@ -253,6 +263,11 @@ def test_paths_that_are_refused(tmp_path: Path) -> None:
 def test_which_specifications_it_has(spec: str, constant: bool, words: str | None) -> None:
     reason = module._ToCoreAI.why_not(QuantSpec.parse(spec), constant=constant)
     assert reason is None if words is None else words in str(reason)
+
+
+def test_its_target_refuses_what_it_has_not() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)coreai cannot load W8A8_DYNAMIC: .*0\._input_quantizer: .*WEIGHT_ONLY"):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4)), "W8A8_DYNAMIC", target="coreai")
 
 
 def test_its_target_divides() -> None:

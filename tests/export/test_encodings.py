@@ -199,6 +199,16 @@ def test_a_quantized_input_that_is_a_result(tmp_path: Path) -> None:
         fq.read_encodings(model, x, written.path)
 
 
+def test_what_the_example_does_not_reach_is_left_out_and_said(tmp_path: Path) -> None:
+    model, fresh, x = pair("symmetric")
+    quantizers(model)["2._input_quantizer"].mode = Mode.OFF
+    written = fq.export_encodings(model, x, tmp_path / "m.onnx")
+    assert written.left_out == ["2._input_quantizer"]
+    assert str(written).endswith("; without encodings: 2._input_quantizer")
+    with pytest.raises(ExportError, match="it lacks gelu"):
+        fq.read_encodings(fresh, x, written.path)
+
+
 def test_codes_of_a_solver_stay(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64)

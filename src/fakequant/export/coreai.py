@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -33,13 +34,15 @@ from fakequant.errors import ExportError
 from fakequant.export.capability import block_sizes, layout
 from fakequant.export.engine_file import EngineFile, compared, simulated
 from fakequant.export.packages import require
-from fakequant.export.pt2e import Lowering, lowered
+from fakequant.export.pt2e import Lowering, check_quantizers, lowered
 from fakequant.export.trace import scope_of
 from fakequant.files import check_path, writable_folder
+from fakequant.model.engine import holders
 from fakequant.model.run.tracing import quiet
+from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E8M0FNU, IntegerFormat
-from fakequant.numerics.formats.floats import count_of, integers_of, of_integers, patterns_of
+from fakequant.numerics.formats.floats import as_integers, count_of, integers_of, of_integers, patterns_of
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library
@@ -97,6 +100,15 @@ def export_coreai(
     return file
 
 
+def refuse_unexportable(name: str, model: nn.Module) -> None:
+    """Raise an ExportError if Core AI cannot hold a prepared model; other names have no say."""
+    if name == export_coreai.__name__:
+        check_quantizers(quantizers(model), _ToCoreAI)
+
+
+holders.append(refuse_unexportable)
+
+
 class _ToCoreAI(Lowering):
     """Replaces the quantizers of a traced graph, in place, by operators of coreai-torch."""
 
@@ -108,7 +120,9 @@ class _ToCoreAI(Lowering):
     def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
         fmt = spec.format
         if spec.rounding is Rounding.STOCHASTIC:
-            return "Core AI rounds to nearest; set quantizer.spec = quantizer.spec.replace(rounding=NEAREST_EVEN)"
+            return (
+                "Core AI rounds to nearest; set quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)"
+            )
         if constant:
             if spec.arithmetic not in (Arithmetic.DIVIDE, Arithmetic.RECIPROCAL):
                 return f"Core AI decodes by one scale, which {spec.arithmetic} does not; use DIVIDE"
@@ -139,8 +153,18 @@ class _ToCoreAI(Lowering):
         scale = params.scale.detach().float().cpu().expand(groups).contiguous()
         point = params.zero_point
         point = None if point is None else point.detach().cpu().expand(groups)
-        with node.graph.inserting_before(node):
-            return self._as(node, self._decoded(node, spec, codes.cpu(), scale, point), node.meta["val"].dtype)
+        held = (as_integers(codes.cpu()), scale, point)
+        # Equal for the layers that share a weight.
+        key = (
+            node.args[0],
+            spec,
+            *(None if one is None else sha256(one.contiguous().numpy().data).digest() for one in held),
+        )
+        if key not in self._quantized:
+            with node.graph.inserting_before(node):
+                values = self._decoded(node, spec, codes.cpu(), scale, point)
+                self._quantized[key] = self._as(node, values, node.meta["val"].dtype)
+        return self._quantized[key]
 
     def _decoded(self, node: fx.Node, spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> fx.Node:
         fmt, offset, stored = spec.format, None, None

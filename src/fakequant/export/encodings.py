@@ -100,16 +100,20 @@ class Encodings:
         version: its form.
         tensors: the paths of the quantizers of each tensor, by its name in the ONNX file.
         onnx: the file in float that was written beside; None after reading.
+        left_out: paths of quantizers that have no encodings, because they are off or the example does not reach them;
+            reading leaves them as they are.
     """
 
     path: Path
     version: str
     tensors: dict[str, list[str]] = field(default_factory=dict)
     onnx: Path | None = None
+    left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         beside = f", of {self.onnx}" if self.onnx else ""
-        return f"{self.path}: encodings {self.version} of {len(self.tensors)} tensors{beside}"
+        without = f"; without encodings: {listed(self.left_out)}" if self.left_out else ""
+        return f"{self.path}: encodings {self.version} of {len(self.tensors)} tensors{beside}{without}"
 
     __repr__ = __str__
 
@@ -162,7 +166,7 @@ def export_encodings(
     weights = {name for name, paths in names.items() if paths[0] in own and own[paths[0]].kind is Kind.WEIGHT}
     document = json.dumps(_document(found, weights, version), indent=1)
     write_in_order({target: data, beside: document.encode()})
-    return Encodings(beside, version, names, target)
+    return Encodings(beside, version, names, target, _without(own, names))
 
 
 @accepts_wrapped_model
@@ -218,7 +222,11 @@ def read_encodings(
     with restore_on_error(state_of([*changes])):
         for quantizer, params in changes.items():
             quantizer.set_qparams(params)
-    return Encodings(source, version, names)
+    return Encodings(source, version, names, left_out=_without(own, names))
+
+
+def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> list[str]:
+    return sorted(own.keys() - {path for paths in names.values() for path in paths})
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:

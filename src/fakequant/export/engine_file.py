@@ -115,7 +115,8 @@ def compared(
         row.add(theirs, ours)
         if not row.sqnr >= LEAST:
             raise ExportError(
-                f"{file.engine} computes something else than the model, so nothing was written: {row}. Prepare with "
-                "target='executorch'; if this stays, leave out layers to find the one that is computed otherwise"
+                f"{file.engine} computes something else than the model, so nothing was written: {row}. Give an example "
+                "of finite numbers, and prepare with the engine as target=; if this stays, leave out layers to find "
+                "that which is computed otherwise"
             )
     return replace(file, outputs=rows)

@@ -110,7 +110,7 @@ def lowered(
     warn_of_new_layers(model)
     warn_raised(raise_scales(model))
     active = active_quantizers(model)
-    _check(active, operators)
+    check_quantizers(active, operators)
     arguments, codes = checked_arguments(model, example), fixed_codes(model)
     with ready_to_trace(model, arguments, _NO_LOOPS), _by_token(active):
         program = trace(model, *arguments, dynamic_shapes)
@@ -163,7 +163,7 @@ def check_int8(program: ExportedProgram, engine: str) -> None:
         raise ExportError(f"{engine} has int8 alone for activations, and no other form of:\n" + "\n".join(refused))
 
 
-def _check(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
+def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
     """Raise an ExportError that names all quantizers that the graph cannot have."""
     refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one, operators)) is not None]
     if refused:

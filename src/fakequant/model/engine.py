@@ -106,7 +106,7 @@ class Engine:
         import_waiting()  # files say what they can hold
         for check in holders:
             try:
-                check(self.files, model)
+                check(self.files or self.export, model)
             except ExportError as error:
                 raise ConfigError(f"{self.name} cannot load {preset}: {error}") from error
 
@@ -114,7 +114,10 @@ class Engine:
 _engines: dict[str, Engine] = {}
 
 holders: list[Callable[[str, nn.Module], None]] = []
-"""Each raises if files of a name, see `Engine`, cannot hold a prepared model; added where files are written."""
+"""Each raises if files of a name, or what a function of a name writes, cannot hold a prepared model, see `Engine`.
+
+They are added where files are written.
+"""
 
 
 def register_engine(engine: Engine) -> Engine:
