@@ -67,6 +67,10 @@ _LAYERS = {
 }
 _LAYERS |= {
     "windows": lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 16, 1)),
+    "picked": lambda: nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), Residual(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)),
+        *(nn.AvgPool2d(2), nn.MaxPool2d(2, 1), nn.Conv2d(8, 8, 1)),
+    ),
     "tables": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 1)
     ),

@@ -157,7 +157,7 @@ register_engine(
                 "adaptive_avg_pool2d": pool,
                 "avg_pool2d": windows,
             },
-            "the emulation of HTP in onnxruntime-qnn 2.7: 0 codes differ of 29 small networks, ResNet-18, MobileNetV2 "
+            "the emulation of HTP in onnxruntime-qnn 2.7: 0 codes differ of 31 small networks, ResNet-18, MobileNetV2 "
             "and a keyword spotter",
         ),
         page="qnn",

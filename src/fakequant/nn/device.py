@@ -98,12 +98,15 @@ class Computed:
         parts: what it is computed from.
         least: the value at which a ReLU bounds it below.
         most: the value at which a ReLU6 bounds it above.
+        moves: what gave it another shape, or picked the largest of neighbours, one after the other. Codes rise with
+            what they stand for, so that codes may be picked in its place.
     """
 
     function: str
     parts: Sums | Operands
     least: float = -math.inf
     most: float = math.inf
+    moves: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,10 @@ class Device:
             to.zero_point + round(bound / float(to.scale)) if math.isfinite(bound) else end
             for bound, end in ((computed.least, to.low), (computed.most, to.high))
         )
-        return codes.clamp_(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
+        codes = codes.clamp_(min(max(low, to.low), to.high), max(min(high, to.high), to.low))
+        for move in computed.moves:
+            codes = move(codes)
+        return codes
 
 
 class DeviceTensor(Tensor):
@@ -330,7 +336,7 @@ def _moved(func: Any, args: Any, kwargs: Any, name: str) -> Any:
         return NotImplemented
 
     def moved(part: Tensor) -> Any:
-        return func(part.expand(x.shape), *args[1:], **kwargs)
+        return func(part, *args[1:], **kwargs)
 
     if isinstance(x.has, GridCodes):
         if x.has.grid.scale.numel() > 1:
@@ -340,12 +346,10 @@ def _moved(func: Any, args: Any, kwargs: Any, name: str) -> Any:
             return DeviceTensor.of(values, GridCodes(codes, x.has.grid), x.device_of)
         pairs = zip(values, codes, strict=True)
         return type(values)(DeviceTensor.of(one, GridCodes(own, x.has.grid), x.device_of) for one, own in pairs)
-    if not isinstance(x.has.parts, Sums) or not (name in _RESHAPES or name in _PICKS):
+    values = func(*plain(args), **kwargs)
+    if not isinstance(values, Tensor):
         return NotImplemented
-    parts = x.has.parts
-    sums, others = moved(parts.sums), (parts.of_weight, parts.bias)
-    parts = Sums(sums, parts.of_input, *(others if name in _PICKS else map(moved, others)))
-    return _call(func, args, kwargs, x.device_of, replace(x.has, parts=parts))
+    return DeviceTensor.of(values, replace(x.has, moves=(*x.has.moves, moved)), x.device_of)
 
 
 def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int:
