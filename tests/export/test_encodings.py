@@ -192,6 +192,7 @@ def test_a_quantized_input_that_is_a_result(tmp_path: Path) -> None:
     written = fq.export_encodings(model, x, tmp_path / "m.onnx")
     assert written.tensors == {"input": ["0"]}
     session = onnxruntime.InferenceSession(str(written.onnx))
+    assert "input" not in [one.name for one in session.get_outputs()]
     found: Any = session.run(None, {"input": x.numpy()})
     assert np.array_equal(found[0], x.numpy())
     assert np.array_equal(found[1], x.relu().numpy())
@@ -207,6 +208,26 @@ def test_what_the_example_does_not_reach_is_left_out_and_said(tmp_path: Path) ->
     assert str(written).endswith("; without encodings: 2._input_quantizer")
     with pytest.raises(ExportError, match="it lacks gelu"):
         fq.read_encodings(fresh, x, written.path)
+
+
+def test_codes_that_rounding_does_not_give_stay(tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    layer = nn.Linear(8, 8)
+    model = fq.prepare(nn.Sequential(layer).eval(), "INT8_WEIGHT_ONLY")
+    fq.calibrate(model, progress=False)
+    quantizer = quantizers(model)["0._weight_quantizer"]
+    found = quantizer.codes(layer.weight)
+    assert found is not None
+    quantizer.set_qparams(found[1])
+    with torch.no_grad():
+        nearest = model(x)
+        quantizer.fix_codes(found[0].clamp(max=100) + 7)
+        before = model(x)
+    assert not torch.equal(before, nearest)
+    written = fq.export_encodings(model, x, tmp_path / "m.onnx")
+    fq.read_encodings(model, x, written.path)
+    with torch.no_grad():
+        assert_same_bits(model(x), before)
 
 
 def test_codes_of_a_solver_stay(tmp_path: Path) -> None:

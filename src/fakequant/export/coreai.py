@@ -16,7 +16,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +41,7 @@ from fakequant.model.run.tracing import quiet
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E8M0FNU, IntegerFormat
-from fakequant.numerics.formats.floats import as_integers, count_of, integers_of, of_integers, patterns_of
+from fakequant.numerics.formats.floats import count_of, integers_of, of_integers, patterns_of
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library
@@ -153,18 +152,8 @@ class _ToCoreAI(Lowering):
         scale = params.scale.detach().float().cpu().expand(groups).contiguous()
         point = params.zero_point
         point = None if point is None else point.detach().cpu().expand(groups)
-        held = (as_integers(codes.cpu()), scale, point)
-        # Equal for the layers that share a weight.
-        key = (
-            node.args[0],
-            spec,
-            *(None if one is None else sha256(one.contiguous().numpy().data).digest() for one in held),
-        )
-        if key not in self._quantized:
-            with node.graph.inserting_before(node):
-                values = self._decoded(node, spec, codes.cpu(), scale, point)
-                self._quantized[key] = self._as(node, values, node.meta["val"].dtype)
-        return self._quantized[key]
+        with node.graph.inserting_before(node):
+            return self._as(node, self._decoded(node, spec, codes.cpu(), scale, point), node.meta["val"].dtype)
 
     def _decoded(self, node: fx.Node, spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> fx.Node:
         fmt, offset, stored = spec.format, None, None
@@ -261,7 +250,7 @@ def _converted_and_run(program: ExportedProgram, path: Path) -> list[Tensor]:
             program.graph.erase_node(placeholders[spec.arg.name])
             signature.input_specs.remove(spec)
     outputs = pytree.tree_leaves(program.graph.output_node().args[0])
-    names = {node: f"output_{place}" for place, node in enumerate(dict.fromkeys(outputs))}
+    names = {node: f"output_{place}" for place, node in enumerate(outputs)}
     silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with quiet("coreai"), warnings.catch_warnings(), silent[0], silent[1]:
         warnings.simplefilter("ignore")
