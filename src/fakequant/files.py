@@ -238,7 +238,13 @@ def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bo
             _lock(path, opened, wait)
         yield bool(opened)
     finally:
-        _unlock(path, opened)
+        try:
+            if opened:
+                with suppress(OSError):
+                    path.unlink()  # before the lock is released: a waiting process then sees that the file is gone
+        finally:
+            for file in opened:
+                file.close()
 
 
 @contextmanager
@@ -283,16 +289,6 @@ def _lock(path: Path, opened: list[FileIO], wait: bool) -> None:
             if os.path.samestat(os.fstat(opened[-1].fileno()), os.stat(path)):
                 return
         opened.pop().close()  # another process removed the file before it released the lock
-
-
-def _unlock(path: Path, opened: list[FileIO]) -> None:
-    try:
-        if opened:
-            with suppress(OSError):
-                path.unlink()  # before the lock is released: a waiting process then sees that the file is gone
-    finally:
-        for file in opened:
-            file.close()
 
 
 @contextmanager

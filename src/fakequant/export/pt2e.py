@@ -188,10 +188,6 @@ def _reason(quantizer: Quantizer, operators: type[Lowering]) -> str | None:
     return None
 
 
-def _is_by_token(spec: QuantSpec) -> bool:
-    return spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS
-
-
 @contextmanager
 def _by_token(active: Mapping[str, Quantizer]) -> Iterator[None]:
     """A context in which quantizers that take the range of every token call torchao's operators."""
@@ -301,7 +297,7 @@ class Lowering:
     @staticmethod
     def why_not_dynamic(spec: QuantSpec) -> str | None:
         """Why no operator takes the range from the tensor; None if one does."""
-        if _is_by_token(spec):
+        if spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS:
             return None
         return (
             "engines do so for 'int8 per_token asymmetric' alone; use W4A8_EXECUTORCH for language models, or a static "

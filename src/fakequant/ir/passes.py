@@ -199,27 +199,21 @@ class FuseOperations:
         users = graph.users()
         ops = list(graph.ops)
         for op in graph.ops:
-            chain = _chain(graph, users, op)
+            chain, place = [op], 0
+            while op.op_type in _PRODUCTS:
+                made = chain[-1].output_id
+                readers = users.get(made, [])
+                if len(readers) != 1 or made in graph.outputs or readers[0].input_ids[0] != made:
+                    break
+                kinds = [i for i in range(place, len(_ORDER)) if readers[0].op_type in _ORDER[i]]
+                # What else it reads must be there before the chain begins.
+                if not kinds or not all(id == made or id in graph.constants for id in readers[0].input_ids):
+                    break
+                place = kinds[0] + 1
+                chain.append(readers[0])
             if len(chain) > 1:
                 ops = [fuse(chain) if o is chain[-1] else o for o in ops if not any(o is i for i in chain[:-1])]
         return graph.replaced(ops)
-
-
-def _chain(graph: Graph, users: dict[int, list[IROp]], first: IROp) -> list[IROp]:
-    """A product and what can be fused with it."""
-    chain, place = [first], 0
-    while first.op_type in _PRODUCTS:
-        made = chain[-1].output_id
-        readers = users.get(made, [])
-        if len(readers) != 1 or made in graph.outputs or readers[0].input_ids[0] != made:
-            break
-        kinds = [i for i in range(place, len(_ORDER)) if readers[0].op_type in _ORDER[i]]
-        # What else it reads must be there before the chain begins.
-        if not kinds or not all(id == made or id in graph.constants for id in readers[0].input_ids):
-            break
-        place = kinds[0] + 1
-        chain.append(readers[0])
-    return chain
 
 
 _MOST_VALUES = 1 << 22

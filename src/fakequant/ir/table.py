@@ -142,7 +142,18 @@ def bind(op: IROp, signatures: Sequence[Signature], inputs: Sequence[TensorType]
             arguments = _arguments(op, signature, attributes)
             for parameter in signature.parameters:
                 if parameter.name in arguments:
-                    _check_type(parameter, arguments[parameter.name], inputs)
+                    value = arguments[parameter.name]
+                    kind = parameter.kind
+                    for ref in references(value):
+                        found = inputs[ref.position].type
+                        # A size may stand for a tensor that accepts a number.
+                        wrong = kind is ArgumentKind.TENSORS if found is IRType.Index else kind is ArgumentKind.VALUE
+                        if wrong or found is IRType.Missing:
+                            raise GraphError(
+                                f"takes a {kind.value} as {parameter.name!r}, got an input of {found.value}"
+                            )
+                    if not _fits(value, parameter.type):
+                        raise GraphError(f"takes {parameter.type} as {parameter.name!r}, got {to_text(value)}")
         except GraphError as error:
             reasons.append(str(error))
         else:
@@ -179,23 +190,6 @@ def _arguments(op: IROp, signature: Signature, attributes: dict[str, Any]) -> di
 
 def _inputs(count: int) -> str:
     return f"{count} input{'s' * (count != 1)}"
-
-
-def _check_type(parameter: Parameter, value: Any, inputs: Sequence[TensorType]) -> None:
-    """Check the type of an argument.
-
-    Raises:
-        GraphError: the parameter does not take it.
-    """
-    kind = parameter.kind
-    for ref in references(value):
-        found = inputs[ref.position].type
-        # A size may stand for a tensor that accepts a number.
-        wrong = kind is ArgumentKind.TENSORS if found is IRType.Index else kind is ArgumentKind.VALUE
-        if wrong or found is IRType.Missing:
-            raise GraphError(f"takes a {kind.value} as {parameter.name!r}, got an input of {found.value}")
-    if not _fits(value, parameter.type):
-        raise GraphError(f"takes {parameter.type} as {parameter.name!r}, got {to_text(value)}")
 
 
 def _fits(value: Any, type: str) -> bool:

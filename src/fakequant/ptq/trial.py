@@ -246,20 +246,17 @@ class Trials:
             improve(twin, self._made, steps, **given, **how)
         return twin.eval()
 
-    def _compute_as_engine(self, twin: nn.Module) -> None:
-        """Let a copy store the codes of the engine that runs it, where its arithmetic is known."""
-        target = self.preparation.target
-        device = None if target is None else find_engine(target).device
-        if device is not None and any(q.why_simulated(device) is None for q in quantizers(twin).values()):
-            set_execution(twin, device)
-
     def of(self, variant: Variant, **how: Any) -> Compared:
         """The figures of a variant; an error of this package becomes the reason in its row."""
         started = time.perf_counter()
         try:
             twin = self.quantized(*variant, **how)
             seconds = time.perf_counter() - started
-            self._compute_as_engine(twin)
+            # A copy stores the codes of the engine that runs it, where its arithmetic is known.
+            target = self.preparation.target
+            device = None if target is None else find_engine(target).device
+            if device is not None and any(q.why_simulated(device) is None for q in quantizers(twin).values()):
+                set_execution(twin, device)
             distance = self.outputs.of(twin)
             error = distance.mean if self.outputs.has_outputs else math.nan
             found = self.score(twin)

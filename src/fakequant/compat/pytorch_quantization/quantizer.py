@@ -427,7 +427,27 @@ class TensorQuantizer(PreciseModule):
         if self._if_clip and not self._learn_amax:
             raise RuntimeError("there is no learned range to clip to; give a descriptor with learn_amax=True")
         if self._if_quant:
-            return self._quant_forward(inputs)
+            fmt = format_of(self._num_bits, self._unsigned, self._narrow_range)
+            exporting = self._enable_onnx_export or TensorQuantizer.use_fb_fake_quant
+            if self._blocks is not None:
+                amax = None if self._dynamic else self.amax
+                return self._blocks.fake_quantize(inputs, amax, self._scale_amax, fmt, exporting=exporting)
+            is_integer = isinstance(self._num_bits, int)
+            learns = self._learn_amax and is_integer
+            if exporting:
+                known = self._learned_amax() if learns else None if self.amax is None else self._get_amax(inputs)
+                _check_exportable(known, fmt, self._narrow_range)
+                assert known is not None
+                return _as_quantize_linear(inputs, known, fmt)
+            amax = self._learned_amax() if learns else self._get_amax(inputs)
+            # Clipped in the precision of amax: rounded to half precision a clipped value may lie beyond it.
+            x = self.clip(inputs.to(torch.promote_types(inputs.dtype, amax.dtype))) if learns else inputs
+            if not isinstance(self._num_bits, int):
+                return fake_quantize(x, amax, fmt)
+            if self._fake_quant:
+                return fake_tensor_quant(x, amax, self._num_bits, self._unsigned, self._narrow_range).to(inputs.dtype)
+            outputs, self._scale = tensor_quant(x, amax, self._num_bits, self._unsigned, self._narrow_range)
+            return outputs
         return self.clip(inputs) if self._if_clip else inputs
 
     @property
@@ -440,29 +460,6 @@ class TensorQuantizer(PreciseModule):
         """Whether tensors come out as they are, and nothing sees them."""
         active = not self._disabled and (self._if_quant or self._if_clip or self._if_calib)
         return self.pre_quant_scale is None and not active
-
-    def _quant_forward(self, inputs: Tensor) -> Tensor:
-        fmt = format_of(self._num_bits, self._unsigned, self._narrow_range)
-        exporting = self._enable_onnx_export or TensorQuantizer.use_fb_fake_quant
-        if self._blocks is not None:
-            amax = None if self._dynamic else self.amax
-            return self._blocks.fake_quantize(inputs, amax, self._scale_amax, fmt, exporting=exporting)
-        is_integer = isinstance(self._num_bits, int)
-        learns = self._learn_amax and is_integer
-        if exporting:
-            known = self._learned_amax() if learns else None if self.amax is None else self._get_amax(inputs)
-            _check_exportable(known, fmt, self._narrow_range)
-            assert known is not None
-            return _as_quantize_linear(inputs, known, fmt)
-        amax = self._learned_amax() if learns else self._get_amax(inputs)
-        # Clipped in the precision of amax: rounded to half precision a clipped value may lie beyond it.
-        x = self.clip(inputs.to(torch.promote_types(inputs.dtype, amax.dtype))) if learns else inputs
-        if not isinstance(self._num_bits, int):
-            return fake_quantize(x, amax, fmt)
-        if self._fake_quant:
-            return fake_tensor_quant(x, amax, self._num_bits, self._unsigned, self._narrow_range).to(inputs.dtype)
-        outputs, self._scale = tensor_quant(x, amax, self._num_bits, self._unsigned, self._narrow_range)
-        return outputs
 
     def _learned_amax(self) -> Tensor:
         return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()

@@ -103,7 +103,14 @@ class ScaledQuantDescriptor:
     """
 
     def __init__(self, num_bits: NumBits = 8, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        options = {**_DEFAULTS, **_by_name(args, kwargs)}
+        if unknown := kwargs.keys() - _DEFAULTS.keys():
+            raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
+        if len(args) > len(_DEFAULTS):
+            raise TypeError(f"a descriptor takes at most {len(_DEFAULTS) + 2} arguments, got {len(args) + 2}")
+        given = dict(zip(_DEFAULTS, args, strict=False))
+        if twice := given.keys() & kwargs.keys():
+            raise TypeError(f"given twice, by position and by name: {sorted(twice)}")
+        options = {**_DEFAULTS, **given, **kwargs}
         self._num_bits = _checked_bits(num_bits)
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a string or None, not {type(name)}.")
@@ -245,18 +252,6 @@ _DEFAULTS: dict[str, Any] = {
     "narrow_range": False,
     "dynamic": False,
 }
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All options by name; args are in the order of `_DEFAULTS`."""
-    if unknown := kwargs.keys() - _DEFAULTS.keys():
-        raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
-    if len(args) > len(_DEFAULTS):
-        raise TypeError(f"a descriptor takes at most {len(_DEFAULTS) + 2} arguments, got {len(args) + 2}")
-    given = dict(zip(_DEFAULTS, args, strict=False))
-    if twice := given.keys() & kwargs.keys():
-        raise TypeError(f"given twice, by position and by name: {sorted(twice)}")
-    return {**given, **kwargs}
 
 
 def _yaml() -> Any:

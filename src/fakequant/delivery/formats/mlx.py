@@ -104,7 +104,12 @@ class Mlx(LayeredFormat):
         usual = Counter(layouts.values()).most_common(1)[0][0] if layouts else _Layout(64, 4)
         others = {base: vars(one) for base, one in layouts.items() if one != usual}
         config = config_file(model, {**vars(usual), **others}, dtype_of(state, model))
-        return {WEIGHTS: writer.tensors, CONFIG: _config(config)}
+        values = json.loads(config)  # with the names that mlx-lm reads
+        values["quantization"] = values["quantization_config"]
+        rope = values.get("rope_parameters")
+        if isinstance(rope, dict):  # the name in transformers 5; mlx-lm 0.32 reads those before it
+            values = {**_rotary(rope.get("full_attention", rope), rope.get("sliding_attention")), **values}
+        return {WEIGHTS: writer.tensors, CONFIG: json.dumps(values, indent=2).encode()}
 
     def recognizes(self, path: Path) -> bool:
         if not (path / CONFIG).is_file():
@@ -163,7 +168,9 @@ class Mlx(LayeredFormat):
         for name in state.weights:
             held = state.weights[name]
             (key,) = names.split(name, torch.empty(held.shape, device="meta"))
-            values[name] = partial(_by_mlx, mx, arrays, key.removesuffix(".weight"), _known_spec(held))
+            found = _layout(held.spec, held.shape)
+            assert isinstance(found, _Layout), found
+            values[name] = partial(_by_mlx, mx, arrays, key.removesuffix(".weight"), found)
         twice = [name for name in values if _is_rounded_twice(state.weights[name].spec)]
         near = [name for name in twice if _is_near(state.weights[name], values[name]())]
         if near:
@@ -246,12 +253,6 @@ def _known(part: Part) -> _Layout:
     return found
 
 
-def _known_spec(held: WeightCodes) -> _Layout:
-    found = _layout(held.spec, held.shape)
-    assert isinstance(found, _Layout), found
-    return found
-
-
 def _digits(spec: QuantSpec) -> int:
     """The bits of the fractions of scales and offsets."""
     stored = (one.format for one in (spec.scale, spec.offset) if one is not None)
@@ -308,16 +309,6 @@ def _e4m3(read: Any) -> Tensor:
 
 def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
     return unpack(viewed(stored, torch.uint8), bits, columns)
-
-
-def _config(content: bytes) -> bytes:
-    """A `config.json` with the names that mlx-lm reads."""
-    values = json.loads(content)
-    values["quantization"] = values["quantization_config"]
-    rope = values.get("rope_parameters")
-    if isinstance(rope, dict):  # the name in transformers 5; mlx-lm 0.32 reads those before it
-        values = {**_rotary(rope.get("full_attention", rope), rope.get("sliding_attention")), **values}
-    return json.dumps(values, indent=2).encode()
 
 
 def _rotary(rope: Mapping[str, Any], local: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -66,7 +66,13 @@ def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str,
                 continue
             copies[inner] = graph.node_copy(inner, lambda n: copies[n])
             if inner.op == "get_attr":
-                copies[inner].target = _hold(module, str(inner.target), getattr(part, str(inner.target)))
+                # The whole has what a part holds, such as a part of its own, under another name where its own is taken.
+                name = str(inner.target)
+                held = getattr(part, name)
+                while getattr(module, name, held) is not held:
+                    name += "_"
+                setattr(module, name, held)
+                copies[inner].target = name
     # What the part returns as it got it keeps its gradient.
     results = cast("list[fx.Node]", part.graph.output_node().args[0])
     given_back = dict(zip(places, inputs, strict=True))
@@ -92,11 +98,3 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     # The same memory, so that changes in place are seen.
     node.meta = {"val": known}
     return node
-
-
-def _hold(module: fx.GraphModule, name: str, held: Any) -> str:
-    """Let the whole have what a part holds, such as a part of its own, and return its name there."""
-    while getattr(module, name, held) is not held:
-        name += "_"
-    setattr(module, name, held)
-    return name
