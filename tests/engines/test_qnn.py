@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.engines import qnn
@@ -152,3 +153,40 @@ def test_a_device_of_another_package() -> None:
 def test_recorded_ranges_are_set() -> None:
     ranges = torch.from_numpy(RECORD[f"{SMALL}/ranges"])
     assert torch.equal(ranges_of(calibrated(SMALL, ranges)[0]), ranges)
+
+
+class Kept(nn.Module):
+    """Functions that change nothing between a convolution and its quantizer, and a sum in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor, plain: bool = False) -> Tensor:
+        y = self.a(x)
+        if not plain:
+            y = F.dropout(y.clone(), 0.5, self.training).contiguous().detach() if not y.requires_grad else y.clone()
+        y = y.relu()
+        y += self.c(x)
+        return self.b(y)
+
+
+def test_functions_that_change_nothing_keep_the_codes() -> None:
+    """With gradients, too, under which a sum in place is computed on a copy."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16)
+    model = fq.prepare(Kept().eval(), "int8_affine", x, target="qnn")
+    fq.calibrate(model, [x], progress=False)
+    simulated = model(x).detach()
+    fq.set_execution(model, "qnn")
+    with torch.no_grad():
+        plain, kept = model(x, True).as_subclass(Tensor), model(x).as_subclass(Tensor)
+    assert not torch.equal(plain, simulated)
+    assert torch.equal(kept, plain)
+    assert torch.equal(model(x).as_subclass(Tensor).detach(), plain)
+
+
+def test_an_empty_batch_stays_empty() -> None:
+    model, x = calibrated("mean w8a8")
+    fq.set_execution(model, "qnn")
+    assert model(x[:0]).shape[0] == 0

@@ -1,5 +1,6 @@
 """An engine is a value that `prepare`, `advise`, `set_execution` and `deliver` read."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,69 @@ def test_files_follow_from_the_engine(tmp_path: Path) -> None:
     for given in both:
         with pytest.raises(ConfigError, match=r"give a format, .* or the engine in its place"):
             fq.deliver(model, tmp_path / "none", **given)
+
+
+@pytest.mark.parametrize(
+    ("preset", "target"),
+    [("gguf_q4_k", "litert"), ("nvfp4", "coreml"), ("fp8", "executorch"), ("nf4_weight_only", "executorch")],
+)
+def test_exporters_refuse_before_the_work(preset: str, target: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    with pytest.raises(ConfigError, match=f"cannot load {preset.upper()}: cannot be expressed in"):
+        fq.prepare(net, preset, torch.ones(2, 64), target=target)
+    assert not quantizers(net)
+
+
+def test_ranges_of_every_token_have_no_place_behind_a_layer() -> None:
+    """An engine that quantizes results has fixed ranges for them."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = fq.prepare(net, "w4a8_executorch", torch.ones(2, 64), target="executorch")
+    assert [name for name in quantizers(model) if "output" in name] == []
+
+
+def test_a_phone_is_not_said_to_compute_what_it_does_not() -> None:
+    signed = fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8")
+    fq.calibrate(signed, [torch.randn(4, 8)], progress=False)
+    with pytest.warns(CoverageWarning, match="the device has unsigned codes of activations, not int8 per_tensor"):
+        fq.set_execution(signed, "qnn")
+    early = fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8_affine", torch.ones(1, 8), target="qnn")
+    with pytest.warns(CoverageWarning, match=r"it has no range yet: call fakequant\.calibrate"):
+        fq.set_execution(early, "qnn")
+
+
+def test_files_do_not_keep_a_device(tmp_path: Path) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8_affine", torch.ones(1, 8), target="qnn")
+    fq.calibrate(model, [torch.randn(4, 8)], progress=False)
+    with pytest.warns(UserWarning, match="files do not keep the execution 'qnn'"):
+        fq.save(fq.set_execution(model, "qnn"), tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": None}, "variant takes a function"),
+        ({"placement": fq.Target("x", frozenset(), frozenset())}, "placement takes a function that makes a Target"),
+        ({"kinds": ("INT8",)}, "kinds takes tuples of names"),
+        ({"packages": "acme"}, "packages takes names of distributions"),
+        ({"device": "qnn"}, r"device takes a fakequant\.nn\.Device"),
+    ],
+)
+def test_an_engine_says_what_is_wrong_with_it(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"an engine's {message}"):
+        fq.Engine("mine", "not run", **change)
+
+
+def test_names_of_engines_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fakequant.model.engine._engines", {**fq.known_engines()})
+    fq.register_engine(replace(MINE, aliases=("ours",)))
+    fq.register_engine(replace(MINE, aliases=()))
+    assert "ours" not in fq.known_engines()
+    with pytest.raises(ConfigError, match="mlx names another engine already"):
+        fq.register_engine(replace(MINE, aliases=("mlx",)))
+    fq.register_engine(fq.Engine("bare", "not run"))
+    with pytest.raises(ConfigError, match="the engine bare names no presets"):
+        fq.advise(nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4)] * 2, target="bare")
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8")
+    for wrong in (["qnn"], "Qnn", fq.known_engines()["mlx"]):
+        with pytest.raises(ConfigError, match="execution must be one of"):
+            fq.set_execution(model, wrong)  # type: ignore[arg-type]

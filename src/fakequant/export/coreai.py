@@ -33,12 +33,10 @@ from fakequant.errors import ExportError
 from fakequant.export.capability import block_sizes, layout
 from fakequant.export.engine_file import EngineFile, compared, simulated
 from fakequant.export.packages import require
-from fakequant.export.pt2e import Lowering, check_quantizers, lowered
+from fakequant.export.pt2e import Lowering, lowered, refuse_early
 from fakequant.export.trace import scope_of
 from fakequant.files import check_path, writable_folder
-from fakequant.model.engine import holders
 from fakequant.model.run.tracing import quiet
-from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E8M0FNU, IntegerFormat
 from fakequant.numerics.formats.floats import count_of, integers_of, of_integers, patterns_of
@@ -97,15 +95,6 @@ def export_coreai(
         file = compared(file, expected, results, [None] * len(expected))
         written.rename(target)
     return file
-
-
-def refuse_unexportable(name: str, model: nn.Module) -> None:
-    """Raise an ExportError if Core AI cannot hold a prepared model; other names have no say."""
-    if name == export_coreai.__name__:
-        check_quantizers(quantizers(model), _ToCoreAI)
-
-
-holders.append(refuse_unexportable)
 
 
 class _ToCoreAI(Lowering):
@@ -291,3 +280,6 @@ def _as_tensor(array: Any) -> Tensor:
     if array.dtype != types.bfloat16:
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array.copy().view("int16")).view(torch.bfloat16)
+
+
+refuse_early("export_coreai", _ToCoreAI)

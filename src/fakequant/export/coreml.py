@@ -23,7 +23,7 @@ from fakequant.data.batches import Inputs, select_inputs
 from fakequant.errors import ExportError
 from fakequant.export.engine_file import EngineFile
 from fakequant.export.packages import require
-from fakequant.export.pt2e import check_int8, lowered
+from fakequant.export.pt2e import Lowering, check_int8, lowered, refuse_early
 from fakequant.files import check_path, writable_folder
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
@@ -126,3 +126,6 @@ def _weights(program: ExportedProgram) -> dict[str, Tensor]:
             args = fx.map_arg(node.args, lambda one: program.state_dict[specs[one.name]])
             values[node.name] = node.target(*args)
     return values
+
+
+refuse_early("export_coreml", Lowering)

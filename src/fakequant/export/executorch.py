@@ -23,7 +23,7 @@ from fakequant.data.batches import Inputs, select_inputs
 from fakequant.errors import ExportError, nearest
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
 from fakequant.export.packages import require
-from fakequant.export.pt2e import lowered
+from fakequant.export.pt2e import Lowering, lowered, refuse_early
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
@@ -146,3 +146,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+
+
+refuse_early("export_executorch", Lowering)

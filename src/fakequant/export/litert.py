@@ -26,7 +26,7 @@ from fakequant.data.batches import Inputs, select_inputs
 from fakequant.errors import ExportError
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
 from fakequant.export.packages import require
-from fakequant.export.pt2e import check_int8, lowered
+from fakequant.export.pt2e import Lowering, check_int8, lowered, refuse_early
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
@@ -150,3 +150,6 @@ def _decoded(codes: Any, place: Any) -> Tensor:
         return torch.from_numpy(codes.copy())
     scale, point = place["quantization"]
     return torch.from_numpy((codes.astype(np.float32) - point) * np.float32(scale))
+
+
+refuse_early("export_litert", Lowering)

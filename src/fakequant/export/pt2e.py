@@ -34,11 +34,12 @@ from fakequant.export.capability import ScaleLayout, block_sizes, check_scale, l
 from fakequant.export.exporter import active_quantizers, checked_arguments, fixed_codes, ready_to_trace
 from fakequant.export.packages import require
 from fakequant.export.trace import TARGET, depending, known_values, quantizing_nodes, scope_of, trace
+from fakequant.model.engine import holders
 from fakequant.model.sites.targets import moves
 from fakequant.model.unregistered import warn_of_new_layers
 from fakequant.model.weights import raise_scales, warn_raised, warn_stale_scales
 from fakequant.nn.paths import join
-from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerToken
@@ -168,6 +169,18 @@ def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering])
     refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one, operators)) is not None]
     if refused:
         raise ExportError(f"cannot be expressed in {operators.label}:\n" + "\n".join(refused))
+
+
+def refuse_early(export: str, operators: type[Lowering]) -> None:
+    """Have `prepare` refuse what the graph of an exporter cannot have, by the exporter's name in `Engine.export`."""
+
+    def check(name: str, model: nn.Module) -> None:
+        if name == export:
+            check_quantizers(
+                {path: one for path, one in quantizers(model).items() if one.mode is not Mode.OFF}, operators
+            )
+
+    holders.append(check)
 
 
 def _reason(quantizer: Quantizer, operators: type[Lowering]) -> str | None:

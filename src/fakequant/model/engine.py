@@ -11,6 +11,7 @@ from fakequant.errors import ConfigError, ExportError, nearest, shown
 from fakequant.model.config import TABLES, Config, TensorConfig
 from fakequant.model.sites.targets import Target
 from fakequant.nn.device import Device
+from fakequant.nn.quantizer import quantizers
 from fakequant.registry import import_waiting
 from fakequant.text import listed
 
@@ -46,6 +47,9 @@ class Engine:
         known: what was seen of the speed, as a sentence; "" for nothing.
         others: what the names of other presets begin with that it also runs.
 
+    Raises:
+        ConfigError: an attribute is of another kind.
+
     >>> mine = Engine("mine", "not run", kinds=(("INT8",),), files="compressed-tensors", tables=False)
     >>> prepare(nn.Sequential(nn.Linear(4, 4)), "int8", target=mine)[0].weight_quantizer
     Quantizer(int8 per_channel(0), weight, follows the weight)
@@ -68,6 +72,23 @@ class Engine:
     known: str = ""
     others: str | None = None
 
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} takes {wanted}, got {shown(getattr(self, name))}"
+            for name, fits, wanted in (
+                ("name", isinstance(self.name, str), "a text"),
+                ("kinds", _holds(self.kinds, tuple), "tuples of names of presets, as (('INT8',),)"),
+                ("packages", _holds(self.packages, str), "names of distributions, as ('torchao',)"),
+                ("aliases", _holds(self.aliases, str), "names, as ('sglang',)"),
+                ("placement", self.placement is None or callable(self.placement), "a function that makes a Target"),
+                ("variant", callable(self.variant), "a function of a field and a TensorConfig"),
+                ("device", self.device is None or isinstance(self.device, Device), "a fakequant.nn.Device"),
+            )
+            if not fits
+        ]
+        if wrong:
+            raise ConfigError(f"an engine's {'; '.join(wrong)}")
+
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {self.bound!r})"
 
@@ -79,6 +100,12 @@ class Engine:
     def takes(self, preset: str) -> bool:
         """Whether it is known to run a preset."""
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
+
+    def placement_of(self, config: Config) -> Target | None:
+        """Where it wants the quantizers of a configuration: by its placement, if inputs have fixed ranges."""
+        inputs = [rule.input for rule in config.rules if rule.input is not None]
+        is_dynamic = bool(inputs) and all(one.dynamic for one in inputs)
+        return None if self.placement is None or is_dynamic else self.placement()
 
     def computed(self, config: Config, model: nn.Module) -> tuple[Config, str]:
         """The configuration that it computes in place of another, and a sentence on the changes, "" for none."""
@@ -103,6 +130,8 @@ class Engine:
 
     def refuse(self, model: nn.Module, preset: str) -> None:
         """Raise a ConfigError if its files cannot hold a prepared model."""
+        if not quantizers(model):
+            return
         import_waiting()  # files say what they can hold
         for check in holders:
             try:
@@ -111,26 +140,34 @@ class Engine:
                 raise ConfigError(f"{self.name} cannot load {preset}: {error}") from error
 
 
+def _holds(values: object, kind: type) -> bool:
+    return isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+
+
 _engines: dict[str, Engine] = {}
 
 holders: list[Callable[[str, nn.Module], None]] = []
-"""Each raises if files of a name, or what a function of a name writes, cannot hold a prepared model, see `Engine`.
+"""Checks of a prepared model: each raises if files cannot hold it, by the `files` of an `Engine`, or its `export`.
 
-They are added where files are written.
-"""
+Rooms that write files add them."""
 
 
 def register_engine(engine: Engine) -> Engine:
     """Add an engine for `target=` and `fakequant.set_execution`; what had its names is replaced.
 
     Raises:
-        ConfigError: no `Engine`.
+        ConfigError: no `Engine`, or one with the name of another as an alias.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)
     """
     if not isinstance(engine, Engine):
         raise ConfigError(f"register_engine takes a fakequant.Engine, got {shown(engine)}")
+    import_waiting()
+    for name in [name for name, known in _engines.items() if known.name == engine.name]:
+        del _engines[name]
+    if taken := [name for name in engine.aliases if name in _engines]:
+        raise ConfigError(f"{listed(taken)} names another engine already; take other aliases")
     _engines.update(dict.fromkeys((engine.name, *engine.aliases), engine))
     return engine
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch import nn
 
 from fakequant.data.arguments import refuse_unprepared
-from fakequant.errors import ConfigError, CoverageWarning, warn_user
-from fakequant.model.engine import known_engines
+from fakequant.errors import ConfigError, CoverageWarning, nearest, warn_user
+from fakequant.model.engine import Engine, known_engines
 from fakequant.nn.device import Device
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
@@ -24,16 +24,19 @@ from fakequant.text import listed, module_name
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _chosen(execution: Execution | Device | str) -> tuple[Execution, Device | None]:
+def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, Device | None]:
     """How layers compute, and whose codes quantizers store."""
+    if isinstance(execution, Engine) and execution.device is not None:
+        execution = execution.device
     if isinstance(execution, Device):
         return Execution.SIMULATE, execution
     names = [known.value for known in Execution]
-    if execution in (*Execution, *names):
+    if isinstance(execution, Execution) or (isinstance(execution, str) and execution in names):
         return Execution(execution), None
     known = {name: engine.device for name, engine in known_engines().items() if engine.device is not None}
     if not isinstance(execution, str) or execution not in known:
-        hint = "; no other arithmetic of it is known" if execution in known_engines() else ""
+        is_known = isinstance(execution, Engine) or (isinstance(execution, str) and execution in known_engines())
+        hint = "; no other arithmetic of it is known" if is_known else nearest(str(execution), [*names, *known])
         raise ConfigError(
             f"execution must be one of {', '.join(map(repr, [*names, *sorted(known)]))}, got {execution!r}{hint}"
         )
@@ -41,7 +44,7 @@ def _chosen(execution: Execution | Device | str) -> tuple[Execution, Device | No
 
 
 @accepts_wrapped_model
-def set_execution(model: Model, execution: Execution | Device | str, pattern: str = "*") -> Model:
+def set_execution(model: Model, execution: Execution | Device | Engine | str, pattern: str = "*") -> Model:
     """Set how a prepared model computes, in place; the model is returned.
 
     The name of an engine with an arithmetic, such as "qnn", lets quantizers store the codes that it stores: products

@@ -116,10 +116,9 @@ def prepare(
     preset: Config = config if isinstance(config, Config) else find_preset(config)
     config = with_exceptions(preset, skip, rules or {}).for_model(model)
     engine = None if target is None or isinstance(target, Target) else find_engine(target)
-    table = target if isinstance(target, Target) else engine and engine.placement and engine.placement()
-    variant = ""
+    table, variant = target if isinstance(target, Target) else None, ""
     if engine is not None:
-        config, variant = engine.computed(config, model)
+        (config, variant), table = engine.computed(config, model), engine.placement_of(config)
     restore = structure_of([model])
     try:
         purposely = config.left_on_purpose(model)

@@ -31,11 +31,13 @@ _PICKS = frozenset(("max_pool1d", "max_pool2d", "max_pool3d"))
 """Functions that pick numbers of each channel: codes rise with the sums of a channel."""
 _SELECTS = frozenset(
     """
-    __getitem__ chunk split tensor_split narrow select unbind flip roll expand repeat clone detach pixel_shuffle
-    pixel_unshuffle channel_shuffle
+    __getitem__ chunk split tensor_split narrow select unbind flip roll expand repeat clone detach to float
+    pixel_shuffle pixel_unshuffle channel_shuffle
     """.split()  # noqa: SIM905
 )
 """Functions that copy some of the numbers of a tensor."""
+_DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3))))
+"""Functions that return their input where they do not train."""
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
@@ -120,12 +122,14 @@ class Device:
             new tensor that is not clamped, from `Sums` or `Operands` and the grid of the quantizer that stores them.
         source: the program from which the rules come, and how far they were compared with it.
         bits: the widest codes for which the rules are known.
+        unsigned: whether codes of activations have no sign.
     """
 
     name: str
     rules: Mapping[str, Callable[[Any, CodeGrid], Tensor]]
     source: str
     bits: int = 8
+    unsigned: bool = False
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
@@ -171,6 +175,8 @@ class DeviceTensor(Tensor):
                 function = called.function.name
                 see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
                 result = see(called, func, args, kwargs)
+            elif name in _DROPOUTS and args and not _trains(args, kwargs):
+                result = args[0]
             elif (moves := name.strip("_")) in _RESHAPES or moves in _PICKS or name in _SELECTS:
                 result = _moved(func, args, kwargs, moves)
             if result is NotImplemented:
@@ -189,6 +195,11 @@ class DeviceTensor(Tensor):
         elif known is not None and known.has is not None:
             return DeviceTensor.of(x, known.has, known.device_of)
         return x
+
+
+def _trains(args: Any, kwargs: Any) -> bool:
+    """Whether a dropout drops."""
+    return bool(kwargs.get("training", args[2] if len(args) > 2 else True)) and kwargs.get("p", args[1:2] or 1) != 0
 
 
 def plain(value: Any) -> Any:

@@ -453,9 +453,11 @@ class Quantizer(QuantizerPart):
         if self.kind is Kind.WEIGHT:
             fits = spec.symmetric and isinstance(spec.granularity, (PerTensor, PerChannel))
             return None if fits else f"a weight has a scale for each output channel on the device, not {spec}"
-        if self.scales_each_call or self.by_value is not None or not isinstance(spec.granularity, PerTensor):
+        if self.dynamic or self.by_value is not None or not isinstance(spec.granularity, PerTensor):
             return f"a device has one fixed scale for a tensor, not {spec}"
-        return None
+        if device.unsigned and spec.format.signed:
+            return f"the device has unsigned codes of activations, not {spec}"
+        return "it has no range yet: call fakequant.calibrate before" if self.scales_each_call else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""

@@ -56,7 +56,10 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
     >>> kinds_of("vllm")
     (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
     """
-    return (_ANY,) if target is None else find_engine(target).kinds
+    kinds = (_ANY,) if target is None else find_engine(target).kinds
+    if not kinds:
+        raise ConfigError(f"the engine {target} names no presets; give presets=, or the engine kinds=")
+    return kinds
 
 
 def rivals(names: Iterable[str]) -> set[str]:

@@ -209,7 +209,7 @@ def made_up() -> Iterator[None]:
 OPERANDS = {
     **dict.fromkeys(("onnxruntime", "openvino", "tensorrt"), (["input", "weight"], [])),
     "qnn": (["input", "weight", "output"], ["input"]),  # whose result is what the product reads
-    "xnnpack": ([], []),
+    **dict.fromkeys(("xnnpack", "litert", "litert_reference"), ([], [])),
 }
 
 

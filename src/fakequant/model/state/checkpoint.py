@@ -445,6 +445,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
                 f'packed=True is of the format "{FORMAT}"; {format!r} says itself how it stores weights'
             )
         refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
+        if devices := {one.device.name for one in quantizers(model).values() if one.device is not None}:
+            warn_user(f"files do not keep the execution {listed(devices)!r}: call fakequant.set_execution after load")
         folder = writable_folder(directory)
         specs = {path: str(one.spec) for path, one in quantizers(model).items()}
         processes.same(outline_of(model.state_dict(), [packed, format, specs]), "save different models")
