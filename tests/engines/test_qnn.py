@@ -80,7 +80,7 @@ def test_sums_are_shifts_of_integers() -> None:
 
 def test_bounds_in_a_row_hold_together() -> None:
     model, x = calibrated(SMALL)
-    product = fq.set_execution(model, "qnn")[0](x)
+    product = fq.set_execution(model, "qnn").get_submodule("0")(x)
     bounded = nn.functional.hardtanh(product.relu(), -1.0, 0.5)
     assert (bounded.has.least, bounded.has.most) == (0.0, 0.5)  # type: ignore[attr-defined]
     assert nn.functional.hardtanh(bounded, 0.7, 0.9).has.least == 0.5  # type: ignore[attr-defined]
