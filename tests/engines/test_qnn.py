@@ -65,6 +65,14 @@ def test_products_are_shifts_of_integers(ratio: float) -> None:
         assert ((((one + constant) >> dropped) * multiplier) + (1 << (shift - 1))) >> shift == code
 
 
+def test_biases_at_a_tie_go_away_from_zero() -> None:
+    one = torch.tensor(1.0, dtype=torch.float64)
+    to = CodeGrid(2.0**-4 * one, 0, 0, 255)
+    sums = torch.zeros(4, dtype=torch.float64)
+    found = qnn.product(Sums(sums, one, one, torch.tensor([0.5, 1.5, 2.5, 3.5], dtype=torch.float64)), to)
+    assert found.tolist() == [16, 32, 48, 64]
+
+
 def test_sums_are_shifts_of_integers() -> None:
     a, b = (torch.arange(256.0) - zero for zero in (13, 200))
     grids = [CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 255) for s, z in ((0.0125, 13), (0.04375, 200))]

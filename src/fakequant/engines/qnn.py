@@ -82,7 +82,8 @@ def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
     of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
-    bias = torch.round(parts.bias.float() / (of_input * of_weight))
+    bias = (parts.bias.float() / (of_input * of_weight)).double()
+    bias = torch.trunc(bias + torch.copysign(torch.tensor(0.5, dtype=torch.float64), bias)).float()  # half away from 0
     constant = torch.floor((bias + ratio.new_tensor(to.zero_point) / ratio).double() + 0.5)
     ratio = ratio.double()
     exponent = _exponent(1 / ratio)
