@@ -15,7 +15,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
-from fakequant.delivery.schemes import missed_cache
+from fakequant.delivery.schemes import how_to_load, missed_cache
 from fakequant.errors import CheckpointError, ExportError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
@@ -86,6 +86,15 @@ def prepared(config: fq.Config | str, model: nn.Module | None = None) -> nn.Modu
     found = fq.prepare(llama() if model is None else model, config)
     fq.calibrate(found, BATCHES, progress=False)
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+def test_scales_of_more_bits_than_the_model_need_another_way_to_load(scales: torch.dtype, dtype: torch.dtype) -> None:
+    schemes = [{"format": "int-quantized", "weights": {"symmetric": True}}]
+    way = how_to_load(schemes, {"0.weight": torch.ones(1), "0.weight_scale": torch.ones(1, dtype=scales)}, dtype)
+    assert way.endswith("or rounds scales") is (scales is torch.float32 and dtype is torch.bfloat16)
+    assert bool(way) is (scales is torch.float32 and dtype is torch.bfloat16)
 
 
 def quantization(folder: Path) -> dict[str, Any]:

@@ -80,6 +80,17 @@ def test_pooling_and_fixed_ranges_of_mobilenet(target: str) -> None:
     assert {tuple(name for name in operands if name in both) for operands in products} == names
 
 
+def test_a_fixed_range_below_zero_has_the_zero_point_of_its_ends() -> None:
+    class Bounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x) @ torch.sigmoid(x)
+
+    plan, _ = planned(Bounded(), "qnn")
+    fixed = {site.function: site.quantizers["output"].fixed for site in plan.sites if "output" in site.quantizers}
+    assert fixed["tanh"] == (2 / 255, 128)  # codes 0 and 255 are -128 and 127 steps of 2 / 255
+    assert fixed["sigmoid"] == (1 / 255, 0)
+
+
 def test_what_reads_a_quantized_result_quantizes_it_no_second_time() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:

@@ -89,3 +89,4 @@ def test_what_is_refused() -> None:
         adaround(weight, moments * torch.nan, grid, weight)
     with pytest.raises(ConfigError, match="iterations=0: adaround needs at least 1"):
         adaround(weight, moments, grid, weight, 0)
+    assert adaround(weight, moments, grid, grid.nearest(weight), 1).shape == weight.shape
