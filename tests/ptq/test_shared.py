@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning
-from fakequant.ptq.weights import shared_parameters
+from fakequant.model.run.outputs import record
+from fakequant.ptq.weights import fixed_parameters, shared_parameters
 from tests.support.bits import assert_same_bits, unchanged
 from tests.support.functional_models import Calls
 
@@ -186,3 +187,11 @@ def test_a_model_can_be_trained_and_loaded_after_inference_mode(work: str) -> No
     assert not [name for name, value in model.state_dict().items() if value.is_inference()]
     model(batches()[0]).sum().backward()
     model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+@pytest.mark.parametrize(("function", "is_fixed"), [(torch.zeros_like, False), (torch.neg, True)])
+def test_a_bias_of_which_a_function_asks_the_shape_alone_may_be_corrected(function: Any, is_fixed: bool) -> None:
+    model = linear_layers(lambda m, x: m.encoder(x) + function(m.encoder.bias), "encoder")
+    model = fq.prepare(model, "INT8_WEIGHT_ONLY")
+    found = fixed_parameters(model, record(model, lambda: model(torch.ones(2, 16))))
+    assert (found.get(model.encoder.bias) == "several functions read it") is is_fixed

@@ -110,6 +110,20 @@ def test_what_reads_a_quantized_result_quantizes_it_no_second_time() -> None:
     assert str(plan).splitlines()[0] == "_sites.mul_0: other uint8 per_tensor"
 
 
+def test_no_quantizer_moves_over_a_transpose_to_a_value_that_another_layer_reads() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head, self.other = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.head(y) + self.other(y.transpose(2, 3))
+
+    _, placement = planned(Turned(), "onnxruntime")
+    assert placement.layers["conv"].output is not None
+
+
 def test_a_quantizer_of_two_calls_stays_where_one_reads_what_is_not_quantized() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

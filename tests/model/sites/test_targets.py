@@ -192,9 +192,12 @@ def test_fixed_ranges_stay_through_calibration_training_and_checkpoints(tmp_path
     for quantizer in (probabilities, output):
         assert quantizer.learned is None
         assert (float(quantizer.scale), int(quantizer.zero_point)) == (1 / 256, 0)
+    plan = fq.site_plan(made)
+    fixed = [one.fixed for site in plan.sites for one in site.quantizers.values() if one.fixed is not None]
+    assert {*fixed} == {(1 / 256, 0)}
     fq.save(made, tmp_path)
     again = fq.load(float_network(), tmp_path)
-    assert fq.site_plan(again) == fq.site_plan(made)
+    assert fq.site_plan(again) == plan
     assert torch.equal(again(example(2)), made(example(2)))
 
 
