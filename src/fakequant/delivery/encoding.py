@@ -66,12 +66,12 @@ def encode(
         CheckpointError: an unknown format, or a model that is not prepared.
         ConfigError: a name that the model does not have, or a dtype that is none of floats.
 
-    >>> model = prepare(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), "fp8_block", skip=["1"])
+    >>> model = prepare(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 8)), "fp8_block", skip=["1"])
     >>> for name, tensor in encode(model, "compressed-tensors", only=["0"]).items():
     ...     print(name, tensor.dtype, list(tensor.shape))
-    0.weight torch.float8_e4m3fn [64, 64]
-    0.weight_scale torch.float32 [1, 1]
-    0.bias torch.float32 [64]
+    0.weight torch.float8_e4m3fn [128, 256]
+    0.weight_scale torch.float32 [1, 2]
+    0.bias torch.float32 [128]
     """
     check_model(model, "encode", _CALL, ExportError)
     chosen = delivery_format(format)
