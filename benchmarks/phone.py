@@ -1,8 +1,8 @@
-"""Train a small CNN with weights of 4 bits for a phone, with the phone's codes or with the simulation, and run both there.
+"""Train a small CNN with weights of 4 bits by a phone's codes or by the simulation, and run both on the phone.
 
-`python -m benchmarks.phone`; needs onnxruntime-qnn. The files run in the emulation of Qualcomm's HTP that it ships. Both
-trainings start from the same calibrated model, see the same batches, and are judged by the loss and the accuracy of the
-file on 597 digits of other writers.
+`python -m benchmarks.phone`; needs onnxruntime-qnn. The files run in the emulation of Qualcomm's HTP that it ships.
+Both trainings start from the same calibrated model, see the same batches, and are judged by the loss and the accuracy
+of the file on 597 digits of other writers.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.prepare(net(), "int8", target="onnxruntime"),
         r"give prepare\(\.\.\., ex",
     ),
-    "sites for a number": (lambda _: fq.prepare(net(), "int8", X, target=TEXT), r"unknown target.*known names are coreai"),
+    "sites for a number": (lambda _: fq.prepare(net(), "int8", X, target=TEXT), r"unknown target.*known names are cor"),
     "sites of no function": (lambda _: fq.Rule("*", "int8", ops=("mtmul",)), r"no function 'mtmul'.*did you mean mat"),
     "sites of a number": (lambda _: fq.Rule("*", "int8", layers=3), r"layers must be class names or classes, got 3"),  # type: ignore[arg-type]
     "a function without an example": (lambda _: fq.prepare(net(), wide()), r"rules speak of functions \(matmul\)"),
@@ -120,7 +120,10 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"max_shard_size is a number of bytes, .*got 'model\.pt'",
     ),
     "read nothing": (lambda p: fq.read(p / "absent"), r"there is no .*absent; give the file or folder that fakequant"),
-    "read an empty folder": (lambda p: fq.read(p), r"is of none of the formats auto-round, awq, .* or it lacks the file that say"),
+    "read an empty folder": (
+        lambda p: fq.read(p),
+        r"is of none of the formats auto-round, .* or it lacks the file that",
+    ),
     "read a model": (lambda _: fq.read(net()), r"got a Sequential; write read\('folder', model\)"),  # type: ignore[arg-type]
     "verify turned round": (lambda p: fq.verify_delivery(ready(), net()), r"got a Sequential; write verify_delivery"),  # type: ignore[arg-type]
     "verify without a model": (lambda p: fq.verify_delivery(p, NONE), r"verify_delivery takes a model, got None; wri"),
