@@ -166,6 +166,12 @@ def test_quantize_puts_quantizers_where_the_target_wants_them(recipe: Path, tmp_
     assert "_sites.add_0" in [layer["name"] for layer in found["layers"]]
 
 
+def test_quantize_takes_what_the_target_computes_of_a_preset(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("quantize", recipe, "--out", out, "--target", "vllm", "--preset", "int8_per_token", "-q")
+    assert "int8 per_token reciprocal" in (out / "checkpoint" / "fakequant.json").read_text()
+
+
 def test_quantize_says_that_a_target_is_not_known_to_gain_by_a_preset(recipe: Path, tmp_path: Path) -> None:
     given = ("quantize", recipe, "--out", tmp_path / "out", "--target", "vllm")
     said = "It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128"

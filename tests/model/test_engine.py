@@ -219,8 +219,10 @@ def test_names_of_engines_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> Non
     fq.register_engine(replace(MINE, aliases=("ours",)))
     fq.register_engine(replace(MINE, aliases=()))
     assert "ours" not in fq.known_engines()
-    with pytest.raises(ConfigError, match="mlx names another engine already"):
-        fq.register_engine(replace(MINE, aliases=("mlx",)))
+    for wrong in (replace(MINE, aliases=("mlx",)), replace(MINE, name="sglang", aliases=())):
+        with pytest.raises(ConfigError, match=r"(mlx|sglang) names another engine already"):
+            fq.register_engine(wrong)
+    assert "mine" in fq.known_engines()
     fq.register_engine(fq.Engine("bare", "not run"))
     with pytest.raises(ConfigError, match="the engine bare names no presets"):
         fq.advise(nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4)] * 2, target="bare")

@@ -152,8 +152,8 @@ def _code(
         warnings.simplefilter("ignore", UserWarning)  # of a copy that is not kept
         how: dict[str, Any] = {"improve": way.steps or None, "target": advice.target or None, "task": task}
         job = Job(recipe, way.preset.lower(), way.method, Path("quantized"), text=text, trust=trust, **how)
-        example = job.example(job.config(), model, loaded)
-        placed = None if example is None else job.target
+        config = job.config()
+        example, placed = job.example(config, model, loaded), job.target_for(config)
         by_command = [*quantizers(prepare(copy.deepcopy(model), way.preset, example, target=placed))]
     if by_command == advice.quantizers and not advice.folds:
         return f"To make it, with all batches:\n{replace(job, target=placed).command()}"

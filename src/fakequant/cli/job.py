@@ -50,6 +50,7 @@ from fakequant.ptq import improve
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.next_step import AdviceContext, places, unknown_gain
 from fakequant.ptq.results import LayerResult
+from fakequant.ptq.trial import Preparation
 from fakequant.report import (
     RESULTS,
     Accuracy,
@@ -227,8 +228,12 @@ class Job:
 
     def example(self, config: Config, model: nn.Module, recipe: Recipe) -> Any:
         """The example by which the target places quantizers; None where it does not."""
-        static = any(rule.input is not None and not rule.input.dynamic for rule in config.rules)
-        return example_of(model, recipe.first_batch()) if static and places(self.target) else None
+        placed = places(self.target) and self.target_for(config) is not None
+        return example_of(model, recipe.first_batch()) if placed else None
+
+    def target_for(self, config: Config) -> str | None:
+        """The target as `prepare` gets it for a configuration."""
+        return Preparation(target=self.target).target_for(config)
 
     def unknown_gain(self) -> str:
         """A sentence where the target is not known to run a preset of the job.
@@ -628,7 +633,7 @@ def _train(job: Job, config: Config, progress: _Progress, model: nn.Module) -> N
 def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     """Calibrate a model with the chosen method; to compare methods, calibrate copies with the others, too."""
     example = job.example(config, model, progress.recipe)
-    set_execution(prepare(model, config, example, target=None if example is None else job.target), job.execution)
+    set_execution(prepare(model, config, example, target=job.target_for(config)), job.execution)
     methods = [method for method in calibrators() if job.compare and method != job.method]
     copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
     for method, own in copies.items():

@@ -53,9 +53,9 @@ def placement() -> Target:
 def variant(field: str, config: TensorConfig) -> TensorConfig:
     """Unsigned activations with zero points: signed integers are refused when a session starts."""
     spec = config.spec
-    if field == "weight" or not isinstance(spec.format, IntegerFormat) or not spec.symmetric:
+    if field == "weight" or config.dynamic or not isinstance(spec.format, IntegerFormat) or not spec.symmetric:
         return config
-    return TensorConfig(spec.replace(format=f"uint{spec.format.bits}", symmetric=False), config.dynamic)
+    return TensorConfig(spec.replace(format=f"uint{spec.format.bits}", symmetric=False))
 
 
 def _exponent(ratio: Tensor) -> Tensor:

@@ -109,12 +109,12 @@ class Engine:
 
     def computed(self, config: Config, model: nn.Module) -> tuple[Config, str]:
         """The configuration that it computes in place of another, and a sentence on the changes, "" for none."""
-        changes, rules = dict[str, None](), []
+        changes, rules = list[str](), []
         for rule in config.rules:
             asked = {field: one for field in _FIELDS if (one := getattr(rule, field)) is not None}
             computed = {field: self.variant(field, one) for field, one in asked.items()}
             changed = {field: one for field, one in computed.items() if one != asked[field]}
-            changes |= dict.fromkeys(f"{field}s are {one} in place of {asked[field]}" for field, one in changed.items())
+            changes += [f"{field}s are {one} in place of {asked[field]}" for field, one in changed.items()]
             rules.append(replace(rule, **changed) if changed else rule)
         result = Config(config.name, tuple(rules)) if changes else config
         if not self.tables:
@@ -123,10 +123,9 @@ class Engine:
             left = [name for name, rule in after.items() if rule.leaves_in_float and not before[name].leaves_in_float]
             if left:
                 result = without
-                changes[
-                    f"{listed(left)} stay{'s' * (len(left) == 1)} in float, because it holds no quantized tables"
-                ] = None
-        return result, f"for {self.name}, {'; '.join(changes)}" if changes else ""
+                ending = "s" if len(left) == 1 else ""
+                changes.append(f"{listed(left)} stay{ending} in float, because it holds no quantized tables")
+        return result, f"for {self.name}, {'; '.join(dict.fromkeys(changes))}" if changes else ""
 
     def refuse(self, model: nn.Module, preset: str) -> None:
         """Raise a ConfigError if its files cannot hold a prepared model."""
@@ -153,22 +152,22 @@ Rooms that write files add them."""
 
 
 def register_engine(engine: Engine) -> Engine:
-    """Add an engine for `target=` and `fakequant.set_execution`; what had its names is replaced.
+    """Add an engine for `target=` and `fakequant.set_execution`; the engine that had its name is replaced.
 
     Raises:
-        ConfigError: no `Engine`, or one with the name of another as an alias.
+        ConfigError: no `Engine`, or one with a name of another.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)
     """
     if not isinstance(engine, Engine):
         raise ConfigError(f"register_engine takes a fakequant.Engine, got {shown(engine)}")
-    import_waiting()
-    for name in [name for name, known in _engines.items() if known.name == engine.name]:
-        del _engines[name]
-    if taken := [name for name in engine.aliases if name in _engines]:
-        raise ConfigError(f"{listed(taken)} names another engine already; take other aliases")
-    _engines.update(dict.fromkeys((engine.name, *engine.aliases), engine))
+    names, others = (engine.name, *engine.aliases), known_engines()
+    others = {name: known for name, known in others.items() if known.name != engine.name}
+    if taken := [name for name in names if name in others]:
+        raise ConfigError(f"{listed(taken)} names another engine already; take other names")
+    _engines.clear()
+    _engines.update(others | dict.fromkeys(names, engine))
     return engine
 
 

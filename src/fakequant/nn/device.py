@@ -20,22 +20,14 @@ from torch import Tensor
 
 from fakequant.nn.functions import CalledAs, SiteOperand, arguments_of, called_as
 
-_RESHAPES = frozenset(
+_MOVES = frozenset(
     """
     view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous movedim moveaxis swapaxes swapdims
-    ravel
+    ravel getitem chunk split tensor_split narrow select unbind flip roll expand repeat clone detach to float
+    pixel_shuffle pixel_unshuffle channel_shuffle max_pool1d max_pool2d max_pool3d
     """.split()  # noqa: SIM905
 )
-"""Functions that give a result another shape, and read each of its numbers once."""
-_PICKS = frozenset(("max_pool1d", "max_pool2d", "max_pool3d"))
-"""Functions that pick numbers of each channel: codes rise with the sums of a channel."""
-_SELECTS = frozenset(
-    """
-    __getitem__ chunk split tensor_split narrow select unbind flip roll expand repeat clone detach to float
-    pixel_shuffle pixel_unshuffle channel_shuffle
-    """.split()  # noqa: SIM905
-)
-"""Functions that copy some of the numbers of a tensor."""
+"""Functions that copy numbers of a tensor to other places, or pick the largest of neighbours."""
 _DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3))))
 """Functions that return their input where they do not train."""
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
@@ -175,10 +167,10 @@ class DeviceTensor(Tensor):
                 function = called.function.name
                 see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
                 result = see(called, func, args, kwargs)
-            elif name in _DROPOUTS and args and not _trains(args, kwargs):
+            elif args and name in _DROPOUTS and not _trains(args, kwargs):
                 result = args[0]
-            elif (moves := name.strip("_")) in _RESHAPES or moves in _PICKS or name in _SELECTS:
-                result = _moved(func, args, kwargs, moves)
+            elif args and name.strip("_") in _MOVES:
+                result = _moved(func, args, kwargs)
             if result is NotImplemented:
                 result = func(*plain(args), **plain(kwargs))
             written = name.endswith("_") and not name.endswith("__")
@@ -340,8 +332,8 @@ def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     return _call(func, args, kwargs, x.device_of, replace(x.has, least=low, most=high))
 
 
-def _moved(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Codes, or a product before it is stored, in another shape; and the largest of neighbours."""
+def _moved(func: Any, args: Any, kwargs: Any) -> Any:
+    """Codes, or a result before it is stored, in other places; and the largest of neighbours."""
     x = args[0]
     if not isinstance(x, DeviceTensor) or x.has is None:
         return NotImplemented
@@ -349,18 +341,18 @@ def _moved(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     def moved(part: Tensor) -> Any:
         return func(part, *args[1:], **kwargs)
 
-    if isinstance(x.has, GridCodes):
-        if x.has.grid.scale.numel() > 1:
-            return NotImplemented
-        values, codes = func(*plain(args), **kwargs), moved(x.has.codes)
-        if isinstance(values, Tensor):
-            return DeviceTensor.of(values, GridCodes(codes, x.has.grid), x.device_of)
-        pairs = zip(values, codes, strict=True)
-        return type(values)(DeviceTensor.of(one, GridCodes(own, x.has.grid), x.device_of) for one, own in pairs)
     values = func(*plain(args), **kwargs)
-    if not isinstance(values, Tensor):
-        return NotImplemented
-    return DeviceTensor.of(values, replace(x.has, moves=(*x.has.moves, moved)), x.device_of)
+    if isinstance(x.has, Computed):
+        is_one = isinstance(values, Tensor)
+        has = replace(x.has, moves=(*x.has.moves, moved))
+        return DeviceTensor.of(values, has, x.device_of) if is_one else values
+    if (grid := x.has.grid).scale.numel() > 1:
+        return values
+    codes = moved(x.has.codes)
+    if isinstance(values, Tensor):
+        return DeviceTensor.of(values, GridCodes(codes, grid), x.device_of)
+    pairs = zip(values, codes, strict=True)
+    return type(values)(DeviceTensor.of(one, GridCodes(own, grid), x.device_of) for one, own in pairs)
 
 
 def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int:

@@ -232,8 +232,9 @@ class Trials:
                 warnings.simplefilter("ignore", FusionWarning)  # the engine keeps the others, too
                 twin = fuse_batch_norm(twin, own.example, inputs=own.inputs)
         config = find_preset(preset) if isinstance(preset, str) else preset
-        prepare(twin, config, own.example, inputs=own.inputs, target=own.target_for(config))
-        if own.target is not None:
+        target = own.target_for(config)
+        prepare(twin, config, own.example, inputs=own.inputs, target=target)
+        if own.target is not None and target is None:  # `prepare` has not asked it
             find_engine(own.target).refuse(twin, config.name)
         return twin
 
