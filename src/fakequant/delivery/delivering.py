@@ -29,7 +29,7 @@ from fakequant.model.weights import spec_bits
 from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Mode, quantizers
 from fakequant.nn.wrappers import Role, accepts_wrapped_model
 from fakequant.text import listed
 
@@ -91,9 +91,11 @@ def refuse(
     """
     if reason := format.refuses(model):
         raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
+    fixing = (path for path, one in quantizers(model).items() if one.fixes_global)
+    unfixed = {path for path in fixing if f"{path}.{GLOBAL_SCALE}" not in state.tensors}
     found: dict[str, str] = {}
     for part in parts:
-        if reason := _own_reason(part, state, with_ranges=with_ranges):
+        if reason := _own_reason(part, state, unfixed, with_ranges=with_ranges):
             found[part.name] = reason
         elif reason := format.why_not(part):
             found[part.name] = f"{reason}{_nearest(format, part)}"
@@ -114,8 +116,8 @@ def refuse(
         raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
 
 
-def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str | None:
-    """What no file of another program holds."""
+def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, with_ranges: bool) -> str | None:
+    """What no file of another program holds; `unfixed` are quantizers that lack the scale of the tensor."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
@@ -133,8 +135,7 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     weights = {name for name, place in part.places.items() if place.role is Role.WEIGHT}
     needs = (name for name, one in part.operands.items() if not one.dynamic and name not in weights)
     left = [name for name in needs if scales[name] is None]
-    fixing = (name for name, path in part.paths.items() if _fixes_global(part.module, path))
-    left += [name for name in fixing if state.tensors.get(f"{part.paths[name]}.{GLOBAL_SCALE}") is None]
+    left += [name for name, path in part.paths.items() if path in unfixed]
     if left and with_ranges:
         return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
     dtypes = [scale.dtype for scale in scales.values() if scale is not None]
@@ -145,16 +146,12 @@ def _own_reason(part: Part, state: QuantizedState, *, with_ranges: bool) -> str 
     return None
 
 
-def _fixes_global(module: nn.Module, path: str) -> bool:
-    quantizer = module._modules.get(path.rpartition(".")[2])
-    return isinstance(quantizer, Quantizer) and quantizer.fixes_global
-
-
 def _nearest(format: DeliveryFormat, part: Part) -> str:
     """The preset nearest to how a layer is quantized that a format can hold, as the end of a message."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
-    held: dict[str, tuple[float, float]] = {}
+    held: dict[str, tuple[bool, float, float]] = {}
+    others = {one.name for one in delivery_formats().values() if one.writes} - {format.name}
     for name, preset in presets().items():
         rule = next((rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers), None)
         tensors: dict[str, TensorConfig] = {}
@@ -162,7 +159,8 @@ def _nearest(format: DeliveryFormat, part: Part) -> str:
             if rule is not None and (config := rule.tensor(place.role, place.axes(), place.kernel)) is not None:
                 tensors[key] = config.for_each() if place.is_stack else config
         if "weight" in tensors and format.why_not(replace(part, operands=tensors)) is None:
-            held[name] = _distance(part, tensors)
+            is_of_another = name.partition("_")[0].lower() in others  # as GGUF_Q4_1
+            held[name] = is_of_another, *_distance(part, tensors)
     if not held:
         return "; leave it in float by Rule(pattern), or give the model to fakequant.export_onnx"
     return f"; the nearest preset that it holds is {min(held, key=held.__getitem__)}"

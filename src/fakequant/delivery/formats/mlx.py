@@ -32,7 +32,7 @@ from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.formats.packing import pack, unpack, viewed
 from fakequant.numerics.granularity import PerBlock
-from fakequant.numerics.scales import OffsetSpec, ScaleRounding
+from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import QuantSpec
 
 _FLOATS = {
@@ -48,8 +48,6 @@ _HOLDS = (
 )
 _SPECS = "specifications of the weights"
 """The key in the header of a file with the specifications by the paths of layers, of which the tensors say less."""
-_DIGITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
-"""The bits of the fraction of a number."""
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Of logits, as a share of the peak: MLX adds products in another order, and rounds weights in half precision twice."""
 
@@ -80,8 +78,9 @@ class Mlx(LayeredFormat):
         if left := [name for name in part.operands if name != "weight"]:
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
         spec, dtype = part.operands["weight"].spec, part.module.get_parameter("weight").dtype
-        found = _layout(spec, part.shape)
-        if isinstance(found, _Layout) and found.mode == "affine" and _digits(spec) > _DIGITS[dtype]:
+        found = _layout_or_reason(spec, part.shape)
+        is_affine = isinstance(found, _Layout) and found.mode == "affine"
+        if is_affine and _digits(spec.scale, spec.offset) > _digits(FLOATS[dtype]):
             found = f"files have scales in the dtype of the model, {dtype}, which does not hold them all"
         return None if isinstance(found, _Layout) else f"its weight is {part.operands['weight']}, and {found}"
 
@@ -95,7 +94,8 @@ class Mlx(LayeredFormat):
         layouts, specs = dict[str, _Layout](), dict[str, str]()
         for name, (base, *_) in writer.pieces.items():
             part = writer.coded[name]
-            layouts[base], specs[base] = _known(part), str(part.operands["weight"].spec)
+            spec = part.operands["weight"].spec
+            layouts[base], specs[base] = _layout(spec, part.shape), str(spec)
             for end in ("scales", "biases"):
                 tensor = writer.tensors.get(f"{base}.{end}")
                 if isinstance(tensor, LazyTensor) and tensor.dtype is torch.float16:  # which has the shortest range
@@ -136,7 +136,8 @@ class Mlx(LayeredFormat):
         stored = module.get("weight", torch.uint32, packed)
         read = module.get("scales", FLOATS if layout.mode == "affine" else torch.uint8, groups)
         if layout.mode != "affine":
-            scale = module.powers("scales", groups) if layout.mode != "nvfp4" else partial(_e4m3, read)
+            is_power, e4m3 = layout.mode != "nvfp4", torch.float8_e4m3fn
+            scale = module.powers("scales", groups) if is_power else lambda: read().view(e4m3).float()
             _check_finite(module, "scales", scale())
             spec = _spec_in(module, layout)
             kind = spec.format.storage
@@ -168,9 +169,7 @@ class Mlx(LayeredFormat):
         for name in state.weights:
             held = state.weights[name]
             (key,) = names.split(name, torch.empty(held.shape, device="meta"))
-            found = _layout(held.spec, held.shape)
-            assert isinstance(found, _Layout), found
-            values[name] = partial(_by_mlx, mx, arrays, key.removesuffix(".weight"), found)
+            values[name] = partial(_by_mlx, mx, arrays, key.removesuffix(".weight"), _layout(held.spec, held.shape))
         twice = [name for name in values if _is_rounded_twice(state.weights[name].spec)]
         near = [name for name in twice if _is_near(state.weights[name], values[name]())]
         if near:
@@ -223,7 +222,7 @@ class _MlxLm(nn.Module):
             return {"logits": _tensor(self._mx, self._model(self._mx.array(input_ids.numpy())))}
 
 
-def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout | str:
+def _layout_or_reason(spec: QuantSpec, shape: Sequence[int]) -> _Layout | str:
     """The layout of a weight [out, in], or the reason why there is none."""
     try:
         block = spec.granularity.block_shape(tuple(shape))
@@ -247,16 +246,16 @@ def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout | str:
     return _Layout(width, bits)
 
 
-def _known(part: Part) -> _Layout:
-    found = _layout(part.operands["weight"].spec, part.shape)
+def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout:
+    """The layout of a weight that files hold."""
+    found = _layout_or_reason(spec, shape)
     assert isinstance(found, _Layout), found
     return found
 
 
-def _digits(spec: QuantSpec) -> int:
-    """The bits of the fractions of scales and offsets."""
-    stored = (one.format for one in (spec.scale, spec.offset) if one is not None)
-    return max(_DIGITS[torch.float32] if one is None else one.fraction_bits for one in stored)
+def _digits(*stored: ScaleSpec | OffsetSpec | None) -> int:
+    """The bits of the fractions of scales and offsets; those of float32 have no format."""
+    return max(23 if one.format is None else one.format.fraction_bits for one in stored if one is not None)
 
 
 def _shift(spec: QuantSpec) -> int:
@@ -265,7 +264,8 @@ def _shift(spec: QuantSpec) -> int:
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
-    spec, layout = part.operands["weight"].spec, _known(part)
+    spec = part.operands["weight"].spec
+    layout = _layout(spec, part.shape)
     groups, shift = (shape[0], shape[1] // layout.group_size), _shift(spec)
 
     def exact(change: Any, x: Tensor) -> Tensor:
@@ -282,29 +282,15 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, S
         return viewed(pack(numbers, layout.bits, shift if layout.mode == "affine" else 0), torch.uint32)
 
     found = {"weight": Stored("codes", (shape[0], shape[1] * layout.bits // 32), torch.uint32, packed)}
-    if layout.mode != "affine":
-        return {
-            **found,
-            "scales": Stored("scale", groups, torch.uint8, _bytes_of_e4m3 if "nv" in layout.mode else _exponents),
-        }
+    kind = spec.scale.format
+    if layout.mode != "affine" and kind is not None:
+        return {**found, "scales": Stored("scale", groups, torch.uint8, lambda x: kind.to_storage(x).view(torch.uint8))}
     source, change = ("scale", lambda x: x * -shift) if spec.offset is None else ("zero_point", Tensor.neg)
     return {
         **found,
         "scales": Stored("scale", groups, dtype, partial(exact, lambda x: x)),
         "biases": Stored(source, groups, dtype, partial(exact, change)),
     }
-
-
-def _exponents(scale: Tensor) -> Tensor:
-    return (torch.frexp(scale)[1] + 126).to(torch.uint8)
-
-
-def _bytes_of_e4m3(scale: Tensor) -> Tensor:
-    return scale.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _e4m3(read: Any) -> Tensor:
-    return read().view(torch.float8_e4m3fn).float()
 
 
 def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
@@ -367,7 +353,7 @@ def _spec_in(module: LayerTensors, layout: _Layout) -> QuantSpec:
     except (ValueError, TypeError, AttributeError, SpecError, RecursionError) as error:
         module.refuse(f"the header has no specification: {error}")
     if spec is not None:
-        if _layout(spec, module.shape) != layout:
+        if _layout_or_reason(spec, module.shape) != layout:
             module.refuse(f"the header says {spec}, and the tensors are {vars(layout)}")
         return spec
     if layout.mode != "affine":
