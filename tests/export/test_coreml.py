@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ExportError
+from fakequant.errors import ConfigError, ExportError
 from fakequant.export import coreml as module
 from fakequant.export.packages import require
 from tests.support.mobile import calibrated
@@ -65,8 +65,10 @@ def test_paths_and_ranges_of_every_token_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="give a new path, or remove it"):
         fq.export_coreml(model, x, tmp_path / "m.mlpackage")
     tokens, _ = calibrated("mlp", "W4A8_EXECUTORCH")
-    with pytest.raises(ExportError, match=r"0\._input_quantizer: ranges of every token"):
+    with pytest.raises(ExportError, match=r"0\._input_quantizer: .*ranges of every token"):
         fq.export_coreml(tokens, x, tmp_path / "n.mlpackage")
+    with pytest.raises(ConfigError, match=r"coreml cannot load.*\n0\._input_quantizer: .*ranges of every token"):
+        calibrated("mlp", "W4A8_EXECUTORCH", target="coreml")
 
 
 def test_without_coremltools_an_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

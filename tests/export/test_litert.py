@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ExportError
+from fakequant.errors import ConfigError, ExportError
 from fakequant.export import litert as module
 from fakequant.export.packages import require
 from tests.support.mobile import Attention, Block, Cnn, PooledFork, calibrated, rules_of
@@ -83,17 +83,26 @@ def test_operators_on_floats_are_named(tmp_path: Path) -> None:
     [
         (
             rules_of(weight="int8 per_channel(0)", input="int8_narrow"),
-            r"0\._input_quantizer: codes -127 to 127, use int8",
+            r"expressed in LiteRT:\n0\._input_quantizer: int8_narrow per_tensor: codes -127 to 127, use int8",
         ),
-        (rules_of(weight="int8 per_channel(0)", input="int16"), r"0\._input_quantizer: codes -32768 to 32767"),
-        (rules_of(weight="int4 per_block(-1:32)"), r"0\._weight_quantizer: groups of weights, use per_channel"),
+        (
+            rules_of(weight="int8 per_channel(0)", input="int16"),
+            r"0\._input_quantizer: int16 per_tensor: codes -32768 to 32767",
+        ),
+        (
+            rules_of(weight="int4 per_block(-1:32)"),
+            r"0\._weight_quantizer: int4 per_block\(-1:32\): groups of weights, use per_channel",
+        ),
         ("W4A8_EXECUTORCH", r"ranges of every token, use a static range"),
+        (rules_of(weight="int4"), r"0\._weight_quantizer: int4 per_tensor: codes -8 to 7, use int8"),
     ],
 )
-def test_what_it_has_not_is_refused(config: Any, words: str, tmp_path: Path) -> None:
+def test_what_it_has_not_is_refused_by_the_export_and_by_prepare(config: Any, words: str, tmp_path: Path) -> None:
     model, x = calibrated("mlp", config)
     with pytest.raises(ExportError, match=words):
         fq.export_litert(model, x, tmp_path / "m.tflite")
+    with pytest.raises(ConfigError, match=words):
+        calibrated("mlp", config, target="litert")
 
 
 def test_without_the_packages_an_error_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

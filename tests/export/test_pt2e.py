@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 
 import fakequant as fq
 from fakequant.errors import ExportError
-from fakequant.export.pt2e import lowered
+from fakequant.export.pt2e import Lowering, lowered
 from fakequant.nn import quantizers
 from tests.support.bits import assert_same_bits
 from tests.support.mobile import ASYMMETRIC, EXACT, MODELS, FlatFork, InPlace, Pooled, PooledFork, calibrated, rules_of
@@ -251,10 +251,14 @@ def test_a_buffer_that_forward_writes_is_written_by_the_graph() -> None:
             assert_same_bits(run(x), model(x))
 
 
+class FloatWeights(Lowering):
+    float_weights = True
+
+
 def test_weights_as_floats_that_are_quantized() -> None:
     """The form that LiteRT reads."""
     model, x = calibrated("cnn", ASYMMETRIC)
-    program = lowered(model, x, call="export_litert(model, example, path)", float_weights=True)
+    program = lowered(model, x, call="export_litert(model, example, path)", operators=FloatWeights)
     with torch.no_grad():
         assert_same_bits(program.module()(x), model(x))
     assert operators(program)["quantize_per_channel"] == operators(program)["dequantize_per_channel"] == 8

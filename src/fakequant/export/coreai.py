@@ -28,14 +28,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from fakequant.data.batches import Inputs, select_inputs
+from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
 from fakequant.export.capability import block_sizes, layout
-from fakequant.export.engine_file import EngineFile, compared, simulated
+from fakequant.export.engine_file import EngineFile, compared, new_package, simulated
 from fakequant.export.packages import require
 from fakequant.export.pt2e import Lowering, lowered, refuse_early
 from fakequant.export.trace import scope_of
-from fakequant.files import check_path, writable_folder
+from fakequant.files import check_path
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E8M0FNU, IntegerFormat
@@ -77,14 +77,8 @@ def export_coreai(
     """
     check_path(path, _CALL, ExportError)
     require("coreai_torch", "coreai", reader="Core AI", install="coreai-core==1.0.0b3 coreai-torch==0.4.3")
-    target = Path(path)
-    if target.suffix != ".aimodel":
-        raise ExportError(f"packages of Core AI end in .aimodel, got {str(path)!r:.80}")
-    if target.exists():
-        raise ExportError(f"there is a {target}; give a new path, or remove it")
-    writable_folder(target.parent)
-    example = example if inputs is None else select_inputs(example, inputs)
-    program = lowered(model, example, call=_CALL, multiplies=False, operators=_ToCoreAI)
+    target = new_package(path, "Core AI", ".aimodel")
+    program = lowered(model, example, inputs, call=_CALL, multiplies=False, operators=_ToCoreAI)
     program = _decomposed(program)
     expected = simulated(model, program)
     with TemporaryDirectory(dir=target.parent) as folder:
@@ -104,8 +98,8 @@ class _ToCoreAI(Lowering):
     package = "coreai_torch._compression.custom_layers"
     namespace = "coreai"
 
-    @staticmethod
-    def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
+    @classmethod
+    def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
         fmt = spec.format
         if spec.rounding is Rounding.STOCHASTIC:
             return (
@@ -121,8 +115,8 @@ class _ToCoreAI(Lowering):
             return "Core AI divides by the scale; use Arithmetic.DIVIDE, or prepare with target='coreai'"
         return None
 
-    @staticmethod
-    def why_not_dynamic(spec: QuantSpec) -> str | None:
+    @classmethod
+    def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
         return f"Core AI has constants; {_STATIC}"
 
     def _weight(self, node: fx.Node, spec: QuantSpec, params: QParams, weight: Tensor) -> fx.Node:

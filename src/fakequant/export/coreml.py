@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from fakequant.data.batches import Inputs, select_inputs
+from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
-from fakequant.export.engine_file import EngineFile
+from fakequant.export.engine_file import EngineFile, new_package
 from fakequant.export.packages import require
-from fakequant.export.pt2e import Lowering, check_int8, lowered, refuse_early
-from fakequant.files import check_path, writable_folder
+from fakequant.export.pt2e import LoweringToInt8, lowered, refuse_early
+from fakequant.files import check_path
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
 
@@ -55,15 +55,8 @@ def export_coreml(
     """
     check_path(path, _CALL, ExportError)
     require("coremltools", reader="Core ML", install="coremltools==9.0")
-    target = Path(path)
-    if target.suffix != ".mlpackage":
-        raise ExportError(f"packages of Core ML end in .mlpackage, got {str(path)!r:.80}")
-    if target.exists():
-        raise ExportError(f"there is a {target}; give a new path, or remove it")
-    writable_folder(target.parent)
-    example = example if inputs is None else select_inputs(example, inputs)
-    program = lowered(model, example, call=_CALL, multiplies=False)
-    check_int8(program, "Core ML")
+    target = new_package(path, "Core ML", ".mlpackage")
+    program = lowered(model, example, inputs, call=_CALL, multiplies=False, operators=_ToCoreML)
     _groups_by_torchao(program)
     program = program.run_decompositions({})
     with quiet("coremltools"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -84,6 +77,12 @@ def export_coreml(
         f"{compared} weights have the values of the simulation, each element; Core ML computes results on a Mac alone"
     )
     return EngineFile(target, f"Core ML by coremltools {version('coremltools')}", size, notes=(note,))
+
+
+class _ToCoreML(LoweringToInt8):
+    """Codes of activations are int8, ranges static."""
+
+    label = "Core ML"
 
 
 def _groups_by_torchao(program: ExportedProgram) -> None:
@@ -128,4 +127,4 @@ def _weights(program: ExportedProgram) -> dict[str, Tensor]:
     return values
 
 
-refuse_early("export_coreml", Lowering)
+refuse_early("export_coreml", _ToCoreML)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fakequant.data.again import state_before
 from fakequant.errors import ExportError
 from fakequant.export.verification.verdict import OutputRow
+from fakequant.files import writable_folder
 from fakequant.model.weights import evaluating
 from fakequant.restore import restore_after
 from fakequant.text import listed
@@ -56,6 +58,22 @@ class EngineFile:
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__  # what notebooks and consoles show
+
+
+def new_package(path: str | os.PathLike[str], engine: str, suffix: str) -> Path:
+    """The path of a package to write, in a folder that takes it.
+
+    Raises:
+        ExportError: it has another ending, or there is something.
+        OutputError: the folder cannot be created or written.
+    """
+    target = Path(path)
+    if target.suffix != suffix:
+        raise ExportError(f"packages of {engine} end in {suffix}, got {str(path)!r:.80}")
+    if target.exists():
+        raise ExportError(f"there is a {target}; give a new path, or remove it")
+    writable_folder(target.parent)
+    return target
 
 
 def counted(names: dict[str, int]) -> str:

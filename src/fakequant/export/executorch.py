@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from fakequant.data.batches import Inputs, select_inputs
+from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError, nearest
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
 from fakequant.export.packages import require
@@ -71,8 +71,7 @@ def export_executorch(
     check_path(path, _CALL, ExportError)
     require("executorch", "torchao", reader="ExecuTorch", install="executorch==1.5.1")
     target = writable_file(path)
-    example = example if inputs is None else select_inputs(example, inputs)
-    program = lowered(model, example, dynamic_shapes, call=_CALL)
+    program = lowered(model, example, inputs, dynamic_shapes, call=_CALL)
     expected, steps = simulated(model, program), steps_of(program)
     if backend == "xnnpack":
         _check_scales(program)

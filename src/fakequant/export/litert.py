@@ -22,14 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from fakequant.data.batches import Inputs, select_inputs
+from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
 from fakequant.export.packages import require
-from fakequant.export.pt2e import Lowering, check_int8, lowered, refuse_early
+from fakequant.export.pt2e import LoweringToInt8, lowered, refuse_early
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.run.tracing import quiet
 from fakequant.nn.wrappers import accepts_wrapped_model
+from fakequant.numerics.granularity import PerBlock, PerTensor
+from fakequant.numerics.spec import QuantSpec
 
 _CALL = "export_litert(model, example, 'model.tflite')"
 _INSTALL = "litert-torch==0.10.0 litert-converter==0.5.0 ai-edge-litert==2.3.0 jax"
@@ -66,11 +68,9 @@ def export_litert(
     fakequant.errors.ExportError: a path is a text or a pathlib.Path, got ...
     """
     check_path(path, _CALL, ExportError)
-    require("litert_torch", "ai_edge_litert", reader="LiteRT", install=f"{_INSTALL}")
+    require("litert_torch", "ai_edge_litert", reader="LiteRT", install=_INSTALL)
     target = writable_file(path)
-    example = example if inputs is None else select_inputs(example, inputs)
-    program = lowered(model, example, call=_CALL, multiplies=False, float_weights=True)
-    check_int8(program, "LiteRT")
+    program = lowered(model, example, inputs, call=_CALL, multiplies=False, operators=_ToLiteRT)
     if (program.example_inputs or ((), {}))[1]:
         raise ExportError("LiteRT takes positional arguments; give the example as a tensor or a tuple")
     expected, steps = simulated(model, program), steps_of(program)
@@ -86,6 +86,20 @@ def export_litert(
     file = compared(file, expected, _run(data, program), steps)
     write_whole(target, data)
     return file
+
+
+class _ToLiteRT(LoweringToInt8):
+    """Weights, too, are quantized in the graph, by tensor or by channel: the converter reads them so."""
+
+    label = "LiteRT"
+    float_weights = True
+
+    @classmethod
+    def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
+        reason = super().why_not(spec, constant=constant)
+        if constant and reason is None and isinstance(spec.granularity, PerBlock):
+            return "groups of weights, use per_channel"
+        return reason or (cls.why_not_codes(spec) if isinstance(spec.granularity, PerTensor) else None)
 
 
 def _converted(program: ExportedProgram) -> bytes:
@@ -152,4 +166,4 @@ def _decoded(codes: Any, place: Any) -> Tensor:
     return torch.from_numpy((codes.astype(np.float32) - point) * np.float32(scale))
 
 
-refuse_early("export_litert", Lowering)
+refuse_early("export_litert", _ToLiteRT)

@@ -82,17 +82,17 @@ def export_pt2e(
     >>> [node.name for node in program.graph.nodes if node.op == "call_function"]
     ['dequantize_per_channel_default', 'linear']
     """
-    return lowered(model, example if inputs is None else select_inputs(example, inputs), dynamic_shapes, call=_CALL)
+    return lowered(model, example, inputs, dynamic_shapes, call=_CALL)
 
 
 def lowered(
     model: nn.Module,
     example: Any,
+    inputs: Inputs | None = None,
     dynamic_shapes: Any = None,
     *,
     call: str,
     multiplies: bool = True,
-    float_weights: bool = False,
     operators: type[Lowering] | None = None,
 ) -> ExportedProgram:
     """The graph of `export_pt2e`.
@@ -100,7 +100,6 @@ def lowered(
     Args:
         call: of the user, for messages.
         multiplies: whether the reader of the graph multiplies by 1 / scale, as torch does; otherwise it divides.
-        float_weights: whether weights are constants of floats, with a quantize and a dequantize.
         operators: what quantizers become; None for `quantized_decomposed`.
     """
     operators = Lowering if operators is None else operators
@@ -112,10 +111,11 @@ def lowered(
     warn_raised(raise_scales(model))
     active = active_quantizers(model)
     check_quantizers(active, operators)
+    example = example if inputs is None else select_inputs(example, inputs)
     arguments, codes = checked_arguments(model, example), fixed_codes(model)
     with ready_to_trace(model, arguments, _NO_LOOPS), _by_token(active):
         program = trace(model, *arguments, dynamic_shapes)
-    dividing = operators(program, codes, float_weights=float_weights).run()
+    dividing = operators(program, codes).run()
     if dividing and multiplies:
         warn_user(
             f"{len(dividing)} quantizers divide by their scale ({listed(dividing, 3)}), and the graph multiplies by "
@@ -147,21 +147,6 @@ def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
             "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)"
         )
     return None
-
-
-def check_int8(program: ExportedProgram, engine: str) -> None:
-    """Raise for quantized activations that are not of all 256 codes, and asymmetric or grouped weights of LiteRT."""
-    refused = dict[str, None]()
-    for node in program.graph.nodes:
-        name = str(node.target)
-        if "quantized_decomposed.quantize_per_tensor" in name and node.args[3:5] != (-128, 127):
-            refused[f"{scope_of(node)}: codes {node.args[3]} to {node.args[4]}, use int8 or uint8"] = None
-        if "torchao" in name:
-            refused[f"{scope_of(node)}: ranges of every token, use a static range such as INT8"] = None
-        if engine == "LiteRT" and "channel_group" in name:
-            refused[f"{scope_of(node)}: groups of weights, use per_channel"] = None
-    if refused:
-        raise ExportError(f"{engine} has int8 alone for activations, and no other form of:\n" + "\n".join(refused))
 
 
 def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
@@ -290,25 +275,27 @@ class Lowering:
         label: how messages call the operators.
         package: what registers them.
         namespace: of the operators in `torch.ops`.
+        float_weights: whether weights are constants of floats, with a quantize and a dequantize.
     """
 
     label = "quantized_decomposed"
     package = "torch.ao.quantization.fx._decomposed"
     namespace = "quantized_decomposed"
+    float_weights = False
 
-    def __init__(self, program: ExportedProgram, codes: Mapping[str, Tensor], *, float_weights: bool = False) -> None:
+    def __init__(self, program: ExportedProgram, codes: Mapping[str, Tensor]) -> None:
         import_module(self.package)
         self._ops: Any = getattr(torch.ops, self.namespace)
-        self._program, self._codes, self._float_weights = program, codes, float_weights
+        self._program, self._codes = program, codes
         self._quantized: dict[tuple[Any, ...], fx.Node] = {}
 
-    @staticmethod
-    def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
+    @classmethod
+    def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
         """Why no operator computes a specification; None if one does."""
         return why_not(spec, constant=constant)
 
-    @staticmethod
-    def why_not_dynamic(spec: QuantSpec) -> str | None:
+    @classmethod
+    def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
         """Why no operator takes the range from the tensor; None if one does."""
         if spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS:
             return None
@@ -426,7 +413,7 @@ class Lowering:
         stored = (codes.to(torch.int32).cpu() - grid.shift).to(grid.dtype)
         with node.graph.inserting_before(node):
             held = self._constant(path, "codes", stored, node)
-            if self._float_weights and not grid.where.block_size:
+            if self.float_weights and not grid.where.block_size:
                 values = library.dequantize(codes, params, spec, torch.float32)
                 held = self._quantize(node, self._constant(path, "values", values, node), grid)
             return self._dequantize(node, held, grid)
@@ -512,3 +499,23 @@ class Lowering:
         for held in (program.state_dict, program.constants):
             for name in [name for name in held if name not in used]:
                 del held[name]
+
+
+class LoweringToInt8(Lowering):
+    """As `Lowering`, for an engine that has activations of int8 and static ranges alone."""
+
+    @classmethod
+    def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
+        return super().why_not(spec, constant=constant) or (None if constant else cls.why_not_codes(spec))
+
+    @staticmethod
+    def why_not_codes(spec: QuantSpec) -> str | None:
+        """Why codes of integers are not those of an activation; None if they are."""
+        fmt = spec.format
+        assert isinstance(fmt, IntegerFormat), "checked"
+        all_codes = IntegerFormat.of(8, signed=fmt.signed)
+        return None if fmt == all_codes else f"codes {fmt.low} to {fmt.high}, use int8 or uint8"
+
+    @classmethod
+    def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
+        return f"{cls.label} has no ranges of every token, use a static range such as INT8"
