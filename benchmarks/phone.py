@@ -28,7 +28,7 @@ from benchmarks.digits import parts
 from tests.support.qnn import W4A8, Residual, codes, emulated
 from tests.support.vision import import_torchvision
 
-SEEDS, EPOCHS, RATE = range(3), 12, 5e-4
+SEEDS, EPOCHS, RATE = range(10), 12, 5e-4
 KINDS = "dense", "dense", "depthwise", "point", "groups", "dilated", "sum", "max", "mean"
 
 
