@@ -7,7 +7,7 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics import reference
-from fakequant.ops import dispatch, library
+from fakequant.ops import library
 
 SPECS = [
     "float8_e4m3fn",
@@ -36,7 +36,7 @@ def test_parts_give_the_codes_of_the_whole(
         pytest.skip("the granularity does not fit the shape")
     seen, whole = list[int](), reference.quantize
     expected = whole(x, library._fitted(params, x, spec), spec)
-    monkeypatch.setattr(dispatch, "_PART", 1 << 10)
+    monkeypatch.setattr(reference, "PART", 1 << 10)
     monkeypatch.setattr(reference, "quantize", lambda x, *more: seen.append(x.numel()) or whole(x, *more))  # type: ignore
     found = library.encode(x, params, spec)
     assert found is not None
@@ -45,3 +45,26 @@ def test_parts_give_the_codes_of_the_whole(
     is_one_block = "0:24" in text and shape[0] == 3
     if text in SPECS[:5] and seen and not is_one_block:
         assert max(seen) <= max(1 << 10, 24 * 90)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(300, 90), (1, 300, 90), (3, 100, 90), (27000,), (0, 90)])
+@pytest.mark.parametrize(
+    "blocks", ["per_block(-1:16,pad)", "per_block(0:24,-1:40,pad)", "per_channel(0)", "per_tensor"]
+)
+@pytest.mark.parametrize("rule", ["four_over_six", "searched"])
+def test_parts_give_the_scales_of_the_whole(
+    rule: str, blocks: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = fq.QuantSpec.parse(f"float4_e2m1fn {blocks} scale=float8_e4m3fn:{rule}@per_tensor")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        expected = reference.choose(x, spec).scale
+    except fq.FakeQuantError:
+        pytest.skip("the granularity does not fit the shape")
+    seen, whole = list[int](), reference.fake_quantize
+    monkeypatch.setattr(reference, "PART", 1 << 10)
+    monkeypatch.setattr(reference, "fake_quantize", lambda x, *more: seen.append(x.numel()) or whole(x, *more))  # type: ignore
+    assert torch.equal(library.choose(x, spec).scale, expected)
+    if blocks == "per_block(-1:16,pad)" and seen:
+        assert max(seen) <= 1 << 10

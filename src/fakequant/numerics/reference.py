@@ -18,7 +18,7 @@ as in Ahrens, Demmel and Nguyen, Algorithms for Efficient Reproducible Floating 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,18 @@ from fakequant.distributed import is_sharded
 from fakequant.errors import QParamsError
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.formats.floats import power_of_two
-from fakequant.numerics.granularity import Granularity, Shape, block_axes, blocked, blocked_groups, unblocked
+from fakequant.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    Shape,
+    block_axes,
+    blocked,
+    blocked_groups,
+    unblocked,
+)
 from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import QParams, Range, above, choose_qparams, compute_dtype, measure
 from fakequant.numerics.scales import ScaleRounding
@@ -204,6 +215,41 @@ def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor
     return multiplier, reciprocal(multiplier)
 
 
+PART = 1 << 19
+"""Elements of a part of a large tensor, see `divided`."""
+_DIVIDED = {PerTensor, PerChannel, PerToken, PerBlock}
+"""Granularities whose groups of a part of a tensor are those of the whole."""
+
+
+def divided(
+    spec: QuantSpec, tensors: Sequence[Tensor], params: Sequence[Tensor], *, with_shared: bool
+) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Large tensors in parts along their first axis, so that all steps find a part in the cache of a CPU.
+
+    Args:
+        spec: of the tensors.
+        tensors: of a shape; their parts are views.
+        params: of them, [groups, axes kept]; of a part, those of its groups.
+        with_shared: whether parts may have the same groups.
+    """
+    x, granularity = tensors[0], spec.granularity
+    axis = next((axis for axis, size in enumerate(x.shape) if size > 1), None)
+    groups = granularity.group_shape(x.shape)
+    fits = type(granularity) in _DIVIDED and all(one.shape == groups for one in params)
+    if axis is not None and groups[axis] == 1:
+        fits = fits and with_shared and not isinstance(granularity, PerBlock)
+    if axis is None or x.numel() <= PART or not fits:
+        yield tensors, params
+        return
+    is_shared, count = groups[axis] == 1, x.shape[axis]
+    high = 1 if is_shared else granularity.block_shape(x.shape)[axis]
+    step = max(1, PART // (x.numel() // count) // high) * high
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        own = params if is_shared else [one.narrow(axis, start // high, -(-size // high)) for one in params]
+        yield from divided(spec, [one.narrow(axis, start, size) for one in tensors], own, with_shared=with_shared)
+
+
 SEARCHED = range(-4, 7)
 """Steps from the nearest number of a scale's format, of those that are tried."""
 
@@ -226,27 +272,39 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
     params = choose_qparams(range, spec, largest=largest)
     if spec.scale.rounding is ScaleRounding.FOUR_OVER_SIX:
         # The scale of the largest code stays where both have the same error.
-        others = [choose_qparams(range, spec, largest=largest, bound=spec.format.second)]
+        others = [choose_qparams(range, spec, largest=largest, bound=spec.format.second).scale]
     elif spec.scale.rounding is ScaleRounding.SEARCHED:
-        others = [choose_qparams(range, spec, largest=largest, steps=steps) for steps in SEARCHED if steps]
+        others = [choose_qparams(range, spec, largest=largest, steps=steps).scale for steps in SEARCHED if steps]
     else:
         return params
     if not x.numel():
         return params
-    blocks, nearest = spec.granularity.block_shape(x.shape), spec.replace(rounding=Rounding.NEAREST_EVEN)
-    exact, axes = x.detach().to(compute_dtype(x.dtype)), block_axes(x.shape, blocks)
+    x, nearest = x.detach(), spec.replace(rounding=Rounding.NEAREST_EVEN)
+    if type(x) is not Tensor or not x.is_cpu or is_less is not is_less_by_plain_sums:  # or compiled
+        return params._replace(scale=_best(x, [params.scale, *others], nearest, is_less))
+    found = torch.empty_like(params.scale)
+    for (part,), (own, *tried) in divided(spec, [x], [found, params.scale, *others], with_shared=False):
+        own.copy_(_best(part, tried, nearest, is_less))
+    return params._replace(scale=found)
 
-    def error_of(tried: QParams) -> Tensor:
-        error = (fake_quantize(exact, tried, nearest) - exact).double()
+
+def _best(x: Tensor, scales: Sequence[Tensor], spec: QuantSpec, is_less: Callable[..., Tensor]) -> Tensor:
+    """For each group the scale with the least squared error, the first one of those with the same."""
+    blocks = spec.granularity.block_shape(x.shape)
+    exact, axes = x.to(compute_dtype(x.dtype)), block_axes(x.shape, blocks)
+
+    def error_of(scale: Tensor) -> Tensor:
+        error = (fake_quantize(exact, QParams(scale), spec) - exact).double()
         return blocked(torch.where(error.isfinite(), error, 0.0).square(), blocks)
 
-    best, scale = error_of(params), params.scale
+    found, *others = scales
+    best = error_of(found)
     for other in others:
         error = error_of(other)
-        better = is_less(error, best, axes).reshape(scale.shape)
-        scale = torch.where(better, other.scale, scale)
+        better = is_less(error, best, axes).reshape(found.shape)
+        found = torch.where(better, other, found)
         best = torch.where(blocked_groups(better, x.shape, blocks), error, best)
-    return params._replace(scale=scale)
+    return found
 
 
 def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:

@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import compilers, reference
-from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec, Rounding
 
@@ -27,10 +26,6 @@ from .backend import CODES, RELU, VALUES, Backend, CallKind, KernelPlan, Kernels
 from .cpu.backend import CpuBackend
 from .triton.backend import TritonBackend
 
-_PART = 1 << 19
-"""Elements of a part of a large tensor that is encoded by the reference."""
-_DIVIDED = {PerTensor, PerChannel, PerToken, PerBlock}
-"""Granularities whose groups of a part of a tensor are those of the whole."""
 log = logging.getLogger("fakequant.backend")
 if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
     logging.basicConfig()
@@ -56,34 +51,13 @@ class ReferenceKernels(Kernels):
 
 
 def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`reference.quantize`, of a large tensor on a CPU in parts along its first axis: all steps find them in the cache.
-
-    The whole takes 30 bytes more for an element, and 5 times as long.
-    """
-    axis = next((axis for axis, size in enumerate(x.shape) if size > 1), None)
-    is_divided = type(spec.granularity) in _DIVIDED and spec.rounding is not Rounding.STOCHASTIC
-    if axis is None or x.numel() <= _PART or not x.is_cpu or not is_divided:
+    """`reference.quantize` part by part: the whole takes 30 bytes more for an element, and 5 times as long."""
+    if spec.rounding is Rounding.STOCHASTIC or not x.is_cpu or x.numel() <= reference.PART:
         return reference.quantize(x, params, spec)
-    groups, high = spec.granularity.group_shape(x.shape), spec.granularity.block_shape(x.shape)[axis]
-    is_shared = groups[axis] == 1
-    if params.scale.shape != groups or (is_shared and isinstance(spec.granularity, PerBlock) and high > 1):
-        return reference.quantize(x, params, spec)
-    high = 1 if is_shared else high
-    count = x.shape[axis]
-    step = max(1, _PART // (x.numel() // count) // high) * high
-    found: Tensor | None = None
-    for start in range(0, count, step):
-        size = min(step, count - start)
-        scale, point = (
-            one if one is None or is_shared else one.narrow(axis, start // high, -(-size // high))
-            for one in (params.scale, params.zero_point)
-        )
-        assert scale is not None, "parameters have a scale"
-        part = encode_in_parts(x.narrow(axis, start, size), QParams(scale, point), spec)
-        found = torch.empty(x.shape, dtype=part.dtype) if found is None else found
-        found.narrow(axis, start, size).copy_(part)
-    assert found is not None, "an axis has elements"
-    return found
+    codes, given = torch.empty(x.shape, dtype=spec.format.storage), [one for one in params[:2] if one is not None]
+    for (part, own), some in reference.divided(spec, [x, codes], given, with_shared=True):
+        own.copy_(reference.quantize(part, QParams(some[0], some[1] if some[1:] else None), spec))
+    return codes
 
 
 class ReferenceBackend(Backend):
