@@ -214,8 +214,9 @@ def test_errors_say_what_to_do() -> None:
         fq.encode(model, "compressed-tensors", only=["model.layers.0.self_attn.q_pro"])
     with pytest.raises(ConfigError, match=r"only= has '\*nothing'"):
         fq.encode(model, "compressed-tensors", only=["*q_proj", "*nothing"])
-    with pytest.raises(ConfigError, match="only= takes names of layers or tensors, got 3"):
-        fq.encode(model, "compressed-tensors", only=[3])  # type: ignore[list-item]
+    for only in (3, [3]):
+        with pytest.raises(ConfigError, match="only= takes names of layers or tensors, got 3"):
+            fq.encode(model, "compressed-tensors", only=only)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"such as torch\.bfloat16, got"):
         fq.encode(model, "compressed-tensors", dtype=torch.int8)
     with pytest.raises(ConfigError, match=r"such as torch\.bfloat16, got 'bfloat16'"):
@@ -226,6 +227,8 @@ def test_errors_say_what_to_do() -> None:
         fq.encode(model, "awq")
     with pytest.raises(CheckpointError, match="unknown format 'vllm'"):
         fq.encode(model, "vllm")
+    with pytest.raises(CheckpointError, match=r"unknown format \['mlx'\]"):
+        fq.encode(model, ["mlx"])  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="compressed-tensors cannot hold"):
         fq.encode(prepared("nf4 per_block(-1:64)"), "compressed-tensors")
     with pytest.raises(CheckpointError, match="prepare"):

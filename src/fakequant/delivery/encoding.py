@@ -88,7 +88,8 @@ def encode(
             tensors |= cast("Any", content)
             metadata |= getattr(content, "metadata", {})
     if only is not None:
-        wanted = _wanted(state, model, [only] if isinstance(only, str) else [*only], [*tensors])
+        given = [only] if isinstance(only, str) or not isinstance(only, Iterable) else [*only]
+        wanted = _wanted(state, model, given, [*tensors])
         tensors = {name: one for name, one in tensors.items() if name in wanted}
     config = files.get(CONFIG, b"{}")
     assert isinstance(config, bytes)

@@ -211,7 +211,7 @@ def delivery_format(name: str) -> DeliveryFormat:
         CheckpointError: there is none.
     """
     known = delivery_formats()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise CheckpointError(f"unknown format {name!r:.80}{nearest(str(name), list(known))}")
     return known[name]
 

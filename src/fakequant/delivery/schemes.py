@@ -410,7 +410,9 @@ def stored(
         found["weight_scale"] = Stored("scale_codes", groups, _E4M3.storage)
         found["weight_global_scale"] = Stored("shared", (1,), torch.float32, reciprocal, reciprocal)
     elif "scale_dtype" in args:
-        found["weight_scale"] = Stored("scale", groups, torch.uint8, _exponents, _powers)
+        found["weight_scale"] = Stored(
+            "scale", groups, torch.uint8, lambda x: _POWERS.to_storage(x).view(torch.uint8), _powers
+        )
     else:
         found["weight_scale"] = Stored("scale", flat, dtype, lambda x: x.reshape(flat).to(dtype), Tensor.float)
     if not args["symmetric"]:
@@ -425,10 +427,6 @@ def stored(
 def reciprocal(x: Tensor) -> Tensor:
     """1/x of the first number of x, in float32."""
     return (1 / x.float().flatten()[:1]).float()
-
-
-def _exponents(x: Tensor) -> Tensor:
-    return (torch.frexp(x)[1] + 126).to(torch.uint8)
 
 
 def _powers(x: Tensor) -> Tensor:
