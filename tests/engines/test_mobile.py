@@ -28,8 +28,7 @@ def grid(scale: float, zero_point: int) -> CodeGrid:
 
 def operands(*scales: float) -> Operands:
     """Two tensors of all codes from 0 to 255, crossed."""
-    codes = torch.arange(256.0)
-    a, b = (codes - zero for zero in (13, 200))
+    a = b = torch.arange(256, dtype=torch.uint8)
     return Operands((GridCodes(a[:, None], grid(scales[0], 13)), GridCodes(b[None], grid(scales[1], 200))))
 
 

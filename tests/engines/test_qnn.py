@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +56,10 @@ def test_products_are_shifts_of_integers(ratio: float) -> None:
     generator = torch.Generator().manual_seed(0)
     sums = torch.randint(-(2**22), 2**22, (4096,), generator=generator).double()
     sums = torch.cat([sums, sums // 2048, torch.tensor([2.0**26, -(2.0**26), 0.0])])
-    to, one = CodeGrid(torch.tensor(1.0, dtype=torch.float64), 37, 0, 255), torch.tensor(1.0, dtype=torch.float64)
+    to, one = (
+        CodeGrid(torch.tensor(1.0, dtype=torch.float64), 37, -(2**40), 2**40),
+        torch.tensor(1.0, dtype=torch.float64),
+    )
     found = qnn.product(Sums(sums, one, one * ratio, -412.6 * ratio * one), to)
     r = float(np.float32(ratio))
     exponent = math.floor(math.log2(1 / r))
@@ -74,9 +79,9 @@ def test_biases_at_a_tie_go_away_from_zero() -> None:
 
 
 def test_sums_are_shifts_of_integers() -> None:
-    a, b = (torch.arange(256.0) - zero for zero in (13, 200))
+    a = b = torch.arange(256, dtype=torch.uint8)
     grids = [CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 255) for s, z in ((0.0125, 13), (0.04375, 200))]
-    to = CodeGrid(torch.tensor(0.03125, dtype=torch.float64), 90, 0, 255)
+    to = CodeGrid(torch.tensor(0.03125, dtype=torch.float64), 90, -(2**40), 2**40)
     found = qnn.add(Operands((GridCodes(a[:, None], grids[0]), GridCodes(b[None], grids[1]))), to)
     ratios = [float(np.float32(grid.scale)) / 0.03125 for grid in grids]
     shift = 13 - math.floor(math.log2(sum(ratios)))
@@ -198,3 +203,126 @@ def test_an_empty_batch_stays_empty() -> None:
     model, x = calibrated("mean w8a8")
     fq.set_execution(model, "qnn")
     assert model(x[:0]).shape[0] == 0
+
+
+def watched(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The result of a network, and the values of all layers, which are read at once."""
+    model, x = calibrated(name)
+    fq.set_execution(model, "qnn")
+    seen: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, fq.nn.Quantizer):
+            layer.register_forward_hook(lambda _, __, y, path=path: seen.update({path: y.as_subclass(Tensor).clone()}))
+    with torch.no_grad():
+        return model(x).as_subclass(Tensor), seen
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_values_are_the_same_read_at_once_late_or_by_training(name: str) -> None:
+    found, seen = watched(name)
+    model, x = calibrated(name)
+    late: dict[str, Tensor] = {}  # of "written" they are overwritten by the next layer
+    for path, layer in fq.set_execution(model, "qnn").named_modules():
+        if not isinstance(layer, fq.nn.Quantizer):
+            layer.register_forward_hook(lambda _, __, y, path=path: late.update({path: y}))
+    with torch.no_grad():
+        assert torch.equal(model(x).as_subclass(Tensor), found)
+    assert not found.isnan().any()
+    for path, values in late.items() if "written" not in name else ():
+        assert torch.equal(values.as_subclass(Tensor), seen[path])
+    assert torch.equal(model(x).as_subclass(Tensor), found)
+
+
+def test_values_that_a_quantizer_overwrites_are_not_computed() -> None:
+    model, x = calibrated("chain w8a8")
+    products: list[Any] = []
+    for layer in fq.set_execution(model, "qnn"):  # type: ignore[attr-defined]
+        layer.register_forward_hook(lambda _, __, y: products.append(y))
+    with torch.no_grad():
+        model(x)
+    assert len(products) == 8
+    assert all(y.late is not None for y in products)
+    first = products[1]
+    assert (first.shape, first.dtype, first.dim(), len(first)) == ((1, 16, 14, 14), torch.float32, 4, 1)
+    assert first.late is not None
+    values = first + 0.0
+    assert first.late is None
+    assert torch.equal(values, first.as_subclass(Tensor))
+
+
+def test_what_is_overwritten_before_it_is_read() -> None:
+    """A result keeps the values of its operand, whatever is written there afterwards."""
+    model, x = calibrated(SMALL)
+    product = fq.set_execution(model, "qnn").get_submodule("0")
+    with torch.no_grad():
+        y, twin = product(x), product(x).as_subclass(Tensor).clone()
+        rectified, picked, view = y.relu(), F.max_pool2d(y, 2), y.view(16, -1)
+        y.mul_(2.0)
+        assert torch.equal(y.as_subclass(Tensor), twin * 2)
+        assert torch.equal(view.as_subclass(Tensor), twin.view(16, -1) * 2)
+        assert torch.equal(rectified.as_subclass(Tensor), twin.relu())
+        assert torch.equal(picked.as_subclass(Tensor), F.max_pool2d(twin, 2))
+        y = product(x)
+        rectified, picked = y.relu(), F.max_pool2d(y, 2)
+        y.relu_().copy_(product(x))
+        assert torch.equal(y.as_subclass(Tensor), twin)
+        assert torch.equal(rectified.as_subclass(Tensor), twin.relu())
+        assert torch.equal(picked.as_subclass(Tensor), F.max_pool2d(twin, 2))
+        with pytest.raises(RuntimeError, match="must match"):
+            y.add_(torch.ones(5))
+
+
+@pytest.mark.parametrize("name", ["chain w4a8", "depthwise w8a8", "linear w8a8", "residual w8a8"])
+def test_what_is_kept_between_calls_follows_changes(name: str) -> None:
+    """Of weights, biases, scales and windows: a fresh copy, which keeps nothing, gives the same."""
+    model, x = calibrated(name)
+    fq.set_execution(model, "qnn")
+
+    def same() -> Tensor:
+        with torch.no_grad():
+            found, wanted = model(x).as_subclass(Tensor), copy.deepcopy(model)(x).as_subclass(Tensor)
+        assert torch.equal(found, wanted)
+        return found
+
+    results = [same()]
+    layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    for layer in layers:
+        layer.weight.data.mul_(0.8)
+    results.append(same())
+    for layer in layers:
+        layer.bias.data.add_(0.3)  # type: ignore[union-attr]
+    results.append(same())
+    for quantizer in fq.nn.quantizers(model).values():
+        assert quantizer.scale is not None
+        quantizer.scale.data.mul_(1.25)
+    results.append(same())
+    for quantizer in fq.nn.quantizers(model).values():
+        if quantizer.zero_point is not None:
+            quantizer.zero_point.data.add_(60)
+    results.append(same())
+    if isinstance(layers[0], nn.Conv2d):
+        layers[0].dilation = (2, 2)
+        results.append(same())
+    assert all(a.shape != b.shape or not torch.equal(a, b) for a, b in itertools.pairwise(results))
+
+
+def test_nan_of_a_bias_or_an_input_stays() -> None:
+    model, x = calibrated("chain w8a8")
+    fq.set_execution(model, "qnn")
+    with torch.no_grad():
+        model[4].bias[3] = math.nan  # type: ignore[index]
+        assert model(x).isnan().all()
+        model, x = calibrated("chain w8a8")
+        x[0, 0, 0, 0] = math.nan
+        found = fq.set_execution(model, "qnn")(x).isnan()
+    assert found[0, :, 0, 0].all()
+    assert not found[0, :, 1:, 1:].any()
+
+
+def test_hooks_and_own_forwards_of_quantizers_are_called() -> None:
+    model, x = calibrated(SMALL)
+    fq.set_execution(model, "qnn")
+    quantizer = next(iter(fq.nn.quantizers(model).values()))
+    quantizer.register_forward_hook(lambda *given: torch.zeros_like(given[2]))
+    with torch.no_grad():
+        assert torch.equal(model(x), model(x * 0))

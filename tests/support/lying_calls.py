@@ -217,8 +217,62 @@ def _of_products() -> Iterator[Call]:
         ("rows with scales, transposed", (torch.ones(6), scale, None, y, 1, True)),
     ):
         yield f"scale_sums: {name}", partial(ops.scale_sums, sums, *given)
+    steps, codes = torch.ones(3, 8, dtype=torch.float64), torch.zeros(6, 8, dtype=torch.uint8)
+    for name, given in (
+        ("no steps", (sums, steps[:, :0], 0, 255, 1, codes)),
+        ("steps in float32", (sums, steps.float(), 0, 255, 1, codes)),
+        ("many steps", (sums, torch.ones(3, 7, dtype=torch.float64), 0, 255, 1, codes)),
+        ("no inner axis", (sums, steps, 0, 255, 0, codes)),
+        ("a negative inner axis", (sums, steps, 0, 255, -1, codes)),
+        ("a large inner axis", (sums, steps, 0, 255, 2**62, codes)),
+        ("few codes", (sums, steps, 0, 255, 1, codes[:5])),
+        ("codes with gaps", (sums, steps, 0, 255, 1, torch.zeros(6, 16, dtype=torch.uint8)[:, ::2])),
+        ("codes of 16 bits", (sums, steps, 0, 255, 1, codes.short())),
+        ("sums of 64 bits", (sums.long(), steps, 0, 255, 1, codes)),
+        ("a range beyond the codes", (sums, steps, 0, 256, 1, codes)),
+        ("a range of signed codes", (sums, steps, -1, 255, 1, codes)),
+        ("a range upside down", (sums, steps, 9, 8, 1, codes)),
+    ):
+        yield f"fixed_point: {name}", partial(ops.fixed_point, *given)
+    yield from _of_channels()
     if ops.convolves():
         yield from _of_convolutions()
+
+
+def _of_channels() -> Iterator[Call]:
+    ops = torch.ops.fakequant_cpu
+    right: dict[str, Any] = {
+        "codes": torch.zeros(2, 4, 6, 6, dtype=torch.int8),
+        "zero_point": 0,
+        "weight": torch.zeros(8 * 9, dtype=torch.int8),
+        "windows": torch.tensor([[3, 3], [1, 1], [1, 1], [1, 1]]),
+        "sums": torch.zeros(2, 8, 6, 6, dtype=torch.int32),
+    }
+    ops.convolve_channels(*right.values())  # the lies are what is wrong
+    windows = right["windows"]
+    for name, value in (
+        ("codes", right["codes"].short()),
+        ("codes", right["codes"][:, :3]),
+        ("codes", right["codes"][:, :0]),
+        ("codes", right["codes"][:, :, :5]),
+        ("codes", right["codes"].transpose(2, 3)[:, :, ::2]),
+        ("weight", right["weight"][:-1]),
+        ("weight", right["weight"].short()),
+        ("windows", windows[:3]),
+        ("windows", windows.int()),
+        ("windows", windows * 0),
+        ("windows", windows * 2**40),
+        ("windows", torch.tensor([[3, 3], [2, 2], [1, 1], [1, 1]])),
+        ("windows", torch.tensor([[3, 3], [1, 1], [-1, 1], [1, 1]])),
+        ("windows", torch.tensor([[3, 3], [1, 1], [1, 1], [2**60, 1]])),
+        ("sums", right["sums"][:, :, :5]),
+        ("sums", torch.zeros(3, 8, 6, 6, dtype=torch.int32)),
+        ("sums", torch.zeros(2, 6, 6, 6, dtype=torch.int32)),
+        ("sums", torch.zeros(2, 8, 36, dtype=torch.int32)),
+        ("sums", right["sums"].float()),
+    ):
+        given = (right | {name: value}).values()
+        yield f"convolve_channels: {name} {list(value.shape)} {value.dtype}", partial(ops.convolve_channels, *given)
 
 
 def _of_convolutions() -> Iterator[Call]:
@@ -258,7 +312,13 @@ def _of_convolutions() -> Iterator[Call]:
         ("y", torch.zeros(3, 8, 6, 6)),
         ("y", torch.zeros(2, 8, 36)),
         ("y", right["y"].double()),
+        ("y", right["y"].int()),
+        ("x_scale", None),
+        ("scale", None),
     ):
         given = (right | {name: value}).values()
-        shape = list(value.shape)
-        yield f"convolve: {name} {shape} {value.dtype}", partial(ops.convolve, *tuple(given))
+        form = None if value is None else f"{list(value.shape)} {value.dtype}"
+        yield f"convolve: {name} {form}", partial(ops.convolve, *tuple(given))
+    without = right | {"x_scale": None, "scale": None}
+    yield "convolve: a bias alone", partial(ops.convolve, *(without | {"y": right["y"].int()}).values())
+    yield "convolve: float without scales", partial(ops.convolve, *(without | {"bias": None}).values())

@@ -47,7 +47,7 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
 def product(parts: Sums, to: CodeGrid) -> Tensor:
     """Codes of a convolution, a linear layer or a matrix product: the sums in float32 times the ratio of scales."""
     of_input, of_weight = parts.of_input.float(), parts.of_weight.float()
-    sums = parts.sums + torch.round(parts.bias.float() / (of_input * of_weight))
+    sums = parts.sums.double() + torch.round(parts.bias.float() / (of_input * of_weight))
     return torch.round(sums.float() * (of_input * of_weight / to.scale.float())).add_(to.zero_point)
 
 

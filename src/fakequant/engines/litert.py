@@ -37,7 +37,8 @@ def _sums(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
     """Sums with biases, int64, and the ratio of scales."""
     of_input, of_weight = parts.of_input.float().double(), parts.of_weight.float().double()
     scale = of_input * of_weight
-    return (parts.sums + torch.round(parts.bias.float().double() / scale)).long(), scale / to.scale.float().double()
+    bias = torch.round(parts.bias.float().double() / scale)
+    return (parts.sums.double() + bias).long(), scale / to.scale.float().double()
 
 
 def convolution(parts: Sums, to: CodeGrid) -> Tensor:

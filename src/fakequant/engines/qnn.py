@@ -7,6 +7,7 @@ The rules of codes were found by giving all codes to the emulation that Qualcomm
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from fakequant.model.sites.targets import (
 from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.products import FixedPoint
+from fakequant.ops.products import fixed_point
 
 _ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
 
@@ -79,6 +82,11 @@ def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
 
 
 def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
+    by = parts.once((bits,), to, lambda: _fixed_point(parts, to, bits, below))
+    return fixed_point(parts.sums, by, to.low, to.high)
+
+
+def _fixed_point(parts: Sums, to: CodeGrid, bits: int, below: int) -> FixedPoint:
     of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
@@ -89,22 +97,33 @@ def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
     exponent = _exponent(1 / ratio)
     dropped = (exponent - below).clamp(min=0)
     multiplier = torch.floor(torch.ldexp(ratio, exponent + bits) + 0.5)
-    kept = (parts.sums + constant).mul_(torch.exp2(-dropped.double())).floor_()
     # The multiplier over a power of two is exact in float64, and so is its product with what is kept.
-    return kept.mul_(torch.ldexp(multiplier, dropped - exponent - bits)).add_(0.5).floor_()
+    factor = torch.ldexp(multiplier, dropped - exponent - bits)
+    return FixedPoint(constant, torch.exp2(-dropped.double()), factor)
 
 
 def add(parts: Operands, to: CodeGrid) -> Tensor:
     """Codes of a sum of two tensors: a multiplier for each, and a constant that is a multiple of 256."""
     a, b = parts.tensors
-    ratios = [x.grid.scale.float().double() / to.scale.float().double() for x in (a, b)]
-    shift = 13 - _exponent(ratios[0] + ratios[1])
-    of_a, of_b = (torch.round(torch.ldexp(ratio, shift)) for ratio in ratios)
-    # Codes count from their zero points here, on the device from 0.
-    zero_points = of_a * a.grid.zero_point + of_b * b.grid.zero_point
-    half_up = torch.ldexp(torch.tensor(to.zero_point + 0.5, dtype=torch.float64), shift)
-    constant = 256 * torch.round((half_up - zero_points) / 256) + zero_points
-    return torch.floor(torch.ldexp(of_a * a.codes.double() + of_b * b.codes.double() + constant, -shift))
+    numbers = ((float(grid.scale), grid.zero_point) for grid in (a.grid, b.grid, to))
+    of_a, of_b, by = _addition(*numbers)
+    # Both multipliers together have 14 bits: float32 holds all sums.
+    sums = torch.add(a.stored.float() * of_a, b.stored.float(), alpha=of_b)
+    return fixed_point(sums if a.is_whole and b.is_whole else sums.double(), by, to.low, to.high)
+
+
+@lru_cache(maxsize=1024)
+def _addition(*numbers: tuple[float, int]) -> tuple[float, float, FixedPoint]:
+    """The multipliers of two tensors, and what follows, from scale and zero point of both and of the result."""
+    scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32).double()
+    of_a, of_b, of_result = (zero_point for _, zero_point in numbers)
+    ratios = scales[:2] / scales[2]
+    shift = 13 - _exponent(ratios.sum())
+    multipliers = torch.round(torch.ldexp(ratios, shift))
+    half_up = torch.ldexp(torch.tensor(of_result + 0.5, dtype=torch.float64), shift)
+    constant = 256 * torch.round((half_up - multipliers[0] * of_a - multipliers[1] * of_b) / 256)
+    down = torch.exp2(-shift.double())
+    return *multipliers.tolist(), FixedPoint(constant, down, torch.ones_like(down))
 
 
 def mean(parts: Operands, to: CodeGrid) -> Tensor:

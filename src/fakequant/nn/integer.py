@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.errors import ConfigError
@@ -51,18 +51,6 @@ class Watched:
         """Show values to all functions that watch."""
         for see in tuple(self._watching.values()):  # a lane of `improve` may stop in one, while others come
             see(*values)
-
-
-def has_no_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -173,7 +161,7 @@ class IntegerProduct(ABC):
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         state = (
             layer.execution,
-            *(q and (q.mode, q.spec, _may_be_skipped(q)) for q in quantizers),
+            *(q and (q.mode, q.spec, q.may_be_skipped) for q in quantizers),
             *self.depends_on(layer),
         )
         ready = layer.__dict__.get("_ready")
@@ -186,7 +174,7 @@ class IntegerProduct(ABC):
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         if modes := [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]:
             return f"a quantizer is in mode {modes[0]}"
-        if not all(q is None or _may_be_skipped(q) for q in quantizers):
+        if not all(q is None or q.may_be_skipped for q in quantizers):
             return "a quantizer has a hook or a forward of its own, which integer execution does not call"
         return self.cannot(layer, *(q and q.spec for q in quantizers))
 
@@ -237,11 +225,6 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
     if spec.offset is not None:
         return "its offset is no code"
     return None
-
-
-def _may_be_skipped(quantizer: Quantizer) -> bool:
-    """Whether leaving out the call of a quantizer changes nothing: it has no hook and the class's own forward."""
-    return type(quantizer).forward is Quantizer.forward and has_no_hooks(quantizer)
 
 
 class LinearProduct(IntegerProduct):

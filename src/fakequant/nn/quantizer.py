@@ -37,7 +37,7 @@ from fakequant.errors import (
 )
 from fakequant.functional import choose_qparams
 from fakequant.nn.by_value import ByValue, params_of_call
-from fakequant.nn.device import CodeGrid, Device, plain, stored
+from fakequant.nn.device import CodeGrid, Device, DeviceTensor, Kept, plain, stored
 from fakequant.nn.learned import (
     GLOBAL_SCALE,
     LearnedRange,
@@ -116,6 +116,18 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 def version_of(tensor: Tensor) -> tuple[int, int | None]:
     """Which tensor it is, and how often it was written to; tensors made in inference mode count no changes."""
     return id(tensor), None if tensor.is_inference() else tensor._version
+
+
+def has_no_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
 
 
 class WeightCache:
@@ -350,6 +362,8 @@ class Quantizer(QuantizerPart):
     """The weight of the last call in eval mode, see `weight_version`."""
     keeps_codes = False
     """Whether the codes stay while the scale is learned, until `stop_learning`."""
+    _kept: Kept | None = None
+    """What calls under a device keep for the next ones."""
     _weight_pending = False
     """Whether the next call sets its weight to the values of the codes."""
     _is_trained = False
@@ -414,7 +428,10 @@ class Quantizer(QuantizerPart):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.device is not None and self.mode is Mode.QUANTIZE and (grid := self._grid(x)) is not None:
-            return stored(self.device, x, grid, partial(nn.Module.__call__, self))
+            is_plain = self.may_be_skipped and self.spec.rounding is not Rounding.STOCHASTIC
+            encode = self._codes_alone if is_plain else None
+            kept = self._kept if self.kind is Kind.WEIGHT else None
+            return stored(self.device, x, grid, partial(nn.Module.__call__, self), encode, kept)
         # Hooks for all modules, as of torch's trackers, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
@@ -432,16 +449,28 @@ class Quantizer(QuantizerPart):
         """Where the codes of a tensor lie on the device; None where it is simulated: in a trace, or without a rule."""
         if (
             torch.compiler.is_compiling()
-            or library.needs_tracing(plain(x))
+            or (not isinstance(x, DeviceTensor) and library.needs_tracing(x))
             or self.why_simulated(self.device) is not None
         ):
             return None
-        params, fmt = self.qparams(plain(x)), self.spec.format
-        zero_point = 0 if params.zero_point is None else int(params.zero_point)
-        scale = params.scale.detach().double()
-        return CodeGrid(
-            scale.reshape(()) if scale.numel() == 1 else scale, zero_point, int(fmt.quant_min), int(fmt.quant_max)
-        )
+        scale, fmt = self._buffers["scale"], self.spec.format
+        if scale is None or self.kind is Kind.WEIGHT:
+            params = self.qparams(plain(x))
+        else:  # of one element, which fits tensors of any shape
+            params = QParams(scale, self._buffers["zero_point"])
+        if self._kept is None:
+            self._kept = Kept()
+        return self._kept.grid(params.scale, params.zero_point, int(fmt.quant_min), int(fmt.quant_max))
+
+    @property
+    def may_be_skipped(self) -> bool:
+        """Whether leaving out a call changes nothing: there is no hook, and `forward` is the class's."""
+        return type(self).forward is Quantizer.forward and has_no_hooks(self)
+
+    def _codes_alone(self, x: Tensor) -> Tensor | None:
+        """The codes of `codes`."""
+        found = self.codes(x)
+        return None if found is None else found[0]
 
     def why_simulated(self, device: Device | None) -> str | None:
         """Why calls are simulated under a device; None if the device stores codes of this quantizer."""

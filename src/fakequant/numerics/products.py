@@ -11,6 +11,8 @@ same everywhere, and that of integer engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -48,6 +50,26 @@ class ConvParams(NamedTuple):
     groups: int
 
 
+@dataclass(frozen=True)
+class FixedPoint:
+    """How an integer unit makes codes of sums, float64 tensors that broadcast with them.
+
+    Attributes:
+        constant: what is added first.
+        down: by what the sum is multiplied before it is rounded down, a power of two.
+        factor: by what that is multiplied before half is added, and it is rounded down.
+    """
+
+    constant: Tensor
+    down: Tensor
+    factor: Tensor
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """The three of each channel, [3, ...]."""
+        return torch.stack(torch.broadcast_tensors(self.constant, self.down, self.factor))
+
+
 def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
     """x [..., in] times the transposed weight [out, in], scales [..., 1] and [out, 1], bias [out]; float32 [..., out].
 
@@ -78,3 +100,14 @@ def scaled(sums: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Exact sums in float32, times scale, plus bias."""
     y = sums.to(torch.float32) * scale
     return y if bias is None else y + bias
+
+
+def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
+    """The codes of exact sums, float64.
+
+    >>> half = torch.tensor(0.5, dtype=torch.float64)
+    >>> fixed_point(torch.tensor([-9, 5, 6, 90]), FixedPoint(2 * half, half, half), -2, 7)
+    tensor([-2.,  2.,  2.,  7.], dtype=torch.float64)
+    """
+    kept = torch.floor((sums + by.constant) * by.down)
+    return torch.floor(kept * by.factor + 0.5).clamp(low, high)

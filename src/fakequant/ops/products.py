@@ -13,6 +13,7 @@ is not there: those that lie in padding, strides beyond the input, dilations of 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import products
-from fakequant.numerics.products import ConvParams, QuantizedOperand
+from fakequant.numerics.products import ConvParams, FixedPoint, QuantizedOperand
 from fakequant.ops.cpu.backend import load_kernels
 
 # Codes of these dtypes are multiplied; 4-bit codes are stored in them too.
@@ -93,15 +94,35 @@ def trial(
 
 def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
     """`products.linear`, with scale and zero point of x per tensor or per row, and a weight without zero point."""
+    *axes, _ = x.codes.shape
+    y = scaled(_row_sums(x, weight.codes), x.scale, weight.scale, bias)
+    return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
+
+
+def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None:
+    """The exact sums of `linear`, int32; None where they may not fit, or no unit computes them."""
+    if not _fit_int32(codes, weight) or linear_unavailable(codes.device.type) is not None:
+        return None
+    centre = torch.tensor(zero_point, device=codes.device)
+    sums = _row_sums(QuantizedOperand(codes, centre, centre), weight)
+    return sums.reshape(*codes.shape[:-1], weight.shape[0])
+
+
+def _fit_int32(codes: Tensor, weight: Tensor) -> bool:
+    """Whether sums of products of codes of 8 bits fit, and there are any."""
+    alike = codes.dtype in CODES and weight.dtype == torch.int8 and codes.device == weight.device
+    return alike and codes.numel() > 0 and 0 < weight.numel() <= largest_inner_size(255, 128) * weight.shape[0]
+
+
+def _row_sums(x: QuantizedOperand, weight: Tensor) -> Tensor:
+    """Exact sums [rows, out], int32."""
     x = _taken(x)
-    *axes, inner = x.codes.shape
-    sums = _int_mm(x.codes.reshape(-1, inner), weight.codes.t())
+    sums = _int_mm(x.codes.reshape(-1, x.codes.shape[-1]), weight.t())
     if x.zero_point is not None:
         # In int32, which wraps around and comes back, because the centred sum fits.
-        of_ones = weight.codes.sum(1, dtype=torch.int32)
+        of_ones = weight.sum(1, dtype=torch.int32)
         sums -= x.zero_point.to(torch.int32).reshape(-1, 1) * of_ones
-    y = scaled(sums, x.scale, weight.scale, bias)
-    return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
+    return sums
 
 
 def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
@@ -237,8 +258,34 @@ def scale_into(
     torch.ops.fakequant_cpu.scale_sums(sums, *given, channels_first)
 
 
+def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
+    """`products.fixed_point`; in one pass, as integers of 8 bits, where kernels can.
+
+    Args:
+        sums: exact integers.
+        by: of one element each, or of one for each place along the same axis.
+        low, high: the range of codes.
+    """
+    fitting = (d for d in (torch.uint8, torch.int8) if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max)
+    dtype = next(fitting, None)
+    is_whole = sums.dtype in (torch.int32, torch.float32)
+    if dtype is None or not is_whole or sums.device.type != "cpu" or load_kernels() is not None:
+        return products.fixed_point(sums, by, low, high)
+    shape = by.steps.shape[1:]
+    axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
+    inner = sums.numel() if axis is None else math.prod(sums.shape[axis + 1 :])
+    by_channels = axis == 1 and is_channels_last(sums)
+    if by_channels:
+        sums, inner = sums.movedim(1, -1), 1
+    codes = sums.new_empty(sums.shape, dtype=dtype)
+    torch.ops.fakequant_cpu.fixed_point(sums.contiguous(), by.steps, low, high, inner, codes)
+    return codes.movedim(-1, 1) if by_channels else codes
+
+
 # Input and output channels that the kernel multiplies at a time.
 _DEPTH, _ROWS = 4, 8
+# The kernel of single channels multiplies sizes, strides, paddings and dilations below this.
+_LARGEST_WINDOW = 1 << 20
 
 
 @cache
@@ -288,13 +335,24 @@ class PackedWeight:
     @cached_property
     def of_kernel(self) -> KernelWeight:
         """Weights in the order in which the kernel reads them, filled up with zeros, and where the windows are."""
-        outputs, channels, *kernel = self.codes.shape
+        outputs, channels = self.codes.shape[:2]
         missing = 0, 0, 0, -channels % _DEPTH, 0, -outputs % _ROWS
         filled = F.pad(self.codes.reshape(outputs, channels, -1), missing)
         blocks = filled.reshape(filled.shape[0] // _ROWS, _ROWS, -1, _DEPTH, filled.shape[2])
-        windows = torch.tensor([kernel, *(list(numbers) for numbers in self.places[:3])], device="cpu")
         sums = filled.sum((1, 2), dtype=torch.int32)
-        return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, windows)
+        return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, self.windows)
+
+    @cached_property
+    def windows(self) -> Tensor:
+        """The sizes of the kernel, stride, padding and dilation, int64 [4, axes]."""
+        numbers = self.codes.shape[2:], *self.places[:3]
+        return torch.tensor([list(each) for each in numbers], device="cpu")
+
+    @cached_property
+    def is_depthwise(self) -> bool:
+        """Whether `convolve_channels` takes it."""
+        takes = self.codes.dim() < 5 and int(self.windows.max()) < _LARGEST_WINDOW
+        return takes and self.codes.shape[1] == 1 < self.places.groups
 
     def of_onednn(self, shape: torch.Size, places: ConvParams) -> Tensor:
         """Codes in the layout that oneDNN wants for such windows, and for inputs of about the shape of the first."""
@@ -329,10 +387,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
         scale: of the weight [out] or [1], other axes kept or not.
         bias: [out].
     """
-    _, channels, *kernel = weight.codes.shape
-    sizes = [_outputs(*numbers) for numbers in zip(x.codes.shape[2:], kernel, *weight.places[:3], strict=False)]
-    alike = x.codes.dim() == weight.codes.dim() and x.codes.shape[1] == channels * weight.places.groups
-    if not alike or min(sizes) < 1:  # torch says what is wrong
+    if (sizes := _sizes(x.codes, weight)) is None:  # torch says what is wrong
         return products.convolution(x, QuantizedOperand(weight.codes, scale), bias, weight.places)
     zero_point = 0 if x.zero_point is None else int(x.zero_point)
     by_channels = is_channels_last(x.codes)
@@ -355,6 +410,40 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
     y = sums.new_empty((images, outputs, *sizes), dtype=torch.float32)
     scale_into(y, sums, (x.scale, scale), bias, channels_first=True)
     return y
+
+
+def convolution_sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor | None:
+    """The exact sums of `convolution`, int32 or float32; None where they may not fit, or no unit computes them."""
+    if not _fit_int32(codes, weight.codes) or convolution_unavailable(codes.device.type) is not None:
+        return None
+    if (sizes := _sizes(codes, weight)) is None:
+        return None
+    by_channels = is_channels_last(codes)
+    if not by_channels and weight.places.groups == 1 and _has_kernel():
+        sums = codes.new_empty((codes.shape[0], weight.codes.shape[0], *sizes), dtype=torch.int32)
+        given = codes.contiguous(), zero_point, *weight.of_kernel, None, None, None, sums
+        torch.ops.fakequant_cpu.convolve(*given)
+        return sums
+    if weight.is_depthwise and not by_channels and load_kernels() is None:
+        sums = codes.new_empty((codes.shape[0], weight.codes.shape[0], *sizes), dtype=torch.int32)
+        given = codes.contiguous(), zero_point, weight.codes.contiguous(), weight.windows, sums
+        torch.ops.fakequant_cpu.convolve_channels(*given)
+        return sums
+    if weight.codes[0].numel() > _EXACT_IN_FLOAT32:
+        return None
+    if codes.dtype == torch.int8:
+        codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
+    sums = _sums(codes, zero_point, weight)
+    return sums if by_channels else sums.contiguous()
+
+
+def _sizes(codes: Tensor, weight: PackedWeight) -> list[int] | None:
+    """How many windows there are along each axis; None where codes and weight do not fit."""
+    _, channels, *kernel = weight.codes.shape
+    if codes.dim() != weight.codes.dim() or codes.shape[1] != channels * weight.places.groups:
+        return None
+    sizes = [_outputs(*numbers) for numbers in zip(codes.shape[2:], kernel, *weight.places[:3], strict=True)]
+    return None if min(sizes) < 1 else sizes
 
 
 def is_channels_last(x: Tensor) -> bool:

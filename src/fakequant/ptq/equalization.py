@@ -19,9 +19,8 @@ from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
-from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.forms import has_matrix
-from fakequant.nn.quantizer import quantizers
+from fakequant.nn.quantizer import has_no_hooks, quantizers
 from fakequant.ptq.scale_folding import OutputCheck
 from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_on_error, state_of

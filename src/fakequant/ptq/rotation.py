@@ -17,8 +17,8 @@ from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import FunctionCall, ModuleCall, Recording, RunStep, Unreached, has
 from fakequant.nn.functions import SITE_FUNCTIONS, Trait
-from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.layers import is_convolution, is_linear, is_table, subtracts_mean, without_mean
+from fakequant.nn.quantizer import has_no_hooks
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.scale_folding import OutputCheck
 from fakequant.ptq.weights import shared_parameters

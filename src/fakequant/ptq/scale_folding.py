@@ -16,8 +16,8 @@ from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance, record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
 from fakequant.model.weights import disabled, evaluating, exact_products
-from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import has_no_hooks
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.stream import LayerCall
 from fakequant.ptq.weights import shared_parameters

@@ -24,7 +24,6 @@ from fakequant.model.run.outputs import Distance, Place, named_tensors, record
 from fakequant.model.run.recorded import Neighbors, find_neighbors
 from fakequant.model.sites.placement import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
-from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.folded import (
     FOLDABLE,
     NORMS,
@@ -37,6 +36,7 @@ from fakequant.nn.quantized.folded import (
 )
 from fakequant.nn.quantized.forms import computed_class, output_channels
 from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import has_no_hooks
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name, table
 

@@ -34,7 +34,6 @@ from fakequant.model.training.steps import freeze_batch_norm as freeze_batch_nor
 from fakequant.model.training.steps import learned_scales
 from fakequant.model.training.steps import set_scales as set_scales
 from fakequant.model.weights import disabled
-from fakequant.nn.integer import has_no_hooks
 from fakequant.nn.quantized.folded import (
     FOLDED_LAYERS,
     FOLDED_NORMS,
@@ -44,6 +43,7 @@ from fakequant.nn.quantized.folded import (
     is_batch_norm,
     norm_axes,
 )
+from fakequant.nn.quantizer import has_no_hooks
 from fakequant.nn.sites.classes import set_class, unshielded_class
 from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.restore import attributes_of, restore_after, restore_on_error, structure_of

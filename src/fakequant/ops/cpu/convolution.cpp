@@ -86,9 +86,9 @@ struct Operands {
   const int8_t* weight;  // [outputs / kRows][groups][taps][kRows][kDepth]
   const int32_t* weight_sums;
   float x_scale;
-  const float* scale;
+  const float* scale;  // or null: sums are written as they are
   const float* bias;  // or null
-  float* y;
+  void* y;  // float, or int32_t without scales
 };
 
 void find_taps(Shape& s) {
@@ -168,12 +168,15 @@ void lay_image(const Shape& s, const Operands& o, int64_t image, uint8_t* to) {
 
 FAKEQUANT_VNNI void write(const Operands& o, const Shape& s, const Strip& strip, __m512i sums, int64_t image,
                           int64_t output) {
-  __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(o.x_scale * o.scale[output]));
-  if (o.bias) y = _mm512_add_ps(y, _mm512_set1_ps(o.bias[output]));
-  float* to = o.y + (image * s.outputs + output) * s.places() + strip.to;
+  if (o.scale) {
+    __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(o.x_scale * o.scale[output]));
+    if (o.bias) y = _mm512_add_ps(y, _mm512_set1_ps(o.bias[output]));
+    sums = _mm512_castps_si512(y);
+  }
+  int32_t* to = static_cast<int32_t*>(o.y) + (image * s.outputs + output) * s.places() + strip.to;
   const unsigned count = __builtin_popcount(strip.mask);
-  if (count == kOutputs) return _mm512_storeu_ps(to, y);
-  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), _mm512_maskz_compress_ps(strip.mask, y));
+  if (count == kOutputs) return _mm512_storeu_si512(to, sums);
+  _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << count) - 1), _mm512_maskz_compress_epi32(strip.mask, sums));
 }
 
 // Strips side by side, of kRows output channels.
@@ -271,15 +274,19 @@ Shape shape_of(const Tensor& codes, const Tensor& windows, const Tensor& y) {
 }
 #endif
 
-// windows: int64 [4, axes], kernel, stride, padding and dilation; weight: of `convolutions.py`; y: float32, contiguous.
+// windows: int64 [4, axes], kernel, stride, padding and dilation; weight: of `products.py`; y: contiguous, float32, or
+// int32 for sums without scales.
 void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, const Tensor& weight_sums,
-              const Tensor& windows, const Tensor& x_scale, const Tensor& scale, const std::optional<Tensor>& bias,
-              Tensor y) {
+              const Tensor& windows, const std::optional<Tensor>& x_scale, const std::optional<Tensor>& scale,
+              const std::optional<Tensor>& bias, Tensor y) {
 #ifdef FAKEQUANT_X86
   if (y.numel() == 0) return;
   STD_TORCH_CHECK(codes.is_contiguous(), "fakequant_cpu::convolve: codes with gaps");
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
   STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "fakequant_cpu::convolve: codes of 8 bits only");
+  const bool is_scaled = scale.has_value();
+  STD_TORCH_CHECK(x_scale.has_value() == is_scaled && (is_scaled || !bias.has_value()),
+                  "fakequant_cpu::convolve: both scales, or neither and no bias");
   Shape s = shape_of(codes, windows, y);
   const int64_t taps = s.kernel[0] * s.kernel[1] * s.kernel[2], filled = (s.outputs + kRows - 1) / kRows * kRows;
   const Operands o{static_cast<const uint8_t*>(codes.data_ptr()),
@@ -287,10 +294,10 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
                    static_cast<int32_t>(zero_point + (is_signed ? 128 : 0)),
                    data_of<int8_t>(weight, filled * s.groups * taps * kDepth),
                    data_of<int32_t>(weight_sums, filled),
-                   *data_of<float>(x_scale, 1),
-                   data_of<float>(scale, s.outputs),
+                   is_scaled ? *data_of<float>(*x_scale, 1) : 1.0f,
+                   is_scaled ? data_of<float>(*scale, s.outputs) : nullptr,
                    bias.has_value() ? data_of<float>(*bias, s.outputs) : nullptr,
-                   data_of<float>(y, y.numel())};
+                   is_scaled ? static_cast<void*>(data_of<float>(y, y.numel())) : data_of<int32_t>(y, y.numel())};
   for (int64_t i = 0; i < kOutputs; i += s.stride[2]) s.every_step |= 1u << i;
   find_taps(s);
   find_strips(s);
@@ -306,8 +313,8 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
 STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def("convolves() -> bool");
   m.def(
-      "convolve(Tensor codes, int zero_point, Tensor weight, Tensor weight_sums, Tensor windows, Tensor x_scale, "
-      "Tensor scale, Tensor? bias, Tensor(a!) y) -> ()");
+      "convolve(Tensor codes, int zero_point, Tensor weight, Tensor weight_sums, Tensor windows, Tensor? x_scale, "
+      "Tensor? scale, Tensor? bias, Tensor(a!) y) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CompositeExplicitAutograd, m) {

@@ -1,4 +1,5 @@
-// From the exact sums of a product of codes to its result: scales and bias in one pass, row by row or transposed.
+// From the exact sums of a product of codes to its result: scales and bias in one pass, row by row or transposed; or
+// codes by integers of a fixed point.
 //
 // The bits are those of `scaled` in numerics/products.py: float32(sum) * (row scale * column scale) + bias, each operation
 // rounded once.
@@ -8,6 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -163,6 +165,75 @@ void scale_sums(const Tensor& sums, const Tensor& row_scale, const Tensor& colum
   }
 }
 
+// floor(floor((sum + constant) * down) * factor + 0.5) between two codes, in float64 as in `fixed_point` of
+// numerics/products.py.
+struct FixedPoint {
+  const double* constant;
+  const double* down;
+  const double* factor;
+  double low, high;
+
+  // `codes` are those of uint8 or int8, of which both are the lowest byte of the integer.
+  template <bool kSame, typename S>
+  FAKEQUANT_INLINE void store(const S* FAKEQUANT_RESTRICT sums, int64_t first, int64_t count,
+                              uint8_t* FAKEQUANT_RESTRICT codes) const {
+    const double *c = constant + first, *d = down + first, *f = factor + first;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t own = kSame ? 0 : i;
+      const double kept = std::floor((static_cast<double>(sums[i]) + c[own]) * d[own]);
+      const double code = std::floor(kept * f[own] + 0.5);
+      codes[i] = static_cast<uint8_t>(static_cast<int32_t>(std::min(std::max(code, low), high)));
+    }
+  }
+};
+
+FAKEQUANT_CLONES void store_one(const FixedPoint& by, const int32_t* sums, int64_t c, int64_t count, uint8_t* codes) {
+  by.store<true>(sums, c, count, codes);
+}
+FAKEQUANT_CLONES void store_one(const FixedPoint& by, const float* sums, int64_t c, int64_t count, uint8_t* codes) {
+  by.store<true>(sums, c, count, codes);
+}
+FAKEQUANT_CLONES void store_all(const FixedPoint& by, const int32_t* sums, int64_t count, uint8_t* codes) {
+  by.store<false>(sums, 0, count, codes);
+}
+FAKEQUANT_CLONES void store_all(const FixedPoint& by, const float* sums, int64_t count, uint8_t* codes) {
+  by.store<false>(sums, 0, count, codes);
+}
+
+// sums: int32 or float32, and codes: int8 or uint8, [outer, channels, inner]; steps: float64 [3, channels].
+void fixed_point(const Tensor& sums, const Tensor& steps, int64_t low, int64_t high, int64_t inner, Tensor codes) {
+  const int64_t channels = steps.numel() / 3, all = sums.numel();
+  const bool is_signed = codes.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK((is_signed || codes.scalar_type() == ScalarType::Byte) && codes.is_contiguous() &&
+                      sums.is_contiguous() && codes.numel() == all,
+                  "fakequant_cpu::fixed_point: codes of 8 bits, as many as sums, and both contiguous");
+  STD_TORCH_CHECK(low >= (is_signed ? -128 : 0) && low <= high && high <= (is_signed ? 127 : 255),
+                  "fakequant_cpu::fixed_point: a range beyond the codes");
+  const auto* constant = data_of<double>(steps, 3 * channels);
+  if (all == 0) return;
+  STD_TORCH_CHECK(channels > 0 && inner > 0 && inner <= all && all % inner == 0 && all / inner % channels == 0,
+                  "fakequant_cpu::fixed_point: sums and steps do not fit");
+  const FixedPoint by{constant, constant + channels, constant + 2 * channels, static_cast<double>(low),
+                      static_cast<double>(high)};
+  auto* to = static_cast<uint8_t*>(codes.data_ptr());
+  const auto run = [&](const auto* in) {
+    const int64_t run = inner == 1 ? channels : inner;
+    parallel_for(0, all / run, std::max<int64_t>(1, kGrainChunks * kChunk / run), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (inner == 1)
+          store_all(by, in + i * run, run, to + i * run);
+        else
+          store_one(by, in + i * run, i % channels, run, to + i * run);
+      }
+    });
+  };
+  switch (sums.scalar_type()) {
+    case ScalarType::Int: return run(static_cast<const int32_t*>(sums.data_ptr()));
+    case ScalarType::Float: return run(static_cast<const float*>(sums.data_ptr()));
+    default: STD_TORCH_CHECK(false, "fakequant_cpu::fixed_point: sums are int32 or float32");
+  }
+}
+
 }  // namespace
 }  // namespace fakequant
 
@@ -170,6 +241,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def(
       "scale_sums(Tensor sums, Tensor row_scale, Tensor column_scale, Tensor? bias, Tensor(a!) y, int outer, "
       "bool transposed) -> ()");
+  m.def("fixed_point(Tensor sums, Tensor steps, int low, int high, int inner, Tensor(a!) codes) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) { m.impl("scale_sums", TORCH_BOX(&fakequant::scale_sums)); }
+STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
+  m.impl("scale_sums", TORCH_BOX(&fakequant::scale_sums));
+  m.impl("fixed_point", TORCH_BOX(&fakequant::fixed_point));
+}
