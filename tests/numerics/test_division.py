@@ -8,11 +8,12 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config, metrics
 
 import fakequant as fq
 from fakequant.nn import Quantizer
 from fakequant.numerics import compilers
-from fakequant.numerics.division import divide, divide_as_node, reciprocal, reciprocal_as_node
+from fakequant.numerics.division import divide, divide_as_node, multiply, reciprocal, reciprocal_as_node
 from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
@@ -85,6 +86,21 @@ def test_gradients_are_summed_where_an_operand_was_broadcast():
     a, b = torch.randn(3, 1, 5), torch.randn(4, 1)
     wide = with_gradients(divide_as_node, a, b)
     assert_all_same_bits(wide, with_gradients(torch.div, a, b))
+
+
+def test_inductor_fuses_quotients_and_products(approximate_on_the_cpu):
+    """In the bits of torch, also where a sum follows, in one kernel with what is before and after."""
+
+    def function(divided, inverted, multiplied):
+        return lambda a, b: multiplied(inverted(divided(a + 1.0, b)), b) + 0.7
+
+    a, b = hostile_pairs()
+    wanted = function(torch.div, torch.reciprocal, torch.mul)(a, b)
+    compiled = torch.compile(lambda a, b: multiply(reciprocal(divide(a + 1.0, b)), b) + 0.7, fullgraph=True)
+    with config.patch(force_disable_caches=True):
+        metrics.reset()
+        assert_same_bits(compiled(a, b), wanted)
+    assert metrics.generated_kernel_count == 1
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])

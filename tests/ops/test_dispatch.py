@@ -9,6 +9,7 @@ from fakequant.numerics import compilers, reference
 from fakequant.ops import Backend, Kernels, dispatch, register_backend
 from fakequant.ops.cpu.backend import CpuBackend
 from fakequant.ops.dispatch import backends, choose, pack_bits, unpack_bits
+from fakequant.ops.graph_operators import quantize_as_node
 from tests.support.bits import assert_same_bits
 
 
@@ -169,13 +170,13 @@ def test_a_backend_of_another_package_serves_its_calls(own, spec, learned):
 
 
 def test_a_compiled_graph_finds_the_backend_of_its_masks_by_name(own, monkeypatch):
-    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
     x = torch.randn(5, 7, requires_grad=True)
     torch._dynamo.reset()
-    y = torch.compile(lambda x: fq.fake_quantize(x, "int4", scale=0.1), backend="aot_eager", fullgraph=True)(x)
+    int4, scale = fq.QuantSpec("int4"), torch.full((1, 1), 0.1)
+    y = torch.compile(lambda x: quantize_as_node(x, int4, scale), backend="aot_eager", fullgraph=True)(x)
     register_backend(type("Another", (OwnBackend,), {"name": "another"})(), before="own")
     (got,) = torch.autograd.grad(y, x, torch.ones_like(x))
-    assert_same_bits(got, reference.passes(x, fq.QParams(torch.full((1, 1), 0.1)), fq.QuantSpec("int4")).float())
+    assert_same_bits(got, reference.passes(x, fq.QParams(scale), int4).float())
 
 
 def test_backends_have_names_of_their_own(own):

@@ -9,6 +9,9 @@ from torch import Tensor
 # sets of strings, and no backends.
 approximate_devices: frozenset[str] = frozenset()
 
+FUSED_DEVICES: frozenset[str] = frozenset({"cpu"} if torch.version.hip else {"cpu", "cuda"})
+"""Types of devices for which `numerics.division` tells Inductor how to compute the right bits."""
+
 
 def is_exporting() -> bool:
     """Whether torch.export traces.

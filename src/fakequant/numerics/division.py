@@ -1,9 +1,12 @@
-"""Division of float32 numbers that gives eager mode's bits, even if a compiler divides approximately.
+"""Quotients and products of float32 numbers with eager mode's bits, even if a compiler computes them approximately.
 
 Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU; a division by a
 constant as a product with the reciprocal; and it lets a product be contracted with the sum that follows. So a graph for
 such a device holds a quotient, and the gradients of it, as nodes, which compute what eager mode computes. float64
 numbers are divided directly: compilers divide them exactly.
+
+Inductor fuses these nodes with their neighbours: it writes them as single instructions of the GPU, see `_INSTRUCTIONS`.
+Other compilers call them as they are.
 
 Each division asks whether a compiler runs it; its caller does not. After a graph break in the caller, the compiler may
 still compile the functions that the caller calls.
@@ -12,12 +15,13 @@ still compile the functions that the caller calls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fakequant.numerics.compilers import is_approximate
+from fakequant.numerics.compilers import FUSED_DEVICES, is_approximate
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -26,7 +30,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     >>> divide(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.5000])
     """
-    return divide_as_node(a, b) if a.dtype == torch.float32 and is_approximate(a) else a / b
+    return _of_nodes(divide_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a / b
 
 
 def reciprocal(x: Tensor) -> Tensor:
@@ -35,7 +39,17 @@ def reciprocal(x: Tensor) -> Tensor:
     >>> reciprocal(torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.2500])
     """
-    return reciprocal_as_node(x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
+    return _of_nodes(reciprocal_as_node, x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a * b, of the same dtype, rounded before anything is added to it; without gradient under such compilers."""
+    return _of_nodes(multiply_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a * b
+
+
+def _of_nodes(node: Any, *given: Tensor) -> Tensor:
+    _teach_inductor()
+    return node(*given)
 
 
 def _node(function: Callable[..., Tensor]) -> Any:
@@ -55,6 +69,12 @@ def divide_as_node(a: Tensor, b: Tensor) -> Tensor:
 def reciprocal_as_node(x: Tensor) -> Tensor:
     """1 / x as a node of a graph."""
     return x.reciprocal()
+
+
+@_node
+def multiply_as_node(a: Tensor, b: Tensor) -> Tensor:
+    """a * b as a node of a graph."""
+    return a * b
 
 
 @_node
@@ -80,3 +100,52 @@ def _through_quotient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 divide_as_node.register_autograd(_through_quotient, setup_context=_keep)
 reciprocal_as_node.register_autograd(lambda ctx, dy: _grad_of_reciprocal(dy, ctx.saved_tensors[1]), setup_context=_keep)
+
+
+_INSTRUCTIONS = {
+    "divide_as_node": ("div.rn.f32 $0, $1, $2;", lambda ops, a, b: ops.truediv(a, b)),
+    "reciprocal_as_node": ("rcp.rn.f32 $0, $1;", lambda ops, x: ops.truediv(ops.constant(1.0, torch.float32), x)),
+    "multiply_as_node": ("mul.rn.f32 $0, $1, $2;", lambda ops, a, b: ops.mul(a, b)),
+}
+"""Of each node: the instruction of NVIDIA's GPUs, and the operations in C++, which contracts nothing.
+
+Not `ops.mul_rn` of Inductor: it becomes `mul.rn.ftz.f32`, which makes subnormal products 0.
+"""
+
+
+_taught: list[str] = []
+
+
+def _teach_inductor() -> None:
+    """Tell Inductor how to write the nodes; a compiler runs this while it reads a call.
+
+    Not at import: that of Inductor takes a second.
+    """
+    if _taught:
+        return
+    from torch._inductor.lowering import fallback_handler, make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    def teach(name: str, instruction: str, plainly: Callable[..., Any]) -> None:
+        node = getattr(torch.ops.fakequant, name).default
+        constraints = ",".join(["=f"] + ["f"] * (instruction.count("$") - 1))
+
+        def exactly(*values: Any) -> Any:
+            return ops.inline_asm_elementwise(
+                *values, asm=instruction, constraints=constraints, dtype=torch.float32, is_pure=True, pack=1
+            )
+
+        def write(*given: Any) -> Any:
+            device = given[0].get_device().type
+            if device not in FUSED_DEVICES or any(own.get_dtype() != torch.float32 for own in given):
+                return fallback_handler(node, add_to_fallback_set=False)(*given)
+            return make_pointwise(exactly if device == "cuda" else partial(plainly, ops))(*given)
+
+        register_lowering(node, broadcast=True, type_promotion_kind=None)(write)
+        _taught.append(name)
+
+    for name, (instruction, plainly) in _INSTRUCTIONS.items():
+        teach(name, instruction, plainly)
+
+
+_teach_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]  as torch.compiler.assume_constant_result does

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.errors import ShapeError, SpecError, nearest
-from fakequant.numerics.compilers import is_approximate, is_watched
+from fakequant.numerics.compilers import is_watched
 from fakequant.numerics.formats.floats import Format
 
 Shape = Sequence[int]
@@ -477,9 +477,7 @@ def rounded(v: Tensor, fmt: Format) -> Tensor:
     """The nearest code of a format."""
     if fmt.storage in _HALF and v.dtype is torch.float32 and not is_watched():
         return fmt.clamp(v.to(fmt.storage).to(v.dtype))  # of a number beyond the end it is inf
-    code = fmt.clamp(v)
-    # Float formats divide by powers of two to round, which an approximate division need not do exactly either.
-    return fmt.round(code.double()).to(code.dtype) if is_approximate(code) else fmt.round(code)
+    return fmt.round(fmt.clamp(v))
 
 
 def split_scales(

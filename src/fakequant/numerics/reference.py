@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import QParamsError
-from fakequant.numerics.division import divide, reciprocal
+from fakequant.numerics.division import divide, multiply, reciprocal
 from fakequant.numerics.formats.floats import power_of_two
 from fakequant.numerics.granularity import (
     Granularity,
@@ -178,9 +178,9 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
     if spec.offset is not None and zero_point is not None:
         x, zero_point = x + zero_point, None
     if spec.arithmetic is Arithmetic.DIVIDE:
-        scaled = x / scale
+        scaled = divide(x, scale)
     elif spec.arithmetic is Arithmetic.RECIPROCAL:
-        scaled = x * scale.reciprocal()
+        scaled = x * reciprocal(scale)
     elif spec.arithmetic is Arithmetic.MULTIPLIER:
         scaled = x * scale
     else:
@@ -193,7 +193,7 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
 
 def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
     if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return codes / scale
+        return divide(codes, scale)
     if spec.offset is not None and zero_point is not None:
         return (codes + 0.0) * scale - zero_point
     if zero_point is not None:
@@ -201,7 +201,7 @@ def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: Quant
     elif spec.format.has_zero_point:
         # Integers have no negative zero: -0.0 + 0.0 is +0.0, every other value stays.
         codes = codes + 0.0
-    return codes * (scale if spec.arithmetic.is_linear else _multiplier_and_step(scale, spec)[1])
+    return multiply(codes, scale if spec.arithmetic.is_linear else _multiplier_and_step(scale, spec)[1])
 
 
 def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -355,7 +355,7 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
     fmt = spec.format
     if spec.symmetric:
         bound = torch.full_like(params.scale, above(fmt.bound) if spec.arithmetic.has_two_scales else fmt.bound)
-        amax = bound / params.scale if spec.arithmetic is Arithmetic.MULTIPLIER else (bound * params.scale).abs()
+        amax = divide(bound, params.scale) if spec.arithmetic is Arithmetic.MULTIPLIER else (bound * params.scale).abs()
         return Range(-amax, amax)
     zero_point = 0.0 if params.zero_point is None else params.zero_point.to(params.scale.dtype)
     if spec.offset is not None:

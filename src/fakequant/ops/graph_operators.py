@@ -1,37 +1,40 @@
 """The operator as nodes of graphs, for exporters, and for compilers that must not look inside.
 
-Nodes carry the specification as text. `fakequant::fake_quantize` returns the values. `fakequant::fake_quantize_masked`
-is the same for graphs with a backward pass: it also returns one bit per element, which is all that is saved, so that
-such a graph has the eager bits at the eager speed.
+Nodes carry the specification as text. `fakequant::fake_quantize` is that of exported programs.
+`fakequant::fake_quantize_in_graph` is that of compilers: with a backward pass it also returns one bit per element,
+which is all that is saved. The name of the backend and the strides of x tell what the bits mean, so that a graph has
+no tensors on the CPU, which a CUDA graph could not hold. It has no autograd formula of its own: torch's wrapper of such
+operators took a third of the 115 us of Python that a node took.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import ExportError
 from fakequant.numerics import compilers, reference
 from fakequant.numerics.compilers import is_exporting
+from fakequant.numerics.formats.floats import FloatFormat, IntegerFormat
 from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.reference import is_less_by_plain_sums
-from fakequant.numerics.spec import Gradient, QuantSpec
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import dispatch
-from fakequant.ops.backend import VALUES, CallKind, Extras, KernelPlan
-from fakequant.ops.dispatch import backends, choose_for, plan_by, plan_of
+from fakequant.ops.backend import VALUES, CallKind, Extras, KernelPlan, ParameterKind
+from fakequant.ops.dispatch import backends, choose, choose_for, plan_by, plan_of
 
 
 def needs_tracing(*tensors: object) -> bool:
@@ -42,6 +45,21 @@ def needs_tracing(*tensors: object) -> bool:
 def is_compiled_as_node(x: Tensor) -> bool:
     """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
     return torch.compiler.is_compiling() and x.device.type in compilers.approximate_devices
+
+
+def is_compiled_in_line(x: Tensor, spec: QuantSpec, params: QParams) -> bool:
+    """Whether the definition has the right bits where `is_compiled_as_node` asks for a node."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type in compilers.FUSED_DEVICES
+        and spec.rounding is Rounding.NEAREST_EVEN
+        and not spec.arithmetic.has_two_scales
+        and isinstance(spec.format, (IntegerFormat, FloatFormat))
+        and spec.offset is None
+        and not spec.scale.is_exact
+        and not (params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad))
+        and not is_sharded(x)
+    )
 
 
 def is_compiled_in_transforms() -> bool:
@@ -127,7 +145,8 @@ class Decomposed(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         dy, params, spec = grad_outputs[0], params_of(*tensors), ctx.spec
         dx = scale_grad = zero_point_grad = None
-        x = _found_in_backward(x, dy)
+        if not compilers.is_approximate(x):
+            x = _found_in_backward(x, dy)
         if ctx.needs_input_grad[0]:
             dx = reference.grad_input(dy, reference.passes(x, params, spec))
         wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -181,9 +200,6 @@ def keep_whole() -> None:
     Told at import, it would be imported itself: 3 s.
     """
     torch._dynamo.allow_in_graph(apply_in_transforms)
-
-
-keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  as torch.compiler.assume_constant_result does
 
 
 def tensors_of(params: QParams) -> tuple[Tensor | None, ...]:
@@ -382,11 +398,13 @@ def quantize_as_node(
 ) -> Tensor:
     """`library.fake_quantize` as one node of a graph; without a scale `library.fake_quantize_dynamic`."""
     text = text_of(spec)
+    by = name_of_choice(x.device, x.dtype, text)
     wanted = (t.requires_grad for t in (x, scale, zero_point) if t is not None)
-    if not (torch.is_grad_enabled() and any(wanted)):
-        return torch.ops.fakequant.fake_quantize(x, scale, zero_point, text, seed)
     lo, hi = (None, None) if range is None else range
-    return torch.ops.fakequant.fake_quantize_masked(x, scale, zero_point, text, seed, lo, hi)[0]
+    if torch.is_grad_enabled() and any(wanted):
+        return _AsNode.apply(x, scale, zero_point, seed, lo, hi, text, by)
+    # Strides are for the mask; within a backward pass Dynamo knows none, and lays x anew.
+    return torch.ops.fakequant.fake_quantize_in_graph(x, scale, zero_point, seed, lo, hi, text, by, None, False)[0]
 
 
 def text_of(spec: QuantSpec) -> str:
@@ -408,102 +426,168 @@ def _values(
 def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
     if is_exporting():  # not seen by `is_recorded` where torch's compiler reads its code
         refuse_onnx()
-    return _declared(x)
+    return _declared(x, x.stride())
 
 
-@torch.library.custom_op(
-    "fakequant::fake_quantize_masked",
-    mutates_args=(),
-    schema=f"(Tensor x, {_PARAMS}, Tensor? lo=None, Tensor? hi=None) -> (Tensor y, Tensor mask, Tensor packed_by)",
+class _AsNode(torch.autograd.Function):
+    """Nodes forward and backward; autograd formulas of operators would take Python's time at each call of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        scale, zero_point, seed, _, _, text, by = given
+        y, mask = torch.ops.fakequant.fake_quantize_in_graph(x, *given, x.stride(), True)
+        ctx.text, ctx.by = text, by
+        ctx.learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(mask, *((x, scale, zero_point, seed) if ctx.learned else ()))
+        ctx.stride = x.stride()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (mask, *saved) = grad_outputs, ctx.saved_tensors
+        dx = by_scale = by_zero_point = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.fakequant.grad_input(dy, mask, ctx.text, ctx.by, ctx.stride) if has_mask(ctx.text) else dy
+        if ctx.learned:
+            x, scale, zero_point, seed = saved
+            given = scale, zero_point, seed, ctx.text, ctx.by, ctx.stride
+            by_scale, by_zero_point = torch.ops.fakequant.grad_of_params(dy, x, *given)
+            by_zero_point = None if zero_point is None else by_zero_point
+        return dx, by_scale, by_zero_point, None, None, None, None, None
+
+
+def name_of_choice(device: torch.device, dtype: torch.dtype, text: str) -> str:
+    """The name of the backend that serves plain tensors; a compiler runs this while it reads the call."""
+    with _disable_current_modes():
+        return choose(torch.empty(0, dtype=dtype, device=device), QuantSpec.parse(text)).name
+
+
+def has_mask(text: str) -> bool:
+    """Whether gradients do not pass everywhere; a compiler runs this, too, and does not read the specification."""
+    return QuantSpec.parse(text).gradient is not Gradient.IDENTITY
+
+
+for _own in (keep_whole, name_of_choice, has_mask):
+    _own._dynamo_marked_constant = True  # type: ignore[attr-defined]  as torch.compiler.assume_constant_result does
+
+
+class _Node(NamedTuple):
+    """How the calls of a node are computed.
+
+    Attributes:
+        plan: that takes any parameters.
+        declared: the strides of results.
+        mask_bytes: of a mask.
+    """
+
+    plan: KernelPlan
+    declared: tuple[int, ...]
+    mask_bytes: int
+
+
+_nodes: dict[Any, _Node] = {}
+
+
+def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, by: str) -> _Node:
+    """What calls of one kind have in common; of x, its dtype, device and shape, and the strides a compiler gave it."""
+    of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
+    of_zero_point = None
+    if zero_point is not None:
+        of_zero_point = zero_point.dtype, zero_point.device, zero_point.shape, zero_point.is_contiguous()
+    key = text, by, of_x, of_scale, of_zero_point
+    return _nodes.get(key) or _made_node(key)
+
+
+def _made_node(key: tuple[Any, ...]) -> _Node:
+    text, by, (dtype, device, shape, stride), *params = key
+    (backend,) = (backend for backend in backends() if backend.name == by)
+    kinds = (None if own is None else ParameterKind(*own) for own in params)
+    plan = plan_by(backend, CallKind(QuantSpec.parse(text), VALUES, dtype, device, shape, stride, *kinds))
+    x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    made = _Node(plan.otherwise or plan, _declared(x, stride).stride(), _mask_bytes(x, plan.spec))
+    if len(_nodes) >= _MOST_NODES:
+        _nodes.clear()
+    _nodes[key] = made
+    return made
+
+
+_MOST_NODES = 4096
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_LIBRARY.define(
+    "fake_quantize_in_graph(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? seed, Tensor? lo, Tensor? hi, "
+    "str spec, str by, SymInt[]? stride, bool masked) -> (Tensor y, Tensor mask)",
+    tags=_TAGS,
 )
-def _masked(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    spec: str,
-    seed: Tensor | None = None,
-    lo: Tensor | None = None,
-    hi: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _plan_of(x, scale, zero_point, spec, Extras(None if lo is None or hi is None else Range(lo, hi), seed))
-    y, mask = plan.values_and_mask(x, scale, zero_point, plan.descriptor)
-    declared = _mask_bytes(x, plan.spec)
-    mask = x.new_empty(0, dtype=torch.uint8) if mask is None else F.pad(mask, (0, declared - mask.numel()))
-    # The backend that packed and the real strides of x: a compiler may expect others, and the bits lie as x does.
-    packed_by = torch.tensor([_number_of(plan.backend), *x.stride()], dtype=torch.int64, device="cpu")
-    return _as_declared(y, x), mask, packed_by
 
 
-@_masked.register_fake
-def _(
-    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, *_: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask = x.new_empty(_mask_bytes(x, QuantSpec.parse(spec)), dtype=torch.uint8)
-    return _declared(x), mask, torch.empty(1 + x.dim(), dtype=torch.int64, device="meta" if x.is_meta else "cpu")
-
-
-@torch.library.custom_op(
-    "fakequant::grad_input",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor mask, Tensor packed_by, str spec, SymInt[] declared) -> Tensor",
-)
-def _grad_input(dy: Tensor, mask: Tensor, packed_by: Tensor, spec: str, declared: list[int]) -> Tensor:
-    number, *stride = packed_by.tolist()
-    (backend,) = (backend for backend in backends() if _number_of(backend.name) == number)
-    kind = CallKind(QuantSpec.parse(spec), VALUES, dy.dtype, mask.device, dy.shape, tuple(stride), None, None)
-    return laid(masked_gradient(dy, mask, plan_by(backend, kind)), tuple(declared))
-
-
-@_grad_input.register_fake
-def _(dy: Tensor, mask: Tensor, packed_by: Tensor, spec: str, declared: list[int]) -> Tensor:
-    return dy.new_empty_strided(dy.shape, declared)
-
-
-@torch.library.custom_op(
-    "fakequant::grad_of_params",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor scale, Tensor? zero_point, str spec, Tensor? seed) -> "
-    "(Tensor by_scale, Tensor by_zero_point)",
-)
-def _grad_of_params(
-    dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, seed: Tensor | None
+@torch.library.impl(_LIBRARY, "fake_quantize_in_graph", "CompositeExplicitAutograd")
+def _fake_quantize_in_graph(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor]:
-    plan = _plan_of(x, scale, zero_point, spec, Extras(None, seed))
-    given = laid(dy.to(x.dtype), plan.stride), laid(x, plan.stride), None, scale, zero_point, plan.descriptor
-    _, *found = plan.gradients(*given, True, zero_point is not None)
+    seed, lo, hi, spec, by, stride, masked = given
+    of_x, stride = (x.dtype, x.device, x.shape), x.stride() if stride is None else tuple(stride)
+    plan, declared, mask_bytes = _node_of((*of_x, stride), scale, zero_point, spec, by)
+    if x.stride() != stride:  # the bits of a mask lie as x does
+        x = laid(x, declared)
+        plan = _node_of((*of_x, declared), scale, zero_point, spec, by).plan
+    extras = None if seed is lo is None else Extras(None if lo is None or hi is None else Range(lo, hi), seed)
+    if masked:
+        y, mask = plan.values_and_mask(x, scale, zero_point, extras or plan.descriptor)
+    else:
+        y, mask = plan.values(x, scale, zero_point, extras or plan.descriptor), None
+    assert y is not None, "the plan takes any parameters"
+    if mask is None:
+        mask = x.new_empty(0, dtype=torch.uint8)
+    elif mask.numel() != mask_bytes:
+        mask = F.pad(mask, (0, mask_bytes - mask.numel()))
+    return laid(y, declared), mask
+
+
+@torch.library.register_fake("fakequant::fake_quantize_in_graph", lib=_LIBRARY)
+def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *_, spec, _, stride, masked = given
+    mask_bytes = _mask_bytes(x, QuantSpec.parse(spec)) if masked else 0
+    return _declared(x, x.stride() if stride is None else stride), x.new_empty(mask_bytes, dtype=torch.uint8)
+
+
+_LIBRARY.define("grad_input(Tensor dy, Tensor mask, str spec, str by, SymInt[] stride) -> Tensor", tags=_TAGS)
+
+
+@torch.library.impl(_LIBRARY, "grad_input", "CompositeExplicitAutograd")
+def _grad_input(dy: Tensor, mask: Tensor, spec: str, by: str, stride: Sequence[int]) -> Tensor:
+    plan, declared, _ = _node_of((dy.dtype, mask.device, dy.shape, tuple(stride)), None, None, spec, by)
+    return laid(plan.grad_input(laid(dy, plan.stride), mask), declared)
+
+
+@torch.library.register_fake("fakequant::grad_input", lib=_LIBRARY)
+def _(dy: Tensor, mask: Tensor, spec: str, by: str, stride: Sequence[int]) -> Tensor:
+    return _declared(dy, stride)
+
+
+_LIBRARY.define(
+    "grad_of_params(Tensor dy, Tensor x, Tensor scale, Tensor? zero_point, Tensor? seed, str spec, str by, "
+    "SymInt[] stride) -> (Tensor by_scale, Tensor by_zero_point)",
+    tags=_TAGS,
+)
+
+
+@torch.library.impl(_LIBRARY, "grad_of_params", "CompositeExplicitAutograd")
+def _grad_of_params(
+    dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *given: Any
+) -> tuple[Tensor, Tensor]:
+    seed, spec, by, stride = given
+    plan = _node_of((x.dtype, x.device, x.shape, tuple(stride)), scale, zero_point, spec, by).plan
+    extras = plan.descriptor if seed is None else Extras(None, seed)
+    tensors = laid(dy.to(x.dtype), plan.stride), laid(x, plan.stride), None, scale, zero_point
+    _, *found = plan.gradients(*tensors, extras, True, zero_point is not None)
     by_scale, by_zero_point = (scale.new_empty(0) if g is None else g.contiguous() for g in found)
     return by_scale, by_zero_point
 
 
-@_grad_of_params.register_fake
-def _(
-    dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("fakequant::grad_of_params", lib=_LIBRARY)
+def _(dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     by_zero_point = scale.new_empty(0) if zero_point is None else zero_point.new_empty(zero_point.shape)
     return scale.new_empty(scale.shape), by_zero_point
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, scale, zero_point, spec, seed, *_ = inputs
-    y, mask, packed_by = output
-    learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
-    ctx.save_for_backward(mask, packed_by, *((x, scale, zero_point, seed) if learned else ()))
-    ctx.spec, ctx.declared = spec, y.stride()
-
-
-def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    mask, packed_by, *saved = ctx.saved_tensors
-    dx, by_scale, by_zero_point = dy, None, None
-    if QuantSpec.parse(ctx.spec).gradient is not Gradient.IDENTITY:
-        dx = torch.ops.fakequant.grad_input(dy, mask, packed_by, ctx.spec, ctx.declared)
-    if saved:
-        x, scale, zero_point, seed = saved
-        by_scale, by_zero_point = torch.ops.fakequant.grad_of_params(dy, x, scale, zero_point, ctx.spec, seed)
-        by_zero_point = None if zero_point is None else by_zero_point
-    return dx, by_scale, by_zero_point, None, None, None, None
-
-
-_masked.register_autograd(_backward, setup_context=_setup)
 
 
 def _setup_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -543,11 +627,6 @@ def _plan_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: s
     return (plan.otherwise or plan)._replace(descriptor=extras)
 
 
-def _number_of(backend: str) -> int:
-    """The name of a backend as a number: graphs hold tensors only."""
-    return zlib.crc32(backend.encode())
-
-
 def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
     """Bytes of one bit per element, of full blocks where a backend pads them."""
     if spec.gradient is Gradient.IDENTITY:
@@ -556,9 +635,10 @@ def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
     return (math.prod(n + m for n, m in zip(x.shape, missing, strict=True)) + 7) // 8
 
 
-def _declared(x: Tensor) -> Tensor:
-    """A tensor that lies in memory as results do: like x, or row by row where x has gaps or overlaps."""
-    return x.new_empty_strided(x.shape, x.stride()) if _is_dense(x) else x.new_empty(x.shape)
+def _declared(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """A tensor that lies in memory as results do: by the strides of x, or row by row where these leave gaps."""
+    laid = x.new_empty_strided(x.shape, stride)
+    return laid if _is_dense(laid) else x.new_empty(x.shape)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -583,5 +663,5 @@ def _as_declared(y: Tensor | None, x: Tensor) -> Tensor:
     # Strides to the last: also that of an axis of one element decides whether a tensor counts as channels-last.
     if y.stride() == x.stride() and x.is_contiguous():
         return y
-    declared = _declared(x)
+    declared = _declared(x, x.stride())
     return y if y.stride() == declared.stride() else declared.copy_(y)

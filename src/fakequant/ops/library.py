@@ -3,9 +3,10 @@
 * Eager: the plan that a backend made for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
   per element is saved, and x where a scale is learned.
 * torch.compile where compilers would compute other bits (`compilers.approximate_devices`): one node of a graph, see
-  `graph_operators.py`.
+  `graph_operators.py`; or, see `is_compiled_in_line`, the definition with quotients and products as nodes, which
+  Inductor writes as exact instructions. A mask is saved.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
-  that a compiler fuses it with its neighbours. What is saved there is x itself, see `decomposition.py`.
+  that a compiler fuses it with its neighbours. What is saved there is x itself, see `_found_in_backward`.
 * torch.export and torch.jit.trace: two nodes. `fakequant::fake_quantize` carries the specification as text.
   `fakequant::choose_scale` does too, and finds the scale from the range of the tensor.
 """
@@ -32,6 +33,7 @@ from fakequant.ops.graph_operators import (
     apply_in_transforms,
     apply_plan,
     is_compiled_as_node,
+    is_compiled_in_line,
     is_compiled_in_transforms,
     is_recorded,
     keep_whole,
@@ -81,7 +83,7 @@ def quantize_by(
         if is_compiled_in_transforms():
             keep_whole()
             return apply_in_transforms(x, text_of(spec), *tensors_of(params))
-        if is_compiled_as_node(x):
+        if is_compiled_as_node(x) and not is_compiled_in_line(x, spec, params):
             return quantize_as_node(x, spec, *params)
         traced = Decomposed if torch.compiler.is_compiling() else DecomposedInTransforms
         return traced.apply(x, *tensors_of(on_mesh_of(x, params)), spec)

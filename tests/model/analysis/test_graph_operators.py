@@ -1,14 +1,18 @@
 """The operator as a node of a graph: the bits, gradients and strides of eager execution."""
 
+from functools import partial
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fakequant as fq
 from fakequant.numerics import compilers, reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
-from fakequant.ops.graph_operators import quantize_as_node
+from fakequant.ops.graph_operators import name_of_choice, quantize_as_node
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 
@@ -65,10 +69,18 @@ def _library(x, params, spec):
 
 @pytest.mark.parametrize("text", SPECS)
 def test_the_fake_kernels_say_what_the_real_ones_do(text):
-    x = torch.randn(3, 4, 5, 6, requires_grad=True)
-    arguments = (x, None, None, fq.QuantSpec.parse(text).to_text())
-    for operator in (torch.ops.fakequant.fake_quantize.default, torch.ops.fakequant.fake_quantize_masked.default):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    x, text = torch.randn(3, 4, 5, 6), fq.QuantSpec.parse(text).to_text()
+    opcheck = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    opcheck(torch.ops.fakequant.fake_quantize.default, (x.requires_grad_(), None, None, text))
+    x, operators = x.detach(), torch.ops.fakequant
+    by = name_of_choice(x.device, x.dtype, text), x.stride()
+    for masked in (False, True):
+        opcheck(operators.fake_quantize_in_graph.default, (x, *[None] * 5, text, *by, masked))
+    _, mask = operators.fake_quantize_in_graph(x, *[None] * 5, text, *by, True)
+    scale = fq.choose_qparams(x, text).scale
+    opcheck(operators.grad_of_params.default, (x, x, scale, None, None, text, *by))
+    if mask.numel():
+        opcheck(operators.grad_input.default, (x, mask, text, *by))
 
 
 VIEWS = {
@@ -94,15 +106,17 @@ def test_the_strides_of_views_are_known_before_they_are_computed(view, operator,
     assert compilers.is_exporting() == exporting
     scale = None if operator.endswith("chosen") else torch.tensor(0.1)
     spec = fq.QuantSpec.parse("int8")
-    args = (None, spec.to_text(), None)
-    call = (
-        torch.ops.fakequant.fake_quantize if operator.startswith("values") else torch.ops.fakequant.fake_quantize_masked
-    )
+    by, text = name_of_choice(torch.device("cpu"), torch.float32, "int8"), spec.to_text()
+
+    def call(x):
+        if operator.startswith("values"):
+            return torch.ops.fakequant.fake_quantize(x, scale, None, text, None)
+        return torch.ops.fakequant.fake_quantize_in_graph(x, scale, *[None] * 4, text, by, x.stride(), True)[0]
+
     x = torch.randn(2, 3, 4, 6)
-    real = call(view(x), scale, *args)
+    real = call(view(x))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = call(view(mode.from_tensor(x)), scale, *args)
-    real, fake = (y if isinstance(y, torch.Tensor) else y[0] for y in (real, fake))
+        fake = call(view(mode.from_tensor(x)))
     assert fake.stride() == real.stride()
     assert not x.numel() or library.fake_quantize_dynamic(view(x), spec).stride() == real.stride()
 
@@ -176,3 +190,43 @@ def test_specifications_are_read_after_a_change_of_numbers(monkeypatch):
     for text in ("int8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "int8"):
         layer.spec = fq.QuantSpec.parse(text)
         assert_same_bits(compiled(x), library.fake_quantize_dynamic(x, layer.spec), text)
+
+
+def test_the_node_computes_as_it_was_compiled():
+    """By the strides that x had for the compiler, if a compiler lays it otherwise."""
+    spec, scale = fq.QuantSpec.parse("int8 per_channel(1)"), torch.full((1, 3, 1, 1), 0.25)
+    text, x = spec.to_text(), (torch.arange(96.0) - 40).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    by, right = name_of_choice(x.device, x.dtype, text), reference.passes(x, QParams(scale), spec)
+    for given in (x, x.contiguous(), x.contiguous().transpose(0, 1).contiguous().transpose(0, 1)):
+        call = scale, *[None] * 4, text, by, x.stride()
+        y, mask = torch.ops.fakequant.fake_quantize_in_graph(given, *call, True)
+        dx = torch.ops.fakequant.grad_input(torch.ones_like(given), mask, text, by, x.stride())
+        assert y.stride() == dx.stride() == x.stride()
+        assert_same_bits(y, reference.fake_quantize(x, QParams(scale), spec))
+        assert_same_bits(dx, right.float())
+
+
+@pytest.mark.parametrize("text", ["int8", "int8 per_channel(0)", "uint8 per_token asymmetric"])
+def test_the_nodes_of_a_training_step_save_nothing_on_the_cpu(monkeypatch, text):
+    """A CUDA graph cannot hold tensors of the CPU."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
+    x = torch.randn(6, 8, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: library.fake_quantize_dynamic(x, fq.QuantSpec.parse(text)),
+        backend=aot_autograd(fw_compiler=keep, bw_compiler=keep),
+        fullgraph=True,
+    )
+    compiled(x).sum().backward()
+    forward, backward = graphs
+    for graph in (forward, backward):
+        nodes = [node for node in graph.nodes if "fakequant" in str(node.target)]
+        assert len(nodes) == 1
+    outputs = [node.meta["val"].dtype for node in forward.output_node().args[0]]
+    assert outputs == [torch.float32, torch.uint8], "the values and a bit for each, and no integers of the host"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import QParamsError, ShapeError, SpecError
+from fakequant.numerics.division import divide
 
 
 class Table(NamedTuple):
@@ -561,7 +562,7 @@ class FloatFormat(Format):
 
     def round(self, v: Tensor) -> Tensor:
         spacing = self._spacing(v)
-        return self._code(torch.where(v.isinf(), v, (v / spacing).round() * spacing))
+        return self._code(torch.where(v.abs() == math.inf, v, divide(v, spacing).round() * spacing))
 
     def neighbours(self, v: Tensor) -> Neighbours:
         spacing = self._spacing(v)
