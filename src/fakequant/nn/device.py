@@ -79,6 +79,9 @@ class CodeGrid(NamedTuple):
 class Kept:
     """What a quantizer keeps between calls. Copies and pickles of it are empty."""
 
+    stores: tuple[Any, ...] | None = None
+    """The device and what else decides that it stores codes, of the last call where it does."""
+
     def __init__(self) -> None:
         self._grid: tuple[tuple[Any, ...], Tensor, CodeGrid] | None = None
         self._packed: PackedWeight | None = None

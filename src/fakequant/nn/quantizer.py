@@ -447,20 +447,21 @@ class Quantizer(QuantizerPart):
 
     def _grid(self, x: Tensor) -> CodeGrid | None:
         """Where the codes of a tensor lie on the device; None where it is simulated: in a trace, or without a rule."""
-        if (
-            torch.compiler.is_compiling()
-            or (not isinstance(x, DeviceTensor) and library.needs_tracing(x))
-            or self.why_simulated(self.device) is not None
-        ):
+        if torch.compiler.is_compiling() or (not isinstance(x, DeviceTensor) and library.needs_tracing(x)):
             return None
         scale, fmt = self._buffers["scale"], self.spec.format
+        kept = self._kept = self._kept or Kept()
+        # The reason takes 4 us of each call.
+        state = None if scale is None else (self.device, self.spec, self.dynamic, self.by_value)
+        if state is None or kept.stores != state:
+            if self.why_simulated(self.device) is not None:
+                return None
+            kept.stores = state
         if scale is None or self.kind is Kind.WEIGHT:
             params = self.qparams(plain(x))
         else:  # of one element, which fits tensors of any shape
             params = QParams(scale, self._buffers["zero_point"])
-        if self._kept is None:
-            self._kept = Kept()
-        return self._kept.grid(params.scale, params.zero_point, int(fmt.quant_min), int(fmt.quant_max))
+        return kept.grid(params.scale, params.zero_point, int(fmt.quant_min), int(fmt.quant_max))
 
     @property
     def may_be_skipped(self) -> bool:
