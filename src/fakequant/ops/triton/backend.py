@@ -21,7 +21,7 @@ from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
+from fakequant.ops.backend import RELU, Backend, CallKind, Extras, KernelPlan, Kernels
 from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, is_lattice, table_fields
 from fakequant.ops.layout import Layout, layout_of
 
@@ -163,6 +163,49 @@ class TritonKernels(Kernels):
                 self.dynamic = {mask: dynamic_call_of(spec, kind.dtype, mask=mask) for mask in (False, True)}
             else:
                 log.debug("triton measures %s on %s apart: %s", spec, tuple(kind.shape), reason)
+
+    def plan(self) -> KernelPlan:
+        plan, layout, kind = super().plan(), self.layout, self.kind
+        groups = [axis for axis in layout.group_order if layout.group_shape[axis] > 1]
+        as_they_are = kind.stride == layout.packed_stride and groups == sorted(groups)
+        for parameter in (kind.scale, kind.zero_point):
+            as_they_are = as_they_are and (parameter is None or parameter.contiguous)
+        stochastic = self.spec.rounding is Rounding.STOCHASTIC
+        # Ranges that the kernel does not find itself.
+        ranged = self.calls[True].mask == "input" and kind.scale is not None and kind.scale.dtype not in _COMPUTED
+        if kind.scale is None or not as_they_are or ranged or not self.place.elements or stochastic:
+            return plan
+        from . import launch
+
+        self.plainly = tuple(launch.Quantizing(self.table, self.place, self.calls[mask]) for mask in (False, True))
+        self.masking = launch.Masking(self.place.elements, self.block)
+        plan = plan._replace(values=self._plain_values, values_and_mask=self._plain_values_and_mask)
+        return plan._replace(grad_input=self._plain_gradient) if self.masks else plan
+
+    def _plain_values(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, extras: Extras | None
+    ) -> Tensor | None:
+        if extras is not None:
+            return self._values(x, scale, zero_point, extras)
+        y = torch.empty_like(x)
+        self.plainly[False](x, y, None, scale, zero_point)
+        return y
+
+    def _plain_values_and_mask(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, extras: Extras | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if extras is not None:
+            return self._values_and_mask(x, scale, zero_point, extras)
+        y, bits = torch.empty_like(x), _made_mask(x) if self.masks else None
+        self.plainly[self.masks](x, y, bits, scale, zero_point)
+        return y, bits
+
+    def _plain_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
+        if dy.dtype != self.kind.dtype:  # of another size than that for which the kernel was compiled
+            return self.mask_gradient(dy, mask)
+        dx = torch.empty_like(dy)
+        self.masking(dy, mask, dx)
+        return dx
 
     def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         packed = self.layout.pack(x)
