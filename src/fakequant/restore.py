@@ -140,10 +140,14 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
 
 
 def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]) -> Restore:
-    """Return a function that restores a model, of which only the touched modules and parameters get other values."""
+    """Return a function that restores a model, of which only the touched modules and parameters get other values.
+
+    Copies of the values are on the CPU, because a GPU may have no room for a second copy.
+    """
     touched = list(touched)
-    structure, values = structure_of([model]), state_of(one for one in touched if isinstance(one, nn.Module))
-    parameters = [(one, one.detach().clone()) for one in touched if isinstance(one, nn.Parameter)]
+    structure = structure_of([model])
+    values = state_of((one for one in touched if isinstance(one, nn.Module)), "cpu")
+    parameters = [(one, one.detach().to("cpu", copy=True)) for one in touched if isinstance(one, nn.Parameter)]
 
     def restore_parameters() -> None:
         for parameter, value in parameters:

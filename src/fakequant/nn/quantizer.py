@@ -881,7 +881,7 @@ class Quantizer(QuantizerPart):
         check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=exact, signed=signed, traced=False)
         with torch.no_grad():
             values = self._values(torch.float32 if weight is None else weight.dtype, codes)
-            if not bool(values.isfinite().all()):
+            if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):  # without a second copy
                 raise QParamsError(f"the codes of {self.name or self} stand for values that are not finite")
             self.release_codes()
             with torch.inference_mode(mode=False):
@@ -890,6 +890,8 @@ class Quantizer(QuantizerPart):
         self._weight_pending = weight is None
         if weight is not None:
             self._give(weight, values)
+            del values  # which the check makes anew
+            self.needs_codes(weight)
 
     def release_codes(self) -> None:
         """Forget fixed codes, and quantize the weight again; its values do not change."""
@@ -1085,7 +1087,6 @@ class Quantizer(QuantizerPart):
         with torch.inference_mode(weight.is_inference()), torch.no_grad():
             weight.copy_(values)
         self._weight_pending, self.last_weight, self.range_of_weight = False, None, magnitudes(self.spec, weight)
-        self.needs_codes(weight)
 
     def _stored(self) -> Tensor:
         assert self.fixed_codes is not None, "called where codes are fixed"

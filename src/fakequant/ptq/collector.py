@@ -33,7 +33,14 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.problem import structured_zeros
-from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, stacked
+from fakequant.ptq.solvers.sums import (
+    MOST_DRIFT,
+    HalvedSums,
+    InputSums,
+    drift_share,
+    parts_of_outputs,
+    stacked,
+)
 from fakequant.ptq.solvers.transforms import (
     ROWS_PER_CHANNEL,
     WIDEST_HALVED,
@@ -551,29 +558,40 @@ class Collector:
         """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
+        groups, columns = product.groups * parts.count, product.columns // parts.count
         if product.is_stack:
             matrices: Sequence[Tensor] = [product.matrix(weight[place]) for place in seen.reads]
         else:
             matrices = parts.split(product.matrix(weight)).chunk(len(seen.reads))
-        shape = product.groups * parts.count, -1, product.columns // parts.count
-        weights = [own.reshape(shape) for own in matrices]  # [groups, outputs, columns]
-        gathered = [HalvedSums.of_drift(*pair) for pair in zip(seen.sums, weights, strict=True)]
-        for call in calls:
-            assert call.floats is not None
-            beside = added.get(call.number)
-            with input_named(product.row_name(stage.name), call.number):
-                for sums, read, weight in zip(gathered, seen.reads, weights, strict=True):
-                    floats = call.floats[read]
-                    if product.input_transform is not None:
-                        floats = product.input_transform(floats)
-                    for x, wanted in zip(product.pieces(call.rounded[read]), product.pieces(floats), strict=True):
-                        rows, others = (parts.rows(product.rows(own)) for own in (x, wanted))
-                        count = rows.shape[1]
-                        sums.add_drift(rows, others, weight, None if beside is None else beside[:, :count])
-                        beside = None if beside is None else beside[:, count:]
-        self._merge(gathered, product)
-        found = [sums.joined() for sums in gathered]
-        return stacked(seen.sums if any(drift_share(sums) > MOST_DRIFT for sums in found) else found)
+        weights = [own.reshape(groups, -1, columns) for own in matrices]  # [groups, outputs, columns]
+
+        def of_outputs(part: slice) -> list[InputSums]:
+            some = [own[:, part] for own in weights]
+            gathered = [HalvedSums.of_drift(*pair) for pair in zip(seen.sums, some, strict=True)]
+            for call in calls:
+                assert call.floats is not None
+                beside = added[call.number][:, :, part] if call.number in added else None
+                with input_named(product.row_name(stage.name), call.number):
+                    for sums, read, weight in zip(gathered, seen.reads, some, strict=True):
+                        floats = call.floats[read]
+                        if product.input_transform is not None:
+                            floats = product.input_transform(floats)
+                        for x, wanted in zip(product.pieces(call.rounded[read]), product.pieces(floats), strict=True):
+                            rows, others = (parts.rows(product.rows(own)) for own in (x, wanted))
+                            count = rows.shape[1]
+                            sums.add_drift(rows, others, weight, None if beside is None else beside[:, :count])
+                            beside = None if beside is None else beside[:, count:]
+            self._merge(gathered, product)
+            return [sums.joined() for sums in gathered]
+
+        # Processes make the sums together, so that none can make a part of them later.
+        is_parted = self._processes.group is None and len(weights) == 1 and len(parts_of_outputs(weights[0].shape)) > 1
+        found = of_outputs(slice(0, 0) if is_parted else slice(None))
+        if any(drift_share(sums) > MOST_DRIFT for sums in found):
+            return stacked(seen.sums)
+        if is_parted:
+            found[0].made = lambda part: of_outputs(part)[0]
+        return stacked(found)
 
     def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
         """Whether two layers multiply the same rows of the input of a call."""

@@ -665,17 +665,21 @@ class FloatTwin:
 
     def in_float(self, run: Callable[[], T]) -> T:
         """What a function gives while the model is that in float."""
-        values = {parameter: value for own in self._values.values() for parameter, value in own.items()}
+        kept = [pair for own in self._values.values() for pair in own.items()]
+        values = {parameter: value.to(parameter.device) for parameter, value in kept}
         with off(self._quantizers), with_data(values):
             return run()
 
     def keep(self, name: str, parameters: Iterable[nn.Parameter | None]) -> None:
-        """Keep the values of parameters that a layer is about to change, for the float model; earlier ones stay."""
+        """Keep the values of parameters that a layer is about to change on the CPU, for the float model.
+
+        Values that are kept already stay.
+        """
         if self._float is not None:
             own = self._values.setdefault(self._parts[name], {})
             for parameter in parameters:
                 if parameter is not None and parameter not in own:
-                    own[parameter] = parameter.detach().clone()
+                    own[parameter] = parameter.detach().to("cpu", copy=True)
 
 
 class with_data(AbstractContextManager[None]):

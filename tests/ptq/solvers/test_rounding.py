@@ -197,3 +197,32 @@ def test_a_grid_has_the_values_of_the_operator_for_negative_and_zero_scales_and_
     assert torch.equal(grid.nearest(weight), wanted)
     assert torch.equal(torch.stack([grid.column(place, weight[:, place]) for place in range(512)], 1), wanted)
     assert torch.equal(grid.rows(slice(2, 4)).nearest(weight[2:4]), wanted[2:4])
+
+
+@pytest.mark.parametrize("rows", [24, 640])  # few rows, so that halves of them judge; and many
+@pytest.mark.parametrize("steps", ["fast", ["ranges", "gptq", "descend", "drift"]])
+def test_a_wide_matrix_gets_the_same_values_in_parts(
+    monkeypatch: pytest.MonkeyPatch, rows: int, steps: str | list[str]
+) -> None:
+    made, drift_of = list[int](), Drift.of
+    monkeypatch.setattr(Drift, "of", lambda weight: made.append(weight.shape[1]) or drift_of(weight))
+
+    def improved(least: int) -> tuple[nn.Module, fq.ptq.Improvement]:
+        monkeypatch.setattr(sums_module, "_LEAST_PART", least)
+        monkeypatch.setattr(sums_module, "_SQUARES", 0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 600))
+        batches = [torch.randn(rows, 32) for _ in range(3)]
+        fq.calibrate(fq.prepare(model, "int4_group32"), batches)
+        made.clear()
+        return model, fq.ptq.improve(model, batches, steps)
+
+    whole, expected = improved(2**20)
+    assert max(made) == 600
+    parted, found = improved(32 * 256)
+    assert max(made) == 256
+    for (name, one), other in zip(whole.state_dict().items(), parted.state_dict().values(), strict=True):
+        assert_same_bits(one, other, name)
+    assert (found.before, found.after) == (expected.before, expected.after)
+    for one, other in zip(expected.layers, found.layers, strict=True):  # sums of parts are added in another order
+        torch.testing.assert_close(one.after, other.after, rtol=1e-12, atol=0)

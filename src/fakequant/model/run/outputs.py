@@ -30,6 +30,8 @@ from fakequant.text import listed, module_name
 
 _ROUNDING = 1e-6
 """By how much two runs may differ, as a share of the norm: a GPU adds in any order."""
+_VALUES = 2**18
+"""Values of an output that are compared in float64 at once."""
 Place = tuple[Any, ...]
 """The keys, indices and names of fields that lead to a tensor in an output."""
 
@@ -312,10 +314,12 @@ def _row_errors(y: Tensor, other: Tensor | None, energy: float) -> Tensor:
         return torch.full((1,), math.inf, dtype=torch.float64)
     if not y.numel():
         return torch.zeros(0, dtype=torch.float64)
-    same = (y == other) | (y.isnan() & other.isnan())
-    error = torch.where(same, 0.0, other.double() - y.double()).square()
-    share = error.reshape(len(y) if y.dim() else 1, -1).sum(1).cpu() / (energy or 1.0)
-    return share.nan_to_num(math.inf)
+    rows = [one.reshape(len(y) if y.dim() else 1, -1) for one in (y, other)]
+    sums = list[Tensor]()
+    for one, another in zip(*(own.split(max(_VALUES // own.shape[1], 1)) for own in rows), strict=True):
+        same = (one == another) | (one.isnan() & another.isnan())
+        sums.append(torch.where(same, 0.0, another.double() - one.double()).square().sum(1))
+    return (torch.cat(sums).cpu() / (energy or 1.0)).nan_to_num(math.inf)
 
 
 def _unmasked(outputs: Mapping[Place, Tensor], mask: Tensor | None) -> dict[Place, Tensor]:

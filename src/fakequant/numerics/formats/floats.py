@@ -425,7 +425,11 @@ def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
         raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(shape)}")
     if codes.dtype is not format.storage:
         raise QParamsError(f"are {codes.dtype}, but {format} has {format.storage}")
-    lowest, highest = map(int, patterns_of(codes, format).aminmax()) if codes.numel() else (0, 0)
+    # Integers as they are: patterns take eight times their bytes.
+    is_plain = format.grid.mantissa_bits is None and codes.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)
+    first = lowest_of(format) if is_plain else 0
+    ends = (codes if is_plain else patterns_of(codes, format)).aminmax() if codes.numel() else (first, first)
+    lowest, highest = (int(end) - first for end in ends)
     if lowest < 0 or highest >= count_of(format):
         raise QParamsError(f"hold {min(lowest, 0) or highest}, but {format} has {count_of(format)} codes")
 

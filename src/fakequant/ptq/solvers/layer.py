@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result
 from fakequant.ptq.solvers.adaround import adaround
 from fakequant.ptq.solvers.problem import Problem, WeightGrid, descend, gptq_and_loss, structured_zeros
-from fakequant.ptq.solvers.sums import InputSums
+from fakequant.ptq.solvers.sums import InputSums, parts_of_outputs
 from fakequant.ptq.solvers.transforms import Parts, searched_params
 from fakequant.text import module_name
 
@@ -90,10 +91,9 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     if not sums.count:
         return Choice(matrix.params, matrix.nearest, None, LayerResult(name), *seen)
     parts, spec = Parts.of(product), matrix.spec
-    float_weight = parts.split(matrix.weight)
+    float_weight, nearest = parts.split(matrix.weight), parts.split(matrix.nearest)
     bias = product.bias[0] if "bias" in steps else None
-    plain, own = Problem(float_weight, sums), parts.split_params(matrix.params)
-    about = sums if bias is None else sums.about_mean()
+    own, about = parts.split_params(matrix.params), sums if bias is None else sums.with_drift(None).about_mean()
 
     def ranges(about: InputSums) -> QParams:
         return searched_params(float_weight, spec, about.moments, parts, own.scale) if "ranges" in steps else own
@@ -101,58 +101,70 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     searched = ranges(about)
     solving = [step for step in SOLVERS if step in steps]
     zeros = structured_zeros(float_weight)
-    if zeros is not None and bool(parts.split(matrix.nearest).flatten(1)[zeros].any()):
+    if zeros is not None and bool(nearest.flatten(1)[zeros].any()):
         zeros = None  # the format has no 0
     grid, how = WeightGrid(spec, searched, float_weight.shape, zeros), _How(bias is not None, share=1.0)
     if sums.halves:
-        nearest, grids = WeightGrid(spec, own, float_weight.shape), [grid, grid]
-        if _is_few(plain):  # ranges of all rows would know those that judge
-            halves = sums.halves if bias is None else [half.about_mean() for half in sums.halves]
+        grids = [grid, grid]
+        if _is_few(sums):  # ranges of all rows would know those that judge
+            halves = [half if bias is None else half.with_drift(None).about_mean() for half in sums.halves]
             grids = [WeightGrid(spec, ranges(half), float_weight.shape, zeros) for half in halves]
-        how = _HeldOut(plain, nearest, grids, next(iter(solving), "")).best(steps, with_bias=bias is not None)
+        held_out = _HeldOut(float_weight, sums, WeightGrid(spec, own, float_weight.shape), grids)
+        how = held_out.best(steps, next(iter(solving), ""), with_bias=bias is not None)
     elif sums.count == 1:
         how = _How(False, "nearest")  # no other row can judge
-    bias, about = (bias, about) if how.with_bias else (None, sums)
-    solved = Problem(plain.weight, about, how.damping, how.share)
-    energy, tried = plain.energy(), dict[str, _Tried]()
-
-    def judge(step: str, params: QParams, values: Callable[[], Tensor], loss: float | None = None) -> None:
-        now = values()
-        loss = solved.loss(now) if loss is None else loss
-        tried[step] = _Tried(params, values, loss / energy, solved.unseen(now))
-
-    judge("nearest", own, lambda: parts.split(matrix.nearest))
+    bias = bias if how.with_bias else None
+    tried, energy = {"nearest": _Tried(own, nearest.__getitem__)}, 0.0
     if "ranges" in steps:
-        judge("ranges", searched, lambda: library.fake_quantize(float_weight, searched, spec))
-    for step, (values, loss) in _solved(solved, grid, solving).items() if solving else ():
-        own_values = values.reshape(float_weight.shape).to(float_weight.dtype)
-        judge(step, searched, lambda own_values=own_values: own_values, loss)
-    first = tried["nearest"]
-    sound = [step for step, own in tried.items() if own.loss <= first.loss and how.allows(step)]
-    best = min(sound, key=lambda step: tried[step].loss * energy + tried[step].unseen)
-    params, values = tried[best].params, tried[best].values()
-    before = first.loss
+        plain_grid = grid if zeros is None else WeightGrid(spec, searched, float_weight.shape)
+        tried["ranges"] = _Tried(searched, lambda part: plain_grid.rows(part).nearest_of(float_weight[part]))
+    for step in solving:
+        tried[step] = _Tried(searched, torch.empty_like(float_weight).__getitem__)
+    for part in parts_of_outputs((len(sums.moments), len(float_weight) // len(sums.moments), sums.moments.shape[-1])):
+        weight, of_part = float_weight[part], sums.of_outputs(part)
+        plain = Problem(weight, of_part)
+        solved = Problem(
+            weight, of_part if bias is None else about.with_drift_about_mean(of_part), how.damping, how.share
+        )
+        energy += plain.energy()
+        found = _solved(solved, grid.rows(part), solving) if solving else {}
+        for step, one in tried.items():
+            values, loss = found.get(step, (one.values(part), None))
+            if step in found:
+                one.values(part).copy_(values.reshape(weight.shape))
+            now = one.values(part)
+            one.loss += solved.loss(now) if loss is None else loss
+            one.unseen += solved.unseen(now)
+            if bias is not None:
+                one.missed.append(plain.missed_mean(now))
+    losses = {step: one.loss / energy for step, one in tried.items()}
+    sound = [step for step, loss in losses.items() if loss <= losses["nearest"] and how.allows(step)]
+    best = min(sound, key=lambda step: losses[step] * energy + tried[step].unseen)
+    before, change = losses["nearest"], None
     if bias is not None:  # what the bias makes good is what the mean adds
-        before += sums.count * float(plain.missed_mean(first.values()).square().sum()) / energy
-    result = LayerResult(
-        name,
-        before,
-        tried[best].loss,
-        {("bias" if k == "nearest" else k): v.loss for k, v in tried.items() if k != "nearest" or bias is not None},
-    )
-    change = None if bias is None else plain.missed_mean(values).reshape(parts.count, -1).sum(0)
-    return Choice(parts.join_params(params), parts.join(values), change, result, *seen)
+        before += sums.count * float(torch.cat(tried["nearest"].missed).square().sum()) / energy
+        change = torch.cat(tried[best].missed).reshape(parts.count, -1).sum(0)
+    shown = {
+        ("bias" if k == "nearest" else k): loss for k, loss in losses.items() if k != "nearest" or bias is not None
+    }
+    values, result = tried[best].values(slice(None)), LayerResult(name, before, losses[best], shown)
+    return Choice(parts.join_params(tried[best].params), parts.join(values), change, result, *seen)
 
 
-class _Tried(NamedTuple):
-    """Parameters and values of a weight, and what they lose."""
+@dataclass
+class _Tried:
+    """What a step gives, and what its values lose: sums over parts of the outputs.
+
+    Attributes:
+        values: gives those of some outputs; anew where that is fast.
+        missed: see `Problem.missed_mean`; of all parts, if there is a bias.
+    """
 
     params: QParams
-    values: Callable[[], Tensor]
-    """Makes them anew where that is fast: as many as columns times outputs."""
-    loss: float
-    """The error as a share of the energy."""
-    unseen: float
+    values: Callable[[slice], Tensor]
+    loss: float = 0.0
+    unseen: float = 0.0
+    missed: list[Tensor] = field(default_factory=list)
 
 
 class _Part(NamedTuple):
@@ -222,8 +234,8 @@ class _How(NamedTuple):
         return step in ("nearest", self.kind) or self.kind == "solved"
 
 
-def _is_few(problem: Problem) -> bool:
-    return problem.sums.count < ENOUGH_ROWS * problem.weight.shape[2]
+def _is_few(sums: InputSums) -> bool:
+    return sums.count < ENOUGH_ROWS * sums.moments.shape[-1]
 
 
 class _HeldOut:
@@ -232,38 +244,46 @@ class _HeldOut:
     Half of the rows have twice the noise, so that they get twice the damping. A few outputs tell as much as all.
 
     Args:
-        problem: of all rows.
+        weight: [out, ...], the groups of a convolution one after the other.
+        sums: of all rows.
         nearest: the grid of the quantizer as it is.
         ranges: for each half that by searched ranges.
-        solver: the step that solves; "" for none.
     """
 
-    def __init__(self, problem: Problem, nearest: WeightGrid, ranges: Sequence[WeightGrid], solver: str) -> None:
-        groups, outputs, _ = problem.weight.shape
+    def __init__(self, weight: Tensor, sums: InputSums, nearest: WeightGrid, ranges: Sequence[WeightGrid]) -> None:
+        groups, columns = len(sums.moments), sums.moments.shape[-1]
+        outputs = len(weight) // groups
         part = slice(0, outputs, max(outputs // _ROWS, 1))
         rows = torch.arange(groups * outputs).reshape(groups, -1)[:, part].flatten()
-        self._weight, self._usual, self._solver = problem.weight[:, part], problem.damping, solver
+        self._weight = weight.reshape(groups, outputs, columns)[:, part].float()
         self._nearest, self._ranges = [nearest.rows(rows)] * 2, [grid.rows(rows) for grid in ranges]
-        self._halves = [half.of_outputs(part) for half in problem.sums.halves]
+        some = sums.of_outputs(part)
+        self._usual, self._halves = Problem(self._weight, some).damping, some.halves
         self._judges = [Problem(self._weight, half) for half in reversed(self._halves)]
-        self._chance = min(problem.weight.shape[2], problem.sums.count) ** 0.5 / problem.sums.count
+        self._chance = min(columns, sums.count) ** 0.5 / sums.count
         """The share of an error by which it may fall on few rows by chance."""
-        self._is_few = _is_few(problem)
+        self._is_few = _is_few(sums)
 
-    def best(self, steps: Sequence[str], *, with_bias: bool) -> _How:
-        """How values lose least on rows that did not choose them. With many rows only the damping is in question."""
+    def best(self, steps: Sequence[str], solver: str, *, with_bias: bool) -> _How:
+        """How values lose least on rows that did not choose them. With many rows only the damping is in question.
+
+        Args:
+            steps: names of `fakequant.ptq.STEPS`.
+            solver: that of these which solves; "" for none.
+            with_bias: whether the bias may make good the mean of the error.
+        """
 
         def rounded(_: InputSums, grid: WeightGrid) -> Tensor:
             return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
 
-        tried, solves, bias = dict[_How, float](), bool(self._solver), with_bias
-        if self._is_few or not solves:
+        self._solver, tried, bias = solver, dict[_How, float](), with_bias
+        if self._is_few or not solver:
             for own in (with_bias, False) if with_bias else (False,):
                 tried[_How(own, "nearest")] = self._lost(own, self._nearest, rounded)
                 tried[_How(own, "ranges")] = self._lost(own, self._ranges, rounded)
             bias = min(tried, key=tried.__getitem__).with_bias
         has_drift = self._halves[0].drift is not None
-        for share in ((1.0, None, 0.0) if self._is_few and has_drift else (None,)) if solves else ():
+        for share in ((1.0, None, 0.0) if self._is_few and has_drift else (None,)) if solver else ():
             tried[_How(bias, "solved", None, share)] = _HALF * self._lost_by(_How(bias, "", self._usual, share))
         found, plain = min(tried, key=tried.__getitem__), _How(False, "nearest")
         if self._is_few and tried[found] > (1 - self._chance) * tried[plain]:

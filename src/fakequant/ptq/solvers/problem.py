@@ -76,6 +76,10 @@ class WeightGrid:
         found = self._nearest(values, self._runs)
         return found if self._zeros is None else found.masked_fill_(self._zeros.T, 0.0)
 
+    def nearest_of(self, weight: Tensor) -> Tensor:
+        """The nearest values of a weight [out, ...]."""
+        return self.nearest(weight.flatten(1)).reshape(weight.shape)
+
     def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The values at or just below and at or just above those of a matrix [out, columns].
 

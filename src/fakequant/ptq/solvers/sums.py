@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,6 +111,7 @@ class InputSums:
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None where they have none.
         halves: the sums over two halves of the rows; none where they were not kept. See `HalvedSums`.
+        made: gives the sums with the drift of some outputs, which are too many to be kept; then `drift` has no output.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -124,6 +125,7 @@ class InputSums:
         self.drift: Drift | None = None
         self.count = 0
         self.halves: tuple[InputSums, ...] = ()
+        self.made: Callable[[slice], InputSums] | None = None
 
     @property
     def moments(self) -> Tensor:
@@ -166,11 +168,15 @@ class InputSums:
 
     def of_outputs(self, part: slice) -> InputSums:
         """The sums, not copied, with the drift of some outputs of each group."""
+        if self.made is not None:
+            return self.made(part)
         drift = self.drift
         if drift is None:
             return self
         of_part = drift.products[:, part], drift.output_total[:, part]
-        return self.with_drift(Drift(drift.total, drift.squares, *of_part, drift.output_squares))
+        found = self.with_drift(Drift(drift.total, drift.squares, *of_part, drift.output_squares))
+        found.halves = tuple(half.of_outputs(part) for half in self.halves)
+        return found
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
@@ -204,10 +210,15 @@ class InputSums:
         squares = self.moments.diagonal(dim1=1, dim2=2)
         varies = (found.moments.diagonal(dim1=1, dim2=2) > _NOISE * squares).double()
         found.moments.mul_(varies[:, :, None]).mul_(varies[:, None, :])
-        if self.drift is not None:
-            found.drift = self.drift.about_mean(self.total, count)
-            found.drift.products.mul_(varies[:, None, :])
-        return found
+        return found.with_drift_about_mean(self)
+
+    def with_drift_about_mean(self, sums: InputSums) -> InputSums:
+        """These sums about means with the drift in those that they were made from, about its mean, too."""
+        if sums.drift is None:
+            return self
+        drift = sums.drift.about_mean(sums.total, max(sums.count, 1))
+        drift.products.mul_(self.moments.diagonal(dim1=1, dim2=2)[:, None] > 0)
+        return self.with_drift(drift)
 
     def mean(self) -> Tensor:
         """The mean of x [groups, columns]."""
@@ -226,6 +237,7 @@ class HalvedSums:
 
     Args:
         parts: the sums to add to: one, or two halves.
+        whole: the sums over all rows without their drift, if they are known.
 
     >>> gathered = HalvedSums([InputSums(), InputSums()])
     >>> gathered.add(torch.tensor([[[1.0], [2.0], [3.0]]]))
@@ -234,13 +246,13 @@ class HalvedSums:
     (14.0, [5.0, 9.0])
     """
 
-    def __init__(self, parts: Sequence[InputSums]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[InputSums], whole: InputSums | None = None) -> None:
+        self._parts, self._whole = parts, whole
 
     @classmethod
     def of_drift(cls, sums: InputSums, weight: Tensor) -> HalvedSums:
         """Sums over the drift through a weight [groups, outputs, columns] of rows whose sums are known."""
-        return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]])
+        return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]], sums)
 
     def add(self, rows: Tensor) -> None:
         """Add rows [groups, rows, columns]; raises as `InputSums.add`."""
@@ -275,11 +287,36 @@ class HalvedSums:
         seen = [part for part in self._parts if part.count] or self._parts[:1]
         if len(seen) == 1:
             return seen[0]
-        found, drifts = InputSums(), [part.drift.tensors() for part in seen if part.drift is not None]
-        found.count, found.halves = sum(part.count for part in seen), tuple(seen)
-        found.moments, found.total = seen[0].moments + seen[1].moments, seen[0].total + seen[1].total
-        found.drift = Drift(*(one + other for one, other in zip(*drifts, strict=True))) if drifts else None
+        drifts = [part.drift.tensors() for part in seen if part.drift is not None]
+        drift = Drift(*(one + other for one, other in zip(*drifts, strict=True))) if drifts else None
+        if self._whole is not None:
+            found = self._whole.with_drift(drift)
+        else:
+            found = InputSums()
+            found.moments, found.total = seen[0].moments + seen[1].moments, seen[0].total + seen[1].total
+            found.count = sum(part.count for part in seen)
+        found.halves = tuple(seen)
         return found
+
+
+_LEAST_PART, _SQUARES = 2**16, 4
+"""Values that a part of a wide matrix has at least, and the squares of its columns that it has otherwise. What is
+computed of a part takes 15 times its values: 31 GB of a whole head of 128,256 x 4,096."""
+
+
+def parts_of_outputs(shape: Sequence[int]) -> list[slice]:
+    """Parts of the outputs of a matrix [groups, outputs, columns], which are chosen one after the other.
+
+    Several of one group that has many more outputs than columns, such as the head of a language model.
+
+    >>> [len(parts_of_outputs(shape)) for shape in ((1, 14_336, 4096), (1, 128_256, 4096), (1, 512, 64), (2, 512, 64))]
+    [1, 8, 1, 1]
+    """
+    groups, outputs, columns = shape
+    size = max(_SQUARES * columns, _LEAST_PART // max(columns, 1), 1)
+    if groups > 1 or outputs <= size:
+        return [slice(None)]
+    return [slice(start, start + size) for start in range(0, outputs, size)]
 
 
 def _check_finite(rows: Tensor) -> None:

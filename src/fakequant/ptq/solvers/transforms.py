@@ -201,9 +201,9 @@ def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
     Where scales are of runs of columns, these are the blocks along the diagonal; else one run has all columns, with 0
     at pairs that have different scales.
     """
-    shape = spec.granularity.group_shape(weight.shape)
-    numbers = torch.arange(moments.new_zeros(shape).numel(), device=weight.device).reshape(shape)
-    columns = of_elements(numbers, weight.shape, spec.granularity.block_shape(weight.shape))[0].flatten()
+    shape, blocks = spec.granularity.group_shape(weight.shape), spec.granularity.block_shape(weight.shape)
+    numbers = torch.arange(math.prod(shape[1:]), device=weight.device).reshape(1, *shape[1:])  # the first row tells
+    columns = of_elements(numbers, torch.Size([1, *weight.shape[1:]]), (1, *blocks[1:])).flatten()
     count = len(columns.unique())
     if len(columns) % count or columns.unflatten(0, (count, -1)).diff(dim=1).any():
         return (moments * (columns[:, None] == columns[None, :])).float()[:, None]
