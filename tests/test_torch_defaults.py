@@ -1,6 +1,8 @@
 """Torch's default dtype and device change no result: every tensor that the package makes names its own."""
 
+import ast
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +127,25 @@ def test_kernels_refuse_results_of_another_dtype():
     for y in (torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8, 4).t()):
         with pytest.raises(RuntimeError, match="the result is float32, and both are contiguous"):
             torch.ops.fakequant_cpu.scale_sums(sums, one, one.expand(8).contiguous(), None, y, 1, False)
+
+
+MAKERS = {
+    *("torch.zeros", "torch.ones", "torch.tensor", "torch.empty", "torch.full", "torch.eye", "torch.arange"),
+    *("torch.linspace", "torch.logspace", "torch.randperm", "torch.randn", "torch.rand", "torch.randint"),
+    "torch.empty_strided",
+}
+
+
+def test_every_tensor_that_the_package_makes_names_its_device():
+    """Modules of transforms are made where torch makes modules, and moved to their layer."""
+    root = Path(fq.__file__).parent
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sorted(root.rglob("*.py"))
+        if path != root / "nn" / "transforms.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in MAKERS
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == []

@@ -16,6 +16,7 @@ from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe, update
+from fakequant.ops.waiting import is_refused
 
 
 class Batch(NamedTuple):
@@ -25,12 +26,10 @@ class Batch(NamedTuple):
     """[groups, elements], in the dtype of the batch; the order of a group's elements has no meaning."""
     range: Range
     """Lowest and highest value of every group [groups, axes kept], in the dtype of computation."""
-    counts: Tensor | None = None
-    """The counts in the given bins, see `Observed.counts`; None without bins."""
 
 
-def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) -> Batch | None:
-    """The groups of a tensor, their ranges and, with bins, their counts; None for a tensor without elements.
+def read_batch(x: Tensor, granularity: Granularity) -> Batch | None:
+    """The groups of a tensor and their ranges; None for a tensor without elements.
 
     Raises a CalibrationError if the tensor holds NaN or inf.
     """
@@ -40,8 +39,8 @@ def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) ->
         return None
     groups = math.prod(view.groups)
     values = by_group(x.detach(), view, groups)
-    (lo, hi), counts = observe(values, bins if bins is not None and bins.inverse.numel() == groups else None)
-    if bool(lo.isnan().any()):
+    (lo, hi), _ = observe(values)
+    if is_refused(lo.isnan().any()):
         nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
         negative = not nans and infs == int((values == -math.inf).sum())
         advice = "; if an attention mask makes the -inf, give prepare an example with the mask" if negative else ""
@@ -50,7 +49,7 @@ def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) ->
             "needs finite data, so remove such inputs from the calibration batches or repair the layer that makes "
             f"them{advice}"
         )
-    return Batch(values, Range(lo.reshape(view.groups), hi.reshape(view.groups)), counts)
+    return Batch(values, Range(lo.reshape(view.groups), hi.reshape(view.groups)))
 
 
 class GroupView(NamedTuple):
@@ -194,7 +193,7 @@ class ExtremaCalibrator(Calibrator):
 
     keeps_range_and_counts: ClassVar[bool] = False
     """Whether the state is the range and `_known_counts` alone. One kernel then updates it for most batches, and
-    `_count` and `_add` get the others."""
+    `_count` gets the others."""
 
     def __init__(self, spec: QuantSpec | str) -> None:
         super().__init__(spec)
@@ -206,14 +205,11 @@ class ExtremaCalibrator(Calibrator):
     def update(self, x: Tensor) -> None:
         if self.keeps_range_and_counts and self._updated_in_place(x):
             return
-        batch = read_batch(x, self.spec.granularity, self._known_bins())
+        batch = read_batch(x, self.spec.granularity)
         if batch is None:
             return
         lo, hi = batch.range
         batch = batch._replace(range=Range(lo.clamp(max=0.0), hi.clamp(min=0.0)))
-        if self._covers(batch.range):
-            self._add(batch)
-            return
         seen = join_ranges(self._seen, batch.range)
         self._count(batch)
         self._seen = seen
@@ -233,15 +229,6 @@ class ExtremaCalibrator(Calibrator):
         if view is None or seen.lo.shape != view.groups or x.numel() == 0:
             return False
         return update(by_group(x.detach(), view, seen.lo.numel()), seen, self._known_bins(), self._known_counts())
-
-    def _covers(self, range: Range) -> bool:
-        """Whether a range is within the one seen; one group, the usual case, is compared as numbers, not as tensors."""
-        seen = self._seen
-        if seen is None or seen.lo.shape != range.lo.shape:
-            return False
-        if seen.lo.numel() == 1:
-            return seen.lo.item() <= range.lo.item() and range.hi.item() <= seen.hi.item()
-        return bool(((seen.lo <= range.lo.to(seen.lo.device)) & (range.hi.to(seen.hi.device) <= seen.hi)).all())
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -300,7 +287,7 @@ class ExtremaCalibrator(Calibrator):
         self._seen = read_range(state)
 
     def _known_bins(self) -> Bins | None:
-        """The bins to count in while the range of a batch is measured; None if they are not known yet."""
+        """The bins that `_known_counts` counts."""
         return None
 
     def _known_counts(self) -> Tensor | None:
@@ -309,9 +296,6 @@ class ExtremaCalibrator(Calibrator):
 
     def _count(self, batch: Batch) -> None:
         """Keep more of a batch than its range."""
-
-    def _add(self, batch: Batch) -> None:
-        """Keep more of a batch whose range is within the one seen."""
 
     def _absorb(self, other: Any) -> None:
         """Keep more of a calibrator of the same class than its range."""

@@ -26,7 +26,7 @@ from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import observe
+from fakequant.ops.histogram import join_bins, observe
 
 # Each round of refinement tries this many neighbours on either side, at a stride finer by this factor.
 _FINER = 8
@@ -230,21 +230,10 @@ class HistogramCalibrator(ExtremaCalibrator):
     def _count(self, batch: Batch) -> None:
         amax = batch.range.amax.reshape(-1)
         bins = self._bins(amax.numel())
-        if not self.observed:
-            self._set_exponent(_exponent(amax, bins))
-            counts = observe(batch.values, Bins(self._inverse, bins)).counts
-            assert counts is not None
-            self._counts = counts
-            return
-        before = self._exponent
         self._grow(_exponent(amax, bins), bins)
-        if batch.counts is None or not torch.equal(self._exponent, before):
-            batch = batch._replace(counts=observe(batch.values, Bins(self._inverse, bins)).counts)
-        self._add(batch)
-
-    def _add(self, batch: Batch) -> None:
-        assert batch.counts is not None, "a calibrator that has seen groups counts while it measures"
-        self._counts += batch.counts.to(self._counts.device)
+        counts = observe(batch.values, Bins(self._inverse, bins)).counts
+        assert counts is not None, "there are bins"
+        self._counts += counts.to(self._counts.device)
 
     def _absorb(self, other: Any) -> None:
         groups, _, bins = other._counts.shape
@@ -254,7 +243,7 @@ class HistogramCalibrator(ExtremaCalibrator):
             )
         self._grow(other._exponent, bins)
         shift = self._exponent - other._exponent.to(self._exponent.device)
-        self._counts = self._counts + _halve(other._counts.to(self._counts.device), shift)
+        self._counts = self._counts + join_bins(other._counts.to(self._counts.device), shift)
 
     def _grow(self, exponent: Tensor, bins: int) -> None:
         """Widen the bins to at least these exponents; the first time, make them."""
@@ -262,7 +251,7 @@ class HistogramCalibrator(ExtremaCalibrator):
             self._counts = torch.zeros(exponent.numel(), 2, bins, dtype=torch.int64, device=exponent.device)
             self._exponent = torch.full_like(exponent, _NO_EXPONENT)
         wider = torch.maximum(self._exponent, exponent.to(self._exponent.device))
-        self._counts = _halve(self._counts, wider - self._exponent)
+        self._counts = join_bins(self._counts, wider - self._exponent)
         self._set_exponent(wider)
 
     def _set_exponent(self, exponent: Tensor) -> None:
@@ -276,18 +265,6 @@ def _exponent(amax: Tensor, bins: int) -> Tensor:
     exponent = torch.frexp(amax).exponent - (bins.bit_length() - 1)
     smallest = _SMALLEST_EXPONENT[amax.dtype]
     return torch.where(amax > 0, exponent.clamp(min=smallest), _NO_EXPONENT).to(torch.int32)
-
-
-def _halve(counts: Tensor, times: Tensor) -> Tensor:
-    """The counts [groups, 2, bins] after neighbouring bins were added `times` times [groups]."""
-    grown = times.nonzero().reshape(-1)
-    if grown.numel() == 0:
-        return counts
-    bins = counts.shape[2]
-    shift = times[grown].to(torch.int64).clamp(max=bins.bit_length())[:, None, None]
-    index = torch.bitwise_right_shift(torch.arange(bins, device=counts.device), shift)
-    old = counts[grown]
-    return counts.index_copy(0, grown, torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old))
 
 
 _COARSE = 64

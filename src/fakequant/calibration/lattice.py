@@ -262,7 +262,7 @@ class _Search:
         best = _Fit(torch.zeros_like(start), start, (self.x * self._x).sum(-1))
         step = fmt.bound / 2 ** (fmt.bits - int(fmt.signed))
         for end in ends:
-            for beyond in torch.linspace(-_REACH, _REACH, _STARTS).tolist():
+            for beyond in torch.linspace(-_REACH, _REACH, _STARTS, device="cpu").tolist():
                 best = self._fitted(best, extent / (end + beyond * step * (1 if end > 0 else -1)), start)
         for _ in range(2):
             best = self._fitted(best, best.s, best.m)

@@ -242,7 +242,7 @@ def _task(
     if name == "perplexity":
         longest = getattr(config, "max_position_embeddings", None) or _WINDOW
         length = min(_WINDOW, longest)
-        tokens = torch.tensor(tokenizer("\n".join(lines), verbose=False)["input_ids"], dtype=torch.long)
+        tokens = torch.tensor(tokenizer("\n".join(lines), verbose=False)["input_ids"], dtype=torch.long, device="cpu")
         if len(tokens) < length:
             raise RecipeError(
                 f"{where} has {len(tokens)} tokens, and perplexity is measured on windows of {length}; give a longer "
@@ -255,7 +255,7 @@ def _task(
     if name == "accuracy":
         rows = _labelled(lines, where, config)
         batches = _batches(tokenizer, [one for one, _ in rows], longest, config.pad_token_id is None)
-        wanted = torch.tensor([label for _, label in rows])
+        wanted = torch.tensor([label for _, label in rows], device="cpu")
         return FolderTask(
             "accuracy, %",
             f"{len(rows)} rows of {where}",

@@ -264,7 +264,9 @@ def _around_the_operator(call: _Call) -> tuple[Tensor, Tensor]:
 def _per_tensor(x: Tensor, scale: float | Tensor, zero_point: int | Tensor, quant_min: int, quant_max: int) -> _Call:
     if isinstance(scale, Tensor):
         scale = _one("scale", scale)
-        zero_point = zero_point if isinstance(zero_point, Tensor) else torch.tensor(operator.index(zero_point))
+        zero_point = (
+            zero_point if isinstance(zero_point, Tensor) else torch.tensor(operator.index(zero_point), device="cpu")
+        )
         zero_point = _one("zero_point", zero_point)
         zero_point = zero_point.trunc() if zero_point.is_floating_point() else zero_point
     else:
@@ -272,8 +274,8 @@ def _per_tensor(x: Tensor, scale: float | Tensor, zero_point: int | Tensor, quan
             raise TypeError(
                 f"scale {scale!r}, zero_point {zero_point!r}: expected a float and an int, or tensors of one element"
             )
-        scale = torch.tensor(float(scale), dtype=torch.float32)
-        zero_point = torch.tensor(operator.index(zero_point))
+        scale = torch.tensor(float(scale), dtype=torch.float32, device="cpu")
+        zero_point = torch.tensor(operator.index(zero_point), device="cpu")
     codes = _codes(quant_min, quant_max, PerTensor())
     _check_codes(zero_point, codes)
     return _call(x, scale.detach(), zero_point.detach(), codes)

@@ -107,7 +107,7 @@ def fake_quant_grad(dy: Tensor, mask: Tensor) -> Tensor:
 def _scalar(name: str, value: float | Tensor, x: Tensor) -> Tensor:
     """Return a parameter as a 0-d tensor in the dtype of the computation."""
     dtype = compute_dtype(x.dtype)
-    given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+    given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
     if given.shape not in ((), (1,)):
         raise ShapeError(
             f"{name} has shape {list(given.shape)}, expected [] or [1]: FakeQuant is per tensor; for one value per "

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from fakequant.distributed import is_moved
 from fakequant.nn.quantizer import Quantizer
+from fakequant.ops.waiting import are_equal, read_flags
 from fakequant.restore import Restore, in_order, restore_after
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
@@ -133,7 +134,9 @@ class Values:
     def changes(self) -> Changes:
         """What has another value now."""
         with _plainly():
-            found = [own for own in self._held if not _is_same(*own[1:])]
+            flags = [(own, _is_same(*own[1:])) for own in self._held]
+            read = iter(read_flags([flag for _, flag in flags if isinstance(flag, Tensor)]))
+            found = [own for own, flag in flags if not (next(read) if isinstance(flag, Tensor) else flag)]
         keys = [_written_keys(one, value) if isinstance(one, dict) else None for _, one, value in found]
         return Changes(tuple((path, one, own) for (path, one, _), own in zip(found, keys, strict=True)))
 
@@ -201,7 +204,8 @@ def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
     return one.detach().clone()
 
 
-def _is_same(one: Any, value: Any) -> bool:
+def _is_same(one: Any, value: Any) -> bool | Tensor:
+    """Whether a value is the one that `_captured` gave, as a bool or as a flag for `read_flags`."""
     if isinstance(one, nn.Module):
         return type(one) is value
     if isinstance(one, torch.Generator):
@@ -209,7 +213,8 @@ def _is_same(one: Any, value: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.tobytes() == value.tobytes()
     if isinstance(one, Tensor):
-        return same_bits(one, value)
+        bits = bits_of(one, value)
+        return bits is not None and are_equal(*bits)
     return len(one) == len(value) and (
         not _written_keys(one, value) if isinstance(one, dict) else all(map(_is_same_item, one, value))
     )
@@ -227,14 +232,20 @@ def _is_same_item(one: Any, other: Any) -> bool:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits: NaN equals NaN, and the sign of a zero counts."""
+    bits = bits_of(one, other)
+    return bits is not None and torch.equal(*bits)
+
+
+def bits_of(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Two tensors as integers of their bits; None where dtype, device or shape differ."""
     one, other = (_local(x.detach()) for x in (one, other))
     if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
-        return False
+        return None
     if one.is_complex():
         one, other = (torch.view_as_real(x.resolve_conj()) for x in (one, other))
     if one.is_floating_point():
         one, other = (x.contiguous().view(_BITS[x.element_size()]) for x in (one, other))
-    return torch.equal(one, other)
+    return one, other
 
 
 def memory_of(x: Tensor) -> int | None:
@@ -282,15 +293,27 @@ def _plainly() -> Iterator[None]:
         yield
 
 
+def accelerator() -> Any | None:
+    """torch's module of the accelerator that this process uses, such as `torch.cuda`; None where it uses none."""
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else torch.get_device_module(device)
+    is_used = getattr(module, "is_initialized", lambda: module is not None)
+    return module if is_used() else None
+
+
 def random_state() -> Restore:
     """A function that restores the random numbers of torch, NumPy and Python that come next."""
-    cpu, gpus = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cpu, module = torch.get_rng_state(), accelerator()
+    # With one device, no argument: torch.mps takes none.
+    count = 0 if module is None else torch.accelerator.device_count()
+    indices = [()] if count == 1 else [(index,) for index in range(count)]
+    of_devices = [(own, module.get_rng_state(*own)) for own in indices if module is not None]
     of_python, of_numpy = random.getstate(), np.random.get_state()
 
     def restore() -> None:
         torch.set_rng_state(cpu)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
+        for own, state in of_devices:
+            module.set_rng_state(state, *own)  # type: ignore[union-attr]  there are none without a module
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 

@@ -62,6 +62,18 @@ def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
 
 
 @contextmanager
+def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
+    """Say of an error of tensors on two devices where the model is, and where what it was given."""
+    try:
+        yield
+    except RuntimeError as error:
+        cure = elsewhere(model, given, str(error))
+        if not cure:
+            raise
+        raise ConfigError(f"{what}: {cure}") from error
+
+
+@contextmanager
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:

@@ -314,8 +314,8 @@ class FileNames:
         ones = list(shape) if channels is None else [shape[0], 1, 1]
         if channels is not None:
             ones[channels] = shape[channels]
-        place = self.split(name, torch.arange(prod(ones)).reshape(ones))
-        whole = torch.empty((prod(ones), 1 if channels is None else first.shape[-1]), dtype=first.dtype)
+        place = self.split(name, torch.arange(prod(ones), device="cpu").reshape(ones))
+        whole = torch.empty((prod(ones), 1 if channels is None else first.shape[-1]), dtype=first.dtype, device="cpu")
         for key, piece in pieces.items():
             whole[place[key].flatten()] = piece.reshape(place[key].numel(), -1)
         stack = whole if channels is None else whole.unflatten(0, (shape[0], -1))

@@ -434,7 +434,7 @@ class LayeredWriter:
         spec = part.operands["weight"].spec
         groups = spec.granularity.group_shape(part.shape)
         if field == "zero_point" and spec.symmetric:
-            return self._names.split(name, torch.zeros(groups, dtype=torch.int32))
+            return self._names.split(name, torch.zeros(groups, dtype=torch.int32, device="cpu"))
         found = self._params(name, "zero_point" if field == "zero_point" else "scale")
         if field in ("scale_codes", "shared"):
             codes, shared = spec.scale.split(found, self.under.get(name))

@@ -128,7 +128,9 @@ class LayerTensors:
         exponents = self.get(end, (torch.uint8, torch.float8_e8m0fnu), shape, *flat)
         if bool((exponents().view(torch.uint8) == 255).any()):
             self.refuse(f"{end} holds codes for no number")
-        return lambda: torch.ldexp(torch.ones(tuple(shape)), exponents().view(torch.uint8).to(torch.int32) - 127)
+        return lambda: torch.ldexp(
+            torch.ones(tuple(shape), device="cpu"), exponents().view(torch.uint8).to(torch.int32) - 127
+        )
 
     def fours(self, end: str, rows: int, columns: int) -> Read:
         """What reads numbers of 4 bits [rows, columns], two inputs in a byte, the first one in its low bits."""
@@ -164,7 +166,7 @@ class LayerTensors:
         Raises:
             CheckpointError: an input is in a group that does not exist.
         """
-        plain = torch.arange(self.shape[1])
+        plain = torch.arange(self.shape[1], device="cpu")
         if index is None:
             return plain, groups.granularity, slice(None)
         if bool((index < 0).any()) or bool((index >= groups.count).any()):
@@ -186,7 +188,7 @@ class LayerTensors:
 
 def permutation(order: Tensor) -> tuple[str, dict[str, Tensor]] | None:
     """The transform of a layer's input that puts it in an order; None where it is in order."""
-    return None if bool((order == torch.arange(len(order))).all()) else ("permutation", {"order": order})
+    return None if bool((order == torch.arange(len(order), device="cpu")).all()) else ("permutation", {"order": order})
 
 
 class LayeredFormat(DeliveryFormat):
@@ -400,7 +402,7 @@ def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
     filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)
     zeros = torch.zeros_like(codes)  # which is the code of the offset alone
     if spec.offset is None:
-        zeros, _ = quantize(torch.zeros(codes.shape), spec, scale=filled.float(), zero_point=point)
+        zeros, _ = quantize(torch.zeros(codes.shape, device="cpu"), spec, scale=filled.float(), zero_point=point)
     sizes = [-(-whole // groups) for whole, groups in zip(codes.shape, scale.shape, strict=True)]
     wide = empty.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: codes.shape[0], : codes.shape[1]]
     chosen = torch.where(wide, zeros.view(torch.uint8), codes.view(torch.uint8))  # floats of 8 bits are not chosen from

@@ -63,7 +63,7 @@ _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format(
 _DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
 _LONG, _MOST_CHOICES, _FEW_TIMES = 2_000, 18, 8
 """Limits of a pattern in a file: its characters, its choices, and the repeats of a part that count as no choice."""
-_PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0])
+_PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0], device="cpu")
 """Ranges by which two rules for scales are told apart."""
 
 
@@ -207,7 +207,7 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
     theirs = config_of(args).spec
     if spec.arithmetic is not Arithmetic.DIVIDE:
         return (spec.arithmetic, spec.scale) == (theirs.arithmetic, theirs.scale)
-    largest = torch.tensor(float(spec.format.bound))
+    largest = torch.tensor(float(spec.format.bound), device="cpu")
     if not spec.symmetric:
         return spec.format.quant_max - spec.format.quant_min == (1 << spec.format.bits) - 1
     if "scale_dtype" in args:
@@ -215,7 +215,7 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
         up = mantissa >= ScaleSpec(_POWERS, _of_powers(spec.format.bits, dynamic=True)).up_from(spec.format)
         theirs = torch.ldexp(torch.ones_like(_PROBE), exponent + up.int() - torch.frexp(largest)[1])
     else:
-        steps = torch.tensor(float((1 << spec.format.bits) - 1)) if args["type"] == "int" else 2 * largest
+        steps = torch.tensor(float((1 << spec.format.bits) - 1), device="cpu") if args["type"] == "int" else 2 * largest
         theirs = _PROBE / (steps / 2)
     return torch.equal(choose_qparams(Range(-_PROBE, _PROBE), spec).scale, theirs)
 
@@ -432,7 +432,7 @@ def reciprocal(x: Tensor) -> Tensor:
 def _powers(x: Tensor) -> Tensor:
     if bool((x == 255).any()):
         raise CheckpointError("scales of powers of two hold NaN")
-    return torch.ldexp(torch.ones(x.shape), x.to(torch.int32) - 127)
+    return torch.ldexp(torch.ones(x.shape, device="cpu"), x.to(torch.int32) - 127)
 
 
 _CACHE = {"past_key_values", "past_key_value"}

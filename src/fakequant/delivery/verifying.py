@@ -177,7 +177,10 @@ def _compare_states(report: DeliveryReport, live: QuantizedState, stored: Quanti
             alone.append(path)
         elif key in live.tensors and key in stored.tensors:
             pairs = (live, ours[path]), (stored, theirs[path])
-            points = (x.tensors.get(f"{path}.zero_point", torch.zeros(1)) - _middle(y.spec.format) for x, y in pairs)
+            points = (
+                x.tensors.get(f"{path}.zero_point", torch.zeros(1, device="cpu")) - _middle(y.spec.format)
+                for x, y in pairs
+            )
             _count(ranges, *([x.tensors[key].flatten(), p.flatten()] for (x, _), p in zip(pairs, points, strict=True)))
         elif key in live.tensors or key in stored.tensors:
             alone.append(key)

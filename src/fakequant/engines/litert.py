@@ -19,7 +19,7 @@ def placement() -> Target:
 def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
     """A ratio as an integer of 31 bits and an exponent: integer * 2^(exponent - 31), int64."""
     mantissa, exponent = torch.frexp(ratio.double())
-    multiplier = torch.floor(torch.ldexp(mantissa, torch.tensor(31)) + 0.5).long()
+    multiplier = torch.floor(torch.ldexp(mantissa, torch.tensor(31, device="cpu")) + 0.5).long()
     is_over = multiplier == 1 << 31
     return torch.where(is_over, multiplier // 2, multiplier), exponent.long() + is_over.long()
 

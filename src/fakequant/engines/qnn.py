@@ -91,7 +91,9 @@ def _fixed_point(parts: Sums, to: CodeGrid, bits: int, below: int) -> FixedPoint
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
     bias = (parts.bias.float() / (of_input * of_weight)).double()
-    bias = torch.trunc(bias + torch.copysign(torch.tensor(0.5, dtype=torch.float64), bias)).float()  # half away from 0
+    bias = torch.trunc(
+        bias + torch.copysign(torch.tensor(0.5, dtype=torch.float64, device="cpu"), bias)
+    ).float()  # half away from 0
     constant = torch.floor((bias + ratio.new_tensor(to.zero_point) / ratio).double() + 0.5)
     ratio = ratio.double()
     exponent = _exponent(1 / ratio)
@@ -115,12 +117,12 @@ def add(parts: Operands, to: CodeGrid) -> Tensor:
 @lru_cache(maxsize=1024)
 def _addition(*numbers: tuple[float, int]) -> tuple[float, float, FixedPoint]:
     """The multipliers of two tensors, and what follows, from scale and zero point of both and of the result."""
-    scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32).double()
+    scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32, device="cpu").double()
     of_a, of_b, of_result = (zero_point for _, zero_point in numbers)
     ratios = scales[:2] / scales[2]
     shift = 13 - _exponent(ratios.sum())
     multipliers = torch.round(torch.ldexp(ratios, shift))
-    half_up = torch.ldexp(torch.tensor(of_result + 0.5, dtype=torch.float64), shift)
+    half_up = torch.ldexp(torch.tensor(of_result + 0.5, dtype=torch.float64, device="cpu"), shift)
     constant = 256 * torch.round((half_up - multipliers[0] * of_a - multipliers[1] * of_b) / 256)
     down = torch.exp2(-shift.double())
     return *multipliers.tolist(), FixedPoint(constant, down, torch.ones_like(down))
@@ -150,7 +152,7 @@ def _mean(parts: Operands, to: CodeGrid, rounding: Callable[[Tensor], Tensor], f
     ratio = x.grid.scale.float().double() / to.scale.float().double() / parts.summed
     shift = 14 - _exponent(ratio)
     multiplier = rounding(torch.ldexp(ratio, shift))
-    half_up = torch.ldexp(torch.tensor(to.zero_point + 0.5, dtype=torch.float64), shift)
+    half_up = torch.ldexp(torch.tensor(to.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
     if first:
         half_up = half_up + torch.where(ratio < 0.5, 2.0 ** (first - 1), 0.0)
     return torch.floor(torch.ldexp(multiplier * x.codes + half_up, -shift))

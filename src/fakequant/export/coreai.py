@@ -162,8 +162,8 @@ class _ToCoreAI(Lowering):
         else:
             count = count_of(fmt)
             size = next(1 << bits for bits in (1, 2, 3, 4, 6, 8) if 1 << bits >= count)
-            patterns = of_integers(torch.arange(count).to(integers_of(fmt)), fmt)
-            values = torch.zeros(size)
+            patterns = of_integers(torch.arange(count, device="cpu").to(integers_of(fmt)), fmt)
+            values = torch.zeros(size, device="cpu")
             values[:count] = fmt.from_storage(patterns, torch.float32).nan_to_num(0.0, 0.0, 0.0)
             places = self._constant("", "coreai_indices", patterns_of(codes, fmt).to(torch.uint8), node)
             table = self._constant("", "coreai_lut", values.reshape(*[1] * codes.dim(), size, 1), node)

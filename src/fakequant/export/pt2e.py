@@ -233,7 +233,7 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
     where = layout(shape, tuple(params.scale.shape), block_sizes(spec.granularity, shape))
     shift = 0 if fmt.signed else 1 << fmt.bits - 1
     zero_point = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
-    scale, zero_point = (x.detach().cpu() for x in (params.scale.float(), zero_point.to(torch.int64) - shift))
+    scale, zero_point = (x.detach() for x in (params.scale.float(), zero_point.to(torch.int64) - shift))
     if where.block_size:
         if len(shape) != 2 or where.axis != 1 or shape[1] % where.block_size:
             raise ExportError(
@@ -410,7 +410,7 @@ class Lowering:
         codes = library.encode(weight, params, spec) if codes is None else codes
         if codes is None:
             raise ExportError("the weight holds NaN, which has no integer; repair the weight")
-        stored = (codes.to(torch.int32).cpu() - grid.shift).to(grid.dtype)
+        stored = (codes.to(weight.device, torch.int32) - grid.shift).to(grid.dtype)
         with node.graph.inserting_before(node):
             held = self._constant(path, "codes", stored, node)
             if self.float_weights and not grid.where.block_size:
@@ -425,7 +425,7 @@ class Lowering:
         grid = _grid(spec, params, tuple(n if isinstance(n, int) else str(n) for n in shape))  # type: ignore[misc]
         if grid.where.block_size:
             raise ExportError(f"{spec}: the operators have no groups of activations; use per_tensor")
-        key = x, grid.limits, grid.where, *(own.numpy().tobytes() for own in (grid.scale, grid.zero_point))
+        key = x, grid.limits, grid.where, *(own.cpu().numpy().tobytes() for own in (grid.scale, grid.zero_point))
         with node.graph.inserting_before(node):
             if key not in self._quantized:
                 self._quantized[key] = self._quantize(node, x, grid)

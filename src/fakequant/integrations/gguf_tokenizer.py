@@ -211,7 +211,9 @@ def _phi3(writer: Any, config: Any) -> None:
 def _phi3_factors(config: Any) -> dict[str, Tensor]:
     rotary = rotary_of(config)
     kinds = ("long", "short") if rotary["rope_type"] == "longrope" else ()
-    return {f"rope_factors_{kind}.weight": torch.tensor(rotary[f"{kind}_factor"]).float() for kind in kinds}
+    return {
+        f"rope_factors_{kind}.weight": torch.tensor(rotary[f"{kind}_factor"], device="cpu").float() for kind in kinds
+    }
 
 
 def _experts(writer: Any, config: Any) -> None:

@@ -355,7 +355,7 @@ class FakeQuantCache(DynamicCache):
         """Keep some of the sequences."""
         if self._knows_padding:
             for _, layer in list(self._written())[:1]:
-                self._padding = torch.tensor(self._padding_of(len(layer.keys)))[indices.cpu()].tolist()
+                self._padding = torch.tensor(self._padding_of(len(layer.keys)), device="cpu")[indices.cpu()].tolist()
         super().batch_select_indices(indices)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:

@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from fakequant.data.arguments import refuse_stored
-from fakequant.data.batches import Inputs, example_arguments
+from fakequant.data.batches import Inputs, device_named, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import GraphError
 from fakequant.export import ExportReport
@@ -64,7 +64,8 @@ def capture(
     args, kwargs = example_arguments(example, inputs)
     # Gradients are on, so that the trace marks the parts under no_grad.
     with fixed_ranges(model), quiet("torch.export"), torch.enable_grad():
-        program = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+        with device_named(model, (args, kwargs), "the example"):
+            program = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
         inline_regions(program, gradients=True)
         # Where views of the same memory are about, torch's own functionalization sorts them out.
         if not remove_changes_in_place(program.graph):
@@ -163,8 +164,10 @@ def export_onnx(
     if example is None:
         tensors = []
         for type, shape in (value.type for value in inputs):
-            x = torch.zeros([_LENGTH if n == DYNAMIC else n for n in shape], dtype=type.dtype)
-            tensors.append(torch.linspace(-1.0, 1.0, x.numel()).reshape(x.shape).to(x.dtype) if type.floating else x)
+            x = torch.zeros([_LENGTH if n == DYNAMIC else n for n in shape], dtype=type.dtype, device="cpu")
+            tensors.append(
+                torch.linspace(-1.0, 1.0, x.numel(), device="cpu").reshape(x.shape).to(x.dtype) if type.floating else x
+            )
         example = tuple(tensors)
     shapes = tuple({axis: Dim.AUTO for axis, n in enumerate(i.type.shape) if n == DYNAMIC} for i in inputs)
     names = [value.name for value in inputs]

@@ -201,7 +201,7 @@ def plain_quantizer(num_bits: int, scale: float | None, zero_point: float, symme
     lowest, highest = code_range(num_bits, symmetric)
     zero_point = float(zero_point)
     is_code = zero_point.is_integer() and lowest <= zero_point <= highest
-    in_float32 = scale is None or 0 < torch.tensor(scale, dtype=torch.float32).item() < math.inf
+    in_float32 = scale is None or 0 < torch.tensor(scale, dtype=torch.float32, device="cpu").item() < math.inf
     if num_bits > _MAX_SPEC_BITS or not is_code or not in_float32:
         return WideFakeQuantize(num_bits, scale, zero_point, symmetric)
     format = IntegerFormat.of(num_bits, signed=symmetric)

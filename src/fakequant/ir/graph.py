@@ -760,9 +760,9 @@ def _traced(graph: Graph, wanted: Sequence[int]) -> fx.GraphModule:
 
     types = graph.types()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = [torch.empty(types[id].shape, dtype=types[id].type.dtype) for id in graph.inputs]
+        given = [torch.empty(types[id].shape, dtype=types[id].type.dtype, device="cpu") for id in graph.inputs]
         given += [torch.empty_like(constant.tensor.detach()) for constant in constants]
-        given += [torch.empty(types[id].shape, dtype=types[id].type.dtype) for id in graph.outputs]
+        given += [torch.empty(types[id].shape, dtype=types[id].type.dtype, device="cpu") for id in graph.outputs]
         traced = make_fx(gradients)(*given)
         # Gradients of parts are added to views of zeros; torch's functionalization writes that without views.
         if any(changes_in_place(node) for node in traced.graph.nodes):

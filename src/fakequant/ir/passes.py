@@ -285,9 +285,11 @@ def values_of(format: Format) -> Tensor:
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     """
     if isinstance(format, IntegerFormat):
-        return torch.arange(format.quant_min, format.quant_max + 1, dtype=torch.float64)
+        return torch.arange(format.quant_min, format.quant_max + 1, dtype=torch.float64, device="cpu")
     # Every bfloat16, which has more bits of each kind than small floats, rounded to the format.
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    every = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16).float()
+    )
     return torch.unique(format.round(format.clamp(every[every.isfinite()]))).double()
 
 

@@ -166,7 +166,7 @@ def rotated(x: Tensor, block: int, axis: int = 0) -> Tensor:
 
 
 def _signed_hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)])
+    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> row % 64 & 1) for row in range(block)], device="cpu")
     return (hadamard(block) * signs).to(device, dtype)
 
 

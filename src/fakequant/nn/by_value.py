@@ -99,7 +99,7 @@ class ByValue:
         """A value as float32 [rows, 1], one row for all of the batch; else a ConfigError."""
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating, torch.SymInt, torch.SymFloat)):
             number: Any = value
-            value = torch.full((1,), number, dtype=torch.float32)
+            value = torch.full((1,), number, dtype=torch.float32, device="cpu")
         good = isinstance(value, Tensor) and not value.is_complex() and sum(n != 1 for n in value.shape) <= 1
         if not good or not value.numel():
             raise ConfigError(

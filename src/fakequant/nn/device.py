@@ -563,7 +563,7 @@ def _exact_sums(
     if groups > 1 or count > other.shape[of_other.reduction]:
         return summed(x.codes.double(), other.double())
     parts = zip(x.codes.chunk(count, of_x.reduction), other.chunk(count, of_other.reduction), strict=True)
-    return sum((summed(*part).double() for part in parts), torch.zeros((), dtype=torch.float64))
+    return sum((summed(*part).double() for part in parts), torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
 def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:

@@ -263,7 +263,7 @@ class _Joined:
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state beside an adapter: without codes, which are as large as the model and saved with it."""
-        flag = {MERGED: torch.ones((), dtype=torch.uint8)} if vars(self).get(MERGED) else {}
+        flag = {MERGED: torch.ones((), dtype=torch.uint8, device="cpu")} if vars(self).get(MERGED) else {}
         return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:

@@ -288,11 +288,11 @@ class _Room(threading.local):
     def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = prod(shape) * dtype.itemsize
         if size > _ROOM:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self.held is None or self.held.numel() < size:
             self.held = None  # first, so that both are never there at once
             with torch.inference_mode(mode=False):
-                self.held = torch.empty(size, dtype=torch.uint8)
+                self.held = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self.held[:size].view(dtype).view(shape)
 
 
@@ -401,7 +401,7 @@ class StoringLayer(nn.Module):
                 if weight is None:
                     destination[key] = value
                 else:
-                    spec = torch.tensor([*str(weight.spec).encode()], dtype=torch.uint8)
+                    spec = torch.tensor([*str(weight.spec).encode()], dtype=torch.uint8, device="cpu")
                     destination.update({key + CODES: weight.packed, key + SPEC: spec})
 
     def _load_from_state_dict(

@@ -534,7 +534,7 @@ def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | N
     if fmt.has_zero_point:
         codes = [float(code) for code in range(int(fmt.quant_min), int(fmt.quant_max) + 1) if code]
     else:
-        patterns = torch.arange(1 << fmt.bits).to(torch.uint8).view(fmt.storage)
+        patterns = torch.arange(1 << fmt.bits, device="cpu").to(torch.uint8).view(fmt.storage)
         codes = [code for code in fmt.from_storage(patterns, torch.float64).tolist() if 0 < code < math.inf]
     # The farthest first; of q and -q, the sign of the format's farthest.
     for code in sorted(codes, key=lambda code: (-abs(code), code * fmt.farthest < 0)):

@@ -64,7 +64,7 @@ class _Operators(torch.autograd.Function):
         narrow = _NARROW.get(kind.scalarType())
         if narrow is not None:
             x = g.op("Cast", x, to_i=_FLOAT)
-        constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32))
+        constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32, device="cpu"))
         codes = g.op("trt::TRT_FP8QuantizeLinear", x, constant).setType(kind.with_dtype(torch.uint8))
         y = g.op("trt::TRT_FP8DequantizeLinear", codes, constant).setType(kind.with_dtype(torch.float32))
         return y if narrow is None else g.op("Cast", y, to_i=narrow).setType(kind)

@@ -186,11 +186,11 @@ class Scores:
         unit = max(gcd(*(cost for own in costs for cost in own.values())), -(-largest // _UNITS))
         sizes = [{name: -(-cost // unit) for name, cost in own.items()} for own in costs]
         capacity = sum(max(own.values()) for own in sizes)
-        best = torch.full((capacity + 1,), torch.inf, dtype=torch.float64)
+        best = torch.full((capacity + 1,), torch.inf, dtype=torch.float64, device="cpu")
         best[0] = 0.0
         taken = []
         for (_, own), size in zip(groups, sizes, strict=True):
-            padded = torch.cat([torch.full((capacity,), torch.inf, dtype=best.dtype), best])
+            padded = torch.cat([torch.full((capacity,), torch.inf, dtype=best.dtype, device="cpu"), best])
             shifted = (padded[capacity - size[name] : len(padded) - size[name]] for name in own)
             tried = torch.stack([one + own[name].loss for one, name in zip(shifted, own, strict=True)])
             best, chosen = tried.min(0)
@@ -362,7 +362,7 @@ def losses_alone(
             added = measured(loss, twin) - before
         if math.isnan(added):
             raise ConfigError(f"the loss with {module_name(layer)} alone in {name} is NaN")
-        found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
+        found[layer, name] = torch.zeros(len(layers), dtype=torch.float64, device="cpu")
         found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
     return found
 
@@ -446,12 +446,12 @@ def _add_errors(
         random = torch.Generator().manual_seed(seed)
         for _ in range(_PROBES):
             signs = [
-                (torch.randint(0, 2, y.shape, generator=random).to(y.device, y.dtype) * 2 - 1) * scale
+                (torch.randint(0, 2, y.shape, generator=random, device="cpu").to(y.device, y.dtype) * 2 - 1) * scale
                 for y, scale in zip(result, scales, strict=True)
             ]
             outputs = [y for _, y in calls]
             gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
-            sums = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+            sums = {key: torch.zeros(examples, dtype=torch.float64, device="cpu") for key in parts}
             for (errors, _), gradient in zip(calls, gradients, strict=True):
                 for key, error in errors.items() if gradient is not None else ():
                     sums[key] += _by_example((gradient * error).double(), examples)
@@ -475,7 +475,7 @@ def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Ten
 def _by_example(values: Tensor, examples: int) -> Tensor:
     """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
     if not values.numel():
-        return torch.zeros(examples, dtype=torch.float64)
+        return torch.zeros(examples, dtype=torch.float64, device="cpu")
     if values.dim() and len(values) == examples:
         return values.reshape(examples, -1).sum(1).cpu()
     return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
@@ -485,7 +485,7 @@ def _by_example(values: Tensor, examples: int) -> Tensor:
 def _error(layer: nn.Module, x: Tensor) -> Tensor:
     """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
     if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     (product,) = layer.products()
     assert isinstance(product, MatrixProduct)
     weight, quantizer = product.tensor, product.quantizer

@@ -93,7 +93,7 @@ class _Sums:
     def __init__(self, name: str) -> None:
         self._name = name
         self.count = 0
-        self.mean = self.squares = torch.zeros(())
+        self.mean = self.squares = torch.zeros((), device="cpu")
 
     def add(self, x: Tensor) -> None:
         """Add all positions of x [n, channels, ...]; merged as by Chan et al., which does not cancel."""

@@ -19,6 +19,7 @@ from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record
 from fakequant.model.run.recorded import Neighbors, Unreached, find_neighbors
+from fakequant.model.weights import exact_products
 from fakequant.nn.quantized.forms import has_matrix
 from fakequant.nn.quantizer import has_no_hooks, quantizers
 from fakequant.ptq.scale_folding import OutputCheck
@@ -162,7 +163,7 @@ def equalize(
             calibrate(quantized, given, forward=given.run, progress=False, unseen="float")
         return outputs.of(quantized).mean
 
-    with restore_on_error(restore):
+    with restore_on_error(restore), exact_products():
         before = error()
         done, left = outputs.keep(pairs, _equalize, restore)
         after, notes = error(), {pair.row.layer: why for pair, why in left}

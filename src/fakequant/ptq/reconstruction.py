@@ -332,7 +332,9 @@ class _Learning:
         before = best = self.loss()
         kept = [tensor.detach().clone() for tensor in tensors]
         generator, count = torch.Generator().manual_seed(seed), len(self._examples)
-        rounds = [torch.randperm(count, generator=generator) for _ in range(math.ceil(iterations / count))]
+        rounds = [
+            torch.randperm(count, generator=generator, device="cpu") for _ in range(math.ceil(iterations / count))
+        ]
         order = torch.cat(rounds)[:iterations].tolist()  # all inputs in a drawn order, again and again
         options = [{"params": group.tensors, "lr": 0.0} for group in groups]
         optimizer = torch.optim.SGD(options, lr=1.0) if self._preset.sign else torch.optim.Adam(options)

@@ -468,10 +468,10 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
     True
     """
     power = width & -width if kind == "hadamard" else 1
-    rest = torch.randn(width // power, width // power, dtype=torch.float64, generator=generator)
+    rest = torch.randn(width // power, width // power, dtype=torch.float64, generator=generator, device="cpu")
     orthogonal, upper = torch.linalg.qr(rest)
     orthogonal *= upper.diagonal().sign()  # else QR's convention decides which rotations come
-    signs = torch.randint(0, 2, (width,), generator=generator).double() * 2 - 1
+    signs = torch.randint(0, 2, (width,), generator=generator, device="cpu").double() * 2 - 1
     square = hadamard(power).double().sign() / power**0.5
     return signs[:, None] * torch.kron(orthogonal.contiguous(), square)
 
@@ -525,7 +525,10 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
         return None
     twin, generator = copy.deepcopy(norm).double(), torch.Generator().manual_seed(0)  # half precision differs by more
     own = cast("nn.Parameter", twin.weight)
-    x, rotation = torch.randn(64, width, generator=generator).to(own), rotation_of(width, "random", generator).to(own)
+    x, rotation = (
+        torch.randn(64, width, generator=generator, device="cpu").to(own),
+        rotation_of(width, "random", generator).to(own),
+    )
     for plain in (1.0, 0.0):  # normalisations multiply by their weight, or by 1 + weight
         with torch.no_grad():
             own.fill_(plain)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fakequant.data.again import Changes, random_state
+from fakequant.data.again import Changes, accelerator, random_state
 from fakequant.data.batches import Batches, KeptBatches
 from fakequant.distributed import Ranks
 from fakequant.errors import ConfigError
@@ -521,7 +521,7 @@ class _BatchThread:
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
         self._state, self._own = state, start
         self._device = torch.get_default_device()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stream = None if accelerator() is None else torch.accelerator.current_stream()
         self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
         self._is_started = self._is_ended = self._is_over = False
@@ -531,7 +531,9 @@ class _BatchThread:
         try:
             if not self._is_ended:  # an interrupt came while the thread started
                 device = self._device if self._device.type != "cpu" else nullcontext()
-                with torch.no_grad(), device, torch.cuda.stream(self._stream):  # torch keeps these for each thread
+                if self._stream is not None:
+                    torch.accelerator.set_stream(self._stream)
+                with torch.no_grad(), device:  # torch keeps all three for each thread
                     self._context.run(self._call)
         except _Ended:
             pass

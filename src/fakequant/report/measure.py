@@ -114,7 +114,7 @@ def distribution_of(
     edges, counts = (values.cpu() for values in histogram.line())
     centres = ((edges[:, 1:] + edges[:, :-1]) / 2).clamp(lowest, highest)
     index = ((centres - lowest) * (bins / (highest - lowest))).long().clamp(0, bins - 1)
-    total = torch.zeros(bins, dtype=torch.int64).scatter_add_(0, index.reshape(-1), counts.reshape(-1))
+    total = torch.zeros(bins, dtype=torch.int64, device="cpu").scatter_add_(0, index.reshape(-1), counts.reshape(-1))
     ends = {method: (found.lo.min().item(), found.hi.max().item()) for method, found in ranges.items()}
     clips, whole = {}, None
     if len(counts) == 1:
@@ -134,7 +134,7 @@ def distribution_of(
         if clips:
             full = Range(histogram.range.lo.reshape(1).cpu(), histogram.range.hi.reshape(1).cpu())
             whole = _clip(values, weights, choose_qparams(full, spec), spec, (lowest, highest)).sqnr
-    line = torch.linspace(lowest, highest, bins + 1, dtype=torch.float64).tolist()
+    line = torch.linspace(lowest, highest, bins + 1, dtype=torch.float64, device="cpu").tolist()
     return Distribution(name, line, total.tolist(), ends, histogram.counts.shape[0], clips, whole)
 
 

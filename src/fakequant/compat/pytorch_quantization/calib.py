@@ -375,7 +375,7 @@ def calibrate_weights(
 def _amax(magnitudes: np.ndarray, quantizer: nn.Module, method: str, percentile: float, num_bins: int) -> Tensor:
     largest = magnitudes.max()
     if largest == 0:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     counts, edges = np.histogram(magnitudes, bins=num_bins, range=(0, largest))
     if method == "percentile":
         return percentile_amax(counts, edges, percentile)

@@ -391,7 +391,7 @@ class TensorQuantizer(PreciseModule):
             if strict:
                 raise RuntimeError(f"{message}; run batches that reach it, or pass strict=False to set amax to NaN")
             logger.warning("%s; amax becomes NaN", message)
-            amax = torch.tensor(math.nan)
+            amax = torch.tensor(math.nan, device="cpu")
         self._set_buffer("_amax", amax if self._blocks is None else self._blocks.restored(amax))
 
     def init_learn_amax(self) -> None:

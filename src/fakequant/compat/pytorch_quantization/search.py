@@ -33,7 +33,7 @@ _SUMMED = 2.0**-16
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
     """Return the left edge of the bin in which the share of smaller magnitudes reaches the percentile."""
     shares = np.cumsum(counts / counts.sum())
-    return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item())
+    return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item(), device="cpu")
 
 
 def mse_amax(
@@ -140,7 +140,7 @@ def entropy_amax(
     near = kept[found <= found.min() + _SAME_DIVERGENCE]
     exact = np.array([divergence.of_one(int(n)) for n in near])
     best = near[len(near) - 1 - int(np.argmin(exact[::-1]))]
-    return torch.tensor(edges[best].item())
+    return torch.tensor(edges[best].item(), device="cpu")
 
 
 class _Divergence:

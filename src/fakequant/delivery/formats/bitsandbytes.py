@@ -52,7 +52,7 @@ class BitsAndBytes(LayeredFormat):
             module.refuse(f"codes are of a weight of shape {state.get('shape')!r:.80}, not {[*module.shape]}")
         table = module.get("weight.quant_map", torch.float32, (16,))()
         assert isinstance(format, TableFormat)
-        if not torch.equal(table, torch.tensor(format.grid.table.values, dtype=torch.float32)):  # type: ignore[union-attr]
+        if not torch.equal(table, torch.tensor(format.grid.table.values, dtype=torch.float32, device="cpu")):  # type: ignore[union-attr]
             module.refuse("weight.quant_map is another table than that of NF4")
         key = f"{module.base}.weight"
         held = module.tensors[key].dtype if key in module.tensors else torch.uint8

@@ -239,7 +239,7 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
         if scheme["format"] == PACKED:
             columns = part.shape[-1]
             rows = writer.tensors[f"{base}.weight_packed"].shape[0]
-            writer.tensors[f"{base}.weight_shape"] = torch.tensor([rows, columns])
+            writer.tensors[f"{base}.weight_shape"] = torch.tensor([rows, columns], device="cpu")
         for role, what in product(("input", "output"), ("scale", "zero_point")):
             held = writer.state.tensors.get(f"{part.paths.get(role)}.{what}")
             if held is not None:

@@ -288,7 +288,7 @@ def llama3_frequencies(config: Any) -> dict[str, Tensor]:
     length, low, high = (
         rotary[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
-    waves = 2 * torch.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    waves = 2 * torch.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
     smooth = ((length / waves - low) / (high - low)).clamp(0, 1)
     return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).float()}
 

@@ -26,12 +26,12 @@ from fakequant.export.inputs import names_read
 from fakequant.export.verification.check import SiteCheck
 from fakequant.export.verification.verdict import Span
 from fakequant.model.execution import simulated
-from fakequant.model.weights import evaluating
+from fakequant.model.weights import evaluating, exact_products
 from fakequant.nn.by_value import ByValue, call_again
 from fakequant.nn.quantized.recurrent import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.ops.graph_operators import seen_as_operators
-from fakequant.restore import attributes_of, forwards_of, restore_after
+from fakequant.restore import forwards_of, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -157,7 +157,7 @@ class _Pass:
     def run(self, run: Run) -> dict[str, Tensor]:
         """Run both to their ends and compare the outputs; returns the last tensors of the file."""
         model = self._spans.model
-        with evaluating(model), simulated(model), torch.no_grad(), self._replaced(), _exact_products():
+        with evaluating(model), simulated(model), torch.no_grad(), self._replaced(), exact_products():
             ours = outputs_of(model, run(self._moved), self._spans.state)
         while self._advance():
             pass
@@ -300,17 +300,6 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.pointwise not in func.tags:  # sums, whose terms may cancel
             args, kwargs = pytree.tree_map_only(Tensor, self._wobble.moved, (args, kwargs))
         return pytree.tree_map_only(Tensor, self._wobble.moved, func(*args, **kwargs))
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """A context in which a GPU rounds no factors of products, as the CPU does not."""
-    backends: Any = torch.backends
-    places = [backends.cuda.matmul, backends.cudnn.conv] if torch.cuda.is_available() else []
-    with restore_after(attributes_of(places, "fp32_precision")):
-        for place in places:
-            place.fp32_precision = "ieee"
-        yield
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:

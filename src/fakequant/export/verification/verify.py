@@ -392,7 +392,7 @@ def _draw_state(model: nn.Module, records: list[InputRecord]) -> None:
     for buffer in [held[record.state] for record in records if record.state in held]:
         if buffer.is_floating_point() and buffer.numel():
             size = max(float(buffer.abs().amax()), 1.0)
-            buffer.add_(torch.rand(buffer.shape, generator=generator).to(buffer) * size)
+            buffer.add_(torch.rand(buffer.shape, generator=generator, device="cpu").to(buffer) * size)
 
 
 class _Batch:

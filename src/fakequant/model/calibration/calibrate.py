@@ -583,7 +583,7 @@ def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: 
             hooks.callback(one.register_forward_pre_hook(see).remove)
         for batch in given:
             given.run(model, batch)
-    if left := [name for name in found if not bool(largest.get(name, torch.zeros(())) > 0)]:
+    if left := [name for name in found if not bool(largest.get(name, torch.zeros((), device="cpu")) > 0)]:
         raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
     with restore_on_error(state_of(found.values())):
         for name, one in found.items():

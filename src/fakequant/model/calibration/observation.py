@@ -35,6 +35,7 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, copies_called, quantiz
 from fakequant.nn.sites.sites import Site
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.qparams import Range
+from fakequant.ops.waiting import one_wait
 from fakequant.restore import restore_after
 from fakequant.text import listed, module_name
 
@@ -420,7 +421,11 @@ class Observation:
                 watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
                 forms.add(form)
                 with watch, vanishing.seeing(), self.processes.unheard() if is_sharded else nullcontext():
-                    self.data.run(model, batch)
+                    with one_wait() as checks:
+                        self.data.run(model, batch)
+                    if checks.failed:  # which, and why, says the run in which each check waits
+                        self.data.run(model, batch)
+                        raise CalibrationError("a batch had NaN or inf in one of two runs; repair the model")
                 mask.leave()
                 if failed:
                     raise failed[0]

@@ -296,7 +296,7 @@ class OutputDistance:
             for wanted in self._wanted:
                 for place, y in wanted.items():
                     energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
-            found, rows = Distance(), [torch.zeros(0, dtype=torch.float64)]
+            found, rows = Distance(), [torch.zeros(0, dtype=torch.float64, device="cpu")]
             for wanted, own in zip(self._wanted, self._outputs(model), strict=True):
                 found.add(wanted, own)
                 rows += [_row_errors(y, own.get(place), energy[place]) for place, y in wanted.items()]
@@ -311,9 +311,9 @@ class OutputDistance:
 
 def _row_errors(y: Tensor, other: Tensor | None, energy: float) -> Tensor:
     if other is None or other.shape != y.shape:
-        return torch.full((1,), math.inf, dtype=torch.float64)
+        return torch.full((1,), math.inf, dtype=torch.float64, device="cpu")
     if not y.numel():
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     rows = [one.reshape(len(y) if y.dim() else 1, -1) for one in (y, other)]
     sums = list[Tensor]()
     for one, another in zip(*(own.split(max(_VALUES // own.shape[1], 1)) for own in rows), strict=True):

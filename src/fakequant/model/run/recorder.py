@@ -93,7 +93,9 @@ class Tensors:
         others = [x for x in held if x is not None and x is not written]
         if not others:
             return []
-        marks = torch.zeros(written.untyped_storage().nbytes() // written.element_size(), dtype=torch.bool)
+        marks = torch.zeros(
+            written.untyped_storage().nbytes() // written.element_size(), dtype=torch.bool, device="cpu"
+        )
         _elements(marks, written).fill_(True)
         # A view of another dtype has other elements; all of them count.
         shares = [

@@ -175,7 +175,7 @@ def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
 
     (chunk,) = own.__create_chunk_list__()
     region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    part = source.part(region) if chunk.sizes.numel() else torch.empty(chunk.sizes, dtype=source.dtype)
+    part = source.part(region) if chunk.sizes.numel() else torch.empty(chunk.sizes, dtype=source.dtype, device="cpu")
     mesh, placements = own.device_mesh, own.placements
     local = part.to(device)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())

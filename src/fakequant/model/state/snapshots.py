@@ -324,7 +324,7 @@ def file_content(
                 f"a file cannot hold the name {name!r:.200}: {error.reason}; rename the module"
             ) from error
     # The names of dtypes and the order of tensors, which lies by dtype, are those of the same tensors without values.
-    empty = {name: torch.empty(0, dtype=one.dtype) for name, one in tensors.items()}
+    empty = {name: torch.empty(0, dtype=one.dtype, device="cpu") for name, one in tensors.items()}
     outline = require_safetensors().torch.save(empty, None if metadata is None else dict(metadata))
     header: dict[str, Any] = json.loads(outline[8 : 8 + int.from_bytes(outline[:8], "little")])
     if metadata:  # in the given order: the package's is another one each time

@@ -290,7 +290,11 @@ def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
     """
     try:
         shape = (3, len(norm.running_mean), *[length] * (axes - 2))
-        x = (torch.linspace(-1, 1, prod(shape), dtype=torch.float64) ** 5 * 1e4).to(norm.running_mean).reshape(shape)
+        x = (
+            (torch.linspace(-1, 1, prod(shape), dtype=torch.float64, device="cpu") ** 5 * 1e4)
+            .to(norm.running_mean)
+            .reshape(shape)
+        )
         found = norm(x.clone())
         y = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
         for module in norm.children():

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.data.batches import AmbiguousBatchError, Inputs, Mask, example_arguments, run_batch
+from fakequant.data.batches import AmbiguousBatchError, Inputs, Mask, device_named, example_arguments, run_batch
 from fakequant.data.progress import length, track
 from fakequant.distributed import is_data_parallel, refuse_offloaded, refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, shown, warn_user
@@ -410,7 +410,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
             model.train()
             training.at(epoch / schedule.epochs, epoch)
             measure = partial(_loss, model, loss=loss, targets=targets, inputs=inputs, distillation=distillation)
-            history.append(_epoch(batches, measure, optimizer, (schedule, epoch, options.progress)))
+            history.append(_epoch(model, batches, measure, optimizer, (schedule, epoch, options.progress)))
             if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
                 break
         training.end()
@@ -490,6 +490,7 @@ def _targets(batch: Any, key: str) -> Any:
 
 
 def _epoch(
+    model: nn.Module,
     batches: Iterable[Any],
     measure: Callable[[Any], Tensor],
     optimizer: Optimizer,
@@ -505,7 +506,8 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr(done) * group.get(_SHARE, 1.0)
         optimizer.zero_grad(set_to_none=True)
-        value = measure(batch)
+        with device_named(model, batch, f"batch {index + 1}"):
+            value = measure(batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"of shape {[*value.shape]}" if isinstance(value, Tensor) else shown(value)
             raise ConfigError(f"the loss of batch {index + 1} is {what}, not a tensor of one number; return its mean")

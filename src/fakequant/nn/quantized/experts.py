@@ -138,11 +138,12 @@ def _first(layer: Any) -> str:
 @torch.no_grad()
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
     """The experts that get tokens, each with the places and the tokens of an index [tokens, k]."""
-    # One more class than experts: expert parallelism gives tokens of other processes that index.
-    mask = F.one_hot(top_k_index, num_classes=experts + 1).permute(2, 1, 0)
-    hit = mask[:-1].sum(dim=(-1, -2)).nonzero().flatten().tolist()
-    places = [torch.where(mask[expert]) for expert in hit]
-    return [(expert, place, token) for expert, (place, token) in zip(hit, places, strict=True)]
+    # By place, then by token, as the classes are written. Expert parallelism gives tokens of other processes the index
+    # after the last expert. The numbers of tokens are one copy to the host, and one wait for an accelerator.
+    index = top_k_index.t().flatten()
+    order, counts = index.argsort(stable=True), F.one_hot(index, num_classes=experts + 1).sum(0).tolist()
+    found = enumerate(order[: len(index) - counts[-1]].split(counts[:-1]))
+    return [(expert, own // len(top_k_index), own % len(top_k_index)) for expert, own in found if len(own)]
 
 
 def _weights(experts: Any) -> dict[str, Factor]:

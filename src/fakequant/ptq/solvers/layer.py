@@ -254,7 +254,7 @@ class _HeldOut:
         groups, columns = len(sums.moments), sums.moments.shape[-1]
         outputs = len(weight) // groups
         part = slice(0, outputs, max(outputs // _ROWS, 1))
-        rows = torch.arange(groups * outputs).reshape(groups, -1)[:, part].flatten()
+        rows = torch.arange(groups * outputs, device="cpu").reshape(groups, -1)[:, part].flatten()
         self._weight = weight.reshape(groups, outputs, columns)[:, part].float()
         self._nearest, self._ranges = [nearest.rows(rows)] * 2, [grid.rows(rows) for grid in ranges]
         some = sums.of_outputs(part)

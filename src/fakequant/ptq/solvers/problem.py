@@ -49,7 +49,7 @@ class WeightGrid:
         # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
         # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
         blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
-        runs = torch.arange(params.scale[:1].numel()).reshape(params.scale[:1].shape)
+        runs = torch.arange(params.scale[:1].numel(), device="cpu").reshape(params.scale[:1].shape)
         self._runs = of_elements(runs, torch.Size([1, *shape[1:]]), (1, *blocks[1:])).flatten().tolist()
         scale = _of_runs(params.scale, shape[0], blocks[0])
         self._zero = self._sign = self._zero_point = self._offset = None
@@ -356,7 +356,7 @@ def _inner(one: Tensor, other: Tensor) -> float:
     """The sum of products of two tensors, added in float64; some rows at a time."""
     rows = max(_VALUES // max(one[0, :1].numel(), 1), 1)
     pairs = zip(one.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    return float(sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), torch.zeros(())))
+    return float(sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), torch.zeros((), device="cpu")))
 
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once

@@ -121,7 +121,7 @@ class InputSums:
     """
 
     def __init__(self) -> None:
-        self.moments = self.total = torch.zeros(0)
+        self.moments = self.total = torch.zeros(0, device="cpu")
         self.drift: Drift | None = None
         self.count = 0
         self.halves: tuple[InputSums, ...] = ()

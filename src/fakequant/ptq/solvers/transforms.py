@@ -137,14 +137,14 @@ T = TypeVar("T")
 Inputs = Sequence[Sequence[Tensor]]
 """What layers get, before their quantizer: for each batch, the input of each call."""
 
-_FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
+_FACTORS = (*torch.linspace(1.0, 0.5, 26, device="cpu").tolist(), 1.25, 1.5)
 """Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
 4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _LIKELY = 8
 """The multiples of a run of columns that are judged by all its moments: those with the smallest errors by the diagonal.
 In groups of 128 with 4 bits the error is 0.1 % larger than by all 28, in half of the time. Whole channels of 3 bits in
 networks of convolutions would have 1.3 to 1.6 times the error, so that all 28 judge there."""
-_INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
+_INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31, device="cpu").tolist())
 _ELEMENTS = 2**18
 """The most elements that are searched at once: what is computed of them stays in a cache."""
 _SAMPLED = 4
