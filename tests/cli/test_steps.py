@@ -145,14 +145,30 @@ def test_version() -> None:
     assert invoke("--version").output == f"fakequant {__version__}\n"
 
 
-def test_presets_are_listed_with_bits() -> None:
+def test_presets_are_listed_with_bits_in_100_columns() -> None:
     result = invoke("presets")
     assert result.exit_code == 0
-    lines = {line.split()[0]: line for line in preset_lines()[1:]}
-    assert set(lines) == set(presets())
-    assert all(line in result.stdout for line in lines.values())
-    weights = "4.25  weights int4 per_block(-1:128,pad), inputs stay in float, embeddings int8 per_channel(0)"
-    assert f"{weights}; also W4A16, W4A16_G128" in result.stdout
+    lines = preset_lines()
+    assert result.stdout.startswith("\n".join(lines))
+    assert max(map(len, result.stdout.split("\n"))) <= 100
+    assert set(presets()) <= {line.split()[0] for line in lines}
+    assert any(line.startswith("  INT4_GROUP128        4.25  int4 block 128, float") for line in lines)
+    assert "W4A16_G128 is INT4_GROUP128" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_is_shown_in_full(name: str) -> None:
+    result = invoke("presets", name)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.split("\n"))) <= 100
+    weights = [str(rule.weight) for rule in presets()[name].rules if rule.weight is not None]
+    assert all(weight in " ".join(result.stdout.split()) for weight in weights)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    result = invoke("presets", "int9")
+    assert result.exit_code == 1
+    assert "INT8" in result.output
 
 
 @pytest.mark.parametrize(

@@ -360,13 +360,18 @@ def init(
 
 
 @app.command()
-def presets() -> None:
-    """List the presets: bits per weight, and what is quantized."""
-    from fakequant.cli.inspection import preset_lines
+def presets(name: Annotated[str | None, typer.Argument(help="the preset to show in full")] = None) -> None:
+    """List the presets by family: bits per weight, what is quantized, and which engines run it."""
+    from fakequant.cli.inspection import preset_lines, preset_text
 
     console = Console(soft_wrap=True)
+    if name is not None:
+        console.print(Text(preset_text(name)))
+        return
     console.print(Text("\n".join(preset_lines())))
-    console.print(Text("Bits per weight count the scales of a layer of 4,096 by 4,096."))
+    console.print(
+        Text("Bits count the scales of a layer of 4,096 by 4,096. `fakequant presets NAME` shows all of one.")
+    )
 
 
 @app.command()

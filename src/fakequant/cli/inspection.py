@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,12 @@ from fakequant.export import VerifyReport, verify_onnx
 from fakequant.export.capability import read
 from fakequant.export.packages import require
 from fakequant.export.verification.verify import load_exported
-from fakequant.model.presets import ALIASES, presets
+from fakequant.model.config import TensorConfig
+from fakequant.model.engine import known_engines
+from fakequant.model.presets import ALIASES, find_preset, presets
 from fakequant.model.state.checkpoint import MANIFEST, load, read_manifest
 from fakequant.model.weights import spec_bits
+from fakequant.numerics.formats.floats import IntegerFormat
 
 _SIDE = 4096
 """The side of the square layer for which presets count their bits."""
@@ -95,28 +100,75 @@ def _inspect_onnx(path: Path) -> Inspection:
     )
 
 
-def preset_lines() -> list[str]:
-    """Describe every preset in one line: name, bits per weight with its scales, what is quantized, other names.
+_FAMILIES = {"GGUF": "GGUF, for llama.cpp", "MLX": "MLX, for Apple's machines", "MX": "Microscaling (MX)"}
 
-    >>> print(*preset_lines()[:2], sep="\\n")
-    preset            bits per weight  what is quantized
-    INT8                         8.01  weights int8 per_channel(0), inputs int8 per_tensor; also W8A8
+
+def preset_lines() -> list[str]:
+    """The presets by family, in lines of at most 100 columns, with the engines that are known to run them.
+
+    >>> print(*preset_lines()[:3], sep="\\n")
+    preset                 bits  weights, inputs                          engines
+    Integers
+      INT8                 8.01  int8 channel, int8 tensor                coreai, coreml, xnnpack,
     """
-    lines = [f"{'preset':16}  {'bits per weight':>15}  what is quantized"]
+    families: dict[str, list[str]] = {}
+    engines = dict.fromkeys(known_engines().values())
     for name, config in presets().items():
         rule = config.rules[0]
         if rule.weight is None:
             continue
+        kinds = (title for start, title in _FAMILIES.items() if name.startswith(start))
+        is_integer = isinstance(rule.weight.spec.format, IntegerFormat)
+        family = next(kinds, "Integers" if is_integer else "Floats and tables")
+        family = "Training with quantized gradients" if rule.gradient is not None else family
         bits = spec_bits(rule.weight.spec, (_SIDE, _SIDE)).per_weight
-        same = rule.input is not None and rule.input.spec == rule.weight.spec
+        weight, input = _brief(rule.weight), "float" if rule.input is None else _brief(rule.input)
+        what = f"{weight}, inputs, too" if input == weight else f"{weight}, {input}"
+        takers = ", ".join(engine.name for engine in engines if engine.takes(name))
+        start = f"  {name:19} {bits:5.3g}  {what:40} "
+        lines = textwrap.wrap(takers, 100 - len(start)) or [""]
+        families.setdefault(family, []).extend(
+            f"{start if number == 0 else ' ' * len(start)}{line}".rstrip() for number, line in enumerate(lines)
+        )
+    lines = [f"{'preset':21}  bits  {'weights, inputs':40} engines"]
+    for family, rows in families.items():
+        lines += [family, *rows]
+    others = ", ".join(f"{alias} is {name}" for alias, name in ALIASES.items())
+    return [*lines, "Other names", *textwrap.wrap(others, 100, initial_indent="  ", subsequent_indent="  ")]
+
+
+def _brief(config: TensorConfig) -> str:
+    """The format, and what shares a scale.
+
+    >>> _brief(TensorConfig("int4 per_block(-1:32,pad)"))
+    'int4 block 32'
+    """
+    text = str(config.spec.granularity)
+    sizes = "x".join(re.findall(r":(\d+)", text))
+    return f"{config.spec.format} {text.removeprefix('per_').partition('(')[0]} {sizes}".rstrip()
+
+
+def preset_text(name: str) -> str:
+    """How a preset quantizes each kind of layer, with its scales.
+
+    Raises:
+        ConfigError: no preset has that name.
+
+    >>> print(preset_text("int4_group32"))
+    INT4_GROUP32
+      weights int4 per_block(-1:32,pad), inputs stay in float
+      layers Embedding, EmbeddingBag: weights int8 per_channel(0), inputs stay in float
+      layers MaxPool1d, MaxPool2d, MaxPool3d: stay in float
+    """
+    config = find_preset(name)
+    lines = [config.name]
+    for rule in config.rules:
+        where = f"layers {', '.join(rule.layers)}: " if rule.layers else ""
         inputs = "inputs stay in float" if rule.input is None else f"inputs {rule.input}"
-        what = f"weights and inputs {rule.input}" if same else f"weights {rule.weight}, {inputs}"
-        tables = [rule.weight for rule in config.rules[1:] if rule.weight is not None]
-        what += "".join(f", embeddings {weight}" for weight in tables)
-        names = [alias for alias, target in ALIASES.items() if target == name]
-        names += [config.name] if config.name != name else []
-        lines.append(f"{name:16}  {bits:15.3g}  {what}" + (f"; also {', '.join(names)}" if names else ""))
-    return lines
+        parts = [f"weights {rule.weight}", inputs] if rule.weight is not None else ["stay in float"]
+        parts += [f"gradients {rule.gradient}"] if rule.gradient is not None else []
+        lines += textwrap.wrap(where + ", ".join(parts), 100, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def verify_file(
