@@ -1,4 +1,4 @@
-"""Names that every documentation example may use, in modules, README.md and docs/."""
+"""Names that each example of a docstring may use; pages import what they use, as they run where they are pasted."""
 
 from importlib.util import find_spec
 
@@ -57,14 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _examples(request: pytest.FixtureRequest) -> None:
-    """Run examples in an empty folder, with one seed, torch, fq, the public names and the named formats.
+    """Run examples in an empty folder; those of docstrings with one seed, torch, fq, public names and named formats.
 
     What the module itself defines stays the module's.
     """
     if isinstance(request.node, DoctestItem):
-        torch.manual_seed(0)  # else an example's numbers depend on the tests before it
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
         if {"transformers", "delivery", "engines"} & {request.node.path.stem, *request.node.path.parts}:
             import_torchvision()
+        if request.node.path.suffix == ".md":
+            torch.seed()  # a page sets the seed that its numbers need
+            return
+        torch.manual_seed(0)  # else an example's numbers depend on the tests before it
         for name, value in NAMES.items():
             request.node.dtest.globs.setdefault(name, value)
