@@ -145,8 +145,7 @@ class Decomposed(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         dy, params, spec = grad_outputs[0], params_of(*tensors), ctx.spec
         dx = scale_grad = zero_point_grad = None
-        if not compilers.is_approximate(x):
-            x = _found_in_backward(x, dy)
+        x = _found_in_backward(x, dy)
         if ctx.needs_input_grad[0]:
             dx = reference.grad_input(dy, reference.passes(x, params, spec))
         wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -156,15 +155,16 @@ class Decomposed(torch.autograd.Function):
 
 
 def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """x, made to depend on dy, so that a compiler computes all that follows from it in the backward pass.
+    """x, made to depend on dy on a CPU, so that a compiler computes all that follows from it in the backward pass.
 
     Compilers move operations that do not need dy into the forward pass, and save the mask, and that of a ReLU before
     it, as bool tensors. Inductor writes these one element at a time on the CPU: 2 to 5 ms for 1M elements, which are
     quantized in 0.08 ms. The compiled step of a network of six convolutions took 2.2 times as long as in float. It
     takes 1.05 times as long if the backward pass computes the mask from x. The cost is memory: x itself is saved
-    between the passes, unless another operation saves it anyway; eager mode saves one bit per element.
+    between the passes, unless another operation saves it anyway; eager mode saves one bit per element. GPUs write bool
+    tensors as fast as others, and those take a quarter of the memory.
     """
-    return torch.where(dy == 0, x, x)
+    return torch.where(dy == 0, x, x) if x.is_cpu else x
 
 
 class DecomposedInTransforms(Decomposed):
@@ -440,7 +440,7 @@ class _AsNode(torch.autograd.Function):
         ctx.learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         ctx.save_for_backward(mask, *((x, scale, zero_point, seed) if ctx.learned else ()))
         ctx.stride = x.stride()
-        return y
+        return y.view_as(y)  # a tensor of its own, as in `Decomposed`
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
