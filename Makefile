@@ -13,7 +13,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite core mutants test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite core mutants test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel release packages clean
 
 setup: $(STAMP)
 
@@ -216,6 +216,15 @@ wheel: setup
 test-wheel: wheel
 	$(BIN)/python tests/native/suite.py $$(ls -t dist/*-abi3-*.whl | head -n 1) \
 		-n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive' $(ONLY)
+
+# Packages for an index, tried in empty environments, and the site; refuses metadata that is not set.
+release: setup
+	$(BIN)/python tests/native/release.py metadata
+	$(MAKE) packages site
+
+packages: wheel
+	$(BIN)/python setup.py --quiet sdist --dist-dir dist
+	$(BIN)/python tests/native/release.py try dist/*-abi3-*.whl dist/*-py3-none-any.whl dist/*.tar.gz
 
 clean:
 	rm -rf build dist demo-output src/*.egg-info src/fakequant/ops/cpu/_kernels*.so
