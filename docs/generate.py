@@ -1,4 +1,4 @@
-"""Write docs/formats.md and the tables of docs/engines/index.md and docs/onnx.md from the package: `make docs`."""
+"""Write docs/formats.md and the tables of README.md, docs/engines/index.md and docs/onnx.md: `make docs`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 PAGE = Path(__file__).with_name("formats.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")
 ENGINES_PAGE = Path(__file__).with_name("engines") / "index.md"
+README = Path(__file__).parents[1] / "README.md"
 ENGINES_BEGIN, ENGINES_END = "<!-- engines:begin -->", "<!-- engines:end -->"
 STYLES_BEGIN, STYLES_END = "<!-- styles:begin -->", "<!-- styles:end -->"
 _FEW = 16
@@ -87,10 +88,24 @@ def _dtype(fmt: Format) -> str:
     return f"`{str(fmt.storage).removeprefix('torch.')}`"
 
 
+def readme() -> str:
+    """The front page with its table of engines written anew: one row for each page of an engine."""
+    rows = {}
+    for engine in dict.fromkeys(known_engines().values()):
+        if engine.page not in rows:
+            title = ENGINES_PAGE.with_name(f"{engine.page}.md").read_text().partition("\n")[0].removeprefix("# ")
+            rows[engine.page] = f"| [{title}](docs/engines/{engine.page}.md) | {engine.bound} |"
+    return _with_table(README, ["| engine | its results, beside the simulation |", "|---|---|", *rows.values()])
+
+
+def _with_table(page: Path, rows: list[str]) -> str:
+    """A page with other rows between the marks of engines."""
+    before, rest = page.read_text().split(ENGINES_BEGIN)
+    return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + rest.split(ENGINES_END)[1]])
+
+
 def engines_page() -> str:
     """The page about engines with its table written anew, from what each engine says of itself."""
-    before, rest = ENGINES_PAGE.read_text().split(ENGINES_BEGIN)
-    after = rest.split(ENGINES_END)[1]
     rows = ["| engine | for | `target=` | presets to begin with | files by | results |", "|---|---|---|---|---|---|"]
     for engine in dict.fromkeys(known_engines().values()):
         title = engine.name
@@ -103,7 +118,7 @@ def engines_page() -> str:
         if engine.files in {style.value for style in Style}:
             file += f", style `{engine.files}`"
         rows.append(f"| {title} | {engine.serves} | {names} | {first} | {file} | {engine.bound} |")
-    return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + after])
+    return _with_table(ENGINES_PAGE, rows)
 
 
 def styles_page() -> str:
@@ -154,4 +169,5 @@ def _spec(config: Config, who: str) -> str:
 if __name__ == "__main__":
     write_whole(PAGE, page().encode())
     write_whole(ENGINES_PAGE, engines_page().encode())
+    write_whole(README, readme().encode())
     write_whole(STYLES_PAGE, styles_page().encode())

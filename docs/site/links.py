@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 # Files outside docs/, by their path in the repository, and where the site has them.
 JOINED = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE.txt",
@@ -48,8 +48,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def moved(link: str, here: str) -> str:
     """A link of a page, given by its path in the site, as the site has it.
 
-    >>> moved("docs/guide.md", "overview.md"), moved("../README.md", "index.md"), moved("onnx.md", "guide.md")
-    ('guide.md', 'overview.md', 'onnx.md')
+    >>> moved("docs/guide.md", "index.md"), moved("../README.md", "jobs.md"), moved("onnx.md", "guide.md")
+    ('guide.md', 'index.md', 'onnx.md')
     """
     if "://" in link:
         return link

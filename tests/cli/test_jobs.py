@@ -34,7 +34,7 @@ def test_the_lines_of_the_others_run(job: str, tmp_path: Path, monkeypatch: pyte
         exec("from torchao.quantization import *\nfrom torchao.quantization.granularity import *", scope)
         exec("from torchao.quantization.qat import QATConfig", scope)
     monkeypatch.chdir(tmp_path)
-    setup = re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], flags=re.DOTALL)[0]
+    setup = re.findall(r"```pycon\n(.*?)```", PAGE.split("\n## ")[0], flags=re.DOTALL)[0]
     exec("\n".join(line[4:] for line in setup.splitlines() if line.startswith((">>> ", "... "))), scope)
     exec("model = copy.deepcopy(net)", scope)
     exec(text, scope)

@@ -34,7 +34,10 @@ def test_every_preset_is_captured(preset):
     quantizers = sum(op.op_type == "FakeQuantize" for op in graph.ops)
     active = [q for q in model.modules() if isinstance(q, fq.nn.Quantizer)]
     assert quantizers >= len(active) > 0
-    assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))
+    ours, theirs = step(graph.to_torch(), model, x), step(model, model, x)
+    if any(rule.gradient is not None for rule in presets()[preset].rules):
+        ours, theirs = ours[:1], theirs[:1]  # a graph quantizes no gradients
+    assert_same_step(ours, theirs)
 
 
 class Calls(nn.Module):

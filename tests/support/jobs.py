@@ -11,7 +11,7 @@ JOBS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 
 def blocks(job: str) -> tuple[list[str], list[str]]:
     """The statements of the block of ours without the copy of the model, and of the other library's."""
-    ours, theirs = re.findall(r"```python\n(.*?)```", JOBS[job], flags=re.DOTALL)
+    ours, theirs = re.findall(r"```(?:python|pycon)\n(.*?)```", JOBS[job], flags=re.DOTALL)
     own = [line[4:] for line in ours.splitlines() if line.startswith((">>> ", "... "))]
     return [line for line in own if line != "model = copy.deepcopy(net)"], theirs.strip().splitlines()
 
