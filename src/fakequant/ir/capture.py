@@ -37,8 +37,8 @@ def capture(
 
     Parameters and buffers are constants of the graph, the same tensors as the model's, so that training one trains the
     other. Learned ranges are constants as they are now. The model is captured in the mode it is in; a batch
-    normalisation in training mode, which changes its statistics, is refused. Gradients that layers quantize are floats in
-    the graph.
+    normalisation in training mode, which changes its statistics, is refused. Where layers quantize gradients, those of
+    the graph are floats.
 
     Args:
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
