@@ -11,7 +11,7 @@ from fakequant.delivery.gguf.lattices import _SPECS
 from fakequant.errors import ShapeError
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import library
+from fakequant.ops import Backend, library
 
 GGUF = {name: config for name, config in vars(presets).items() if name.startswith("GGUF_")}
 SPECS = {name: config.rules[0].weight.spec for name, config in GGUF.items() if isinstance(config, fq.Config)}
@@ -129,7 +129,7 @@ def test_the_error_of_the_output_is_smaller_by_moments_than_without_them(name):
 def test_chunks_of_rows_change_nothing(monkeypatch):
     spec, x = SPECS["GGUF_Q4_K"], normal()
     whole = search_params(x, spec)
-    monkeypatch.setattr("fakequant.calibration.lattice._ELEMENTS", 512)
+    monkeypatch.setattr(Backend, "at_once", 512)
     for one, other in zip(whole[:2], search_params(x, spec)[:2], strict=True):
         assert torch.equal(one, other)
 

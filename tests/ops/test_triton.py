@@ -25,7 +25,7 @@ from fakequant.ops.triton.call import KernelCall, Reduction, ScaleChoice, Sweep,
 from fakequant.report import environment
 
 TESTS = Path(__file__).parents[1]
-FILES = ("test_cpu_kernels.py", "test_cpu_dynamic.py", "test_histogram_kernel.py")
+FILES = ("test_cpu_kernels.py", "test_cpu_dynamic.py", "test_histogram_kernel.py", "test_sweep.py")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it is for Linux")
 
 

@@ -16,6 +16,7 @@ import fakequant as fq
 from fakequant.numerics.formats.floats import TableFormat
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.ops.backend import ColumnGrid
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support.backends import Calls
 from tests.support.matrix import full, in_turn, sweep
@@ -308,3 +309,16 @@ def test_the_check_of_the_assembly_can_fail():
         assert INEXACT.search(line)
     for line in ("div.rn.f32 %f1;", "mad.lo.s32 %r1;", "mul.rn.f32 %f1;", "cvt.rn.bf16x2.f32 %r1;"):
         assert not INEXACT.search(line)
+
+
+@pytest.mark.parametrize("name", ["int4 per_block(-1:32)", "nf4 per_block(-1:32)", "float4_e2m1fn per_block(-1:32)"])
+@pytest.mark.parametrize("lattice", [False, True])
+def test_sweep(compiled, name, lattice):
+    """Also with offsets, signs, scales of 0 and zeros that stay."""
+    spec, shape = fq.QuantSpec.parse(name).replace(granularity=fq.PerChannel(0)), (128, 96)
+    flags, floats = torch.ones(4, 96, dtype=torch.bool), torch.ones(4, 96)
+    beside = (None, floats, floats, flags, torch.ones(shape, dtype=torch.bool)) if lattice else [None] * 5
+    grid = ColumnGrid(spec, torch.zeros(128, dtype=torch.int64), floats, *beside)
+    left, shares = torch.ones(shape), torch.ones(128, 160)
+    assert TritonBackend("cpu").sweep(left, left, shares, left, left, grid)
+    checked(compiled, 1)

@@ -21,8 +21,6 @@ from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library
 
-_ELEMENTS = 1 << 18
-"""The most elements that are searched at once: what is computed of them stays in a cache."""
 _STARTS = 13
 _REACH = 1.6
 """Starts lie up to this many codes beyond or within the end of the format."""
@@ -57,7 +55,7 @@ def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> 
     ['0.042', '0.037']
     """
     exact = torch.where(x.isfinite(), x, 0.0).detach().contiguous()  # sums depend on the order in memory
-    rows = max(_ELEMENTS // max(x[0].numel(), 1), 1) if x.dim() and len(x) else 1
+    rows = max(library.at_once(x) // max(x[0].numel(), 1), 1) if x.dim() and len(x) else 1
     if not x.numel() or not rows_are_apart(x, spec):
         return _better(exact, spec, moments)
     return joined([_better(exact[start : start + rows], spec, moments) for start in range(0, len(x), rows)])

@@ -39,13 +39,13 @@ class Matrix(NamedTuple):
         weight: float [out, ...]; its columns are those of the rows.
         spec: of its quantizer, with the axes of this weight.
         params: the parameters of the quantizer.
-        nearest: the values that the quantizer gives.
+        nearest: makes the values that the quantizer gives.
     """
 
     weight: Tensor
     spec: QuantSpec
     params: QParams
-    nearest: Tensor
+    nearest: Callable[[], Tensor]
 
 
 class Product:
@@ -260,7 +260,7 @@ class MatrixProduct(Product):
     def matrices(self) -> list[Matrix]:
         """The matrix of the weight; of stacked weights all, in the order of the inputs."""
         weight, quantizer = self.tensor.detach(), self.quantizer
-        return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), quantizer(weight))]
+        return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), lambda: quantizer(weight))]
 
     def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
         """Values of all matrices, and their parameters, as those of the weight."""
@@ -301,8 +301,11 @@ class TurnedProduct(MatrixProduct):
         axes = self.tensor.dim()
         exchanged = {0: 1, 1: 0, -axes: 1, 1 - axes: 0}
         return [
-            Matrix(
-                self.matrix(own.weight), remapped(own.spec, exchanged), _turned(own.params), self.matrix(own.nearest)
+            own._replace(
+                weight=self.matrix(own.weight),
+                spec=remapped(own.spec, exchanged),
+                params=_turned(own.params),
+                nearest=lambda own=own: self.matrix(own.nearest()),
             )
             for own in super().matrices()
         ]
@@ -473,7 +476,7 @@ class ExpertProduct(MatrixProduct):
                 self.matrix(weight[expert]),
                 one,
                 QParams(self.matrix(params.scale[expert]), None if points is None else self.matrix(points[expert])),
-                self.matrix(nearest[expert]),
+                lambda expert=expert: self.matrix(nearest[expert]),
             )
             for expert in range(len(weight))
         ]

@@ -64,6 +64,39 @@ class Extras(NamedTuple):
     seed: Tensor | None = None
 
 
+class ColumnGrid(NamedTuple):
+    """How columns of a matrix are rounded; what columns and rows share is float32 [runs, rows], or None.
+
+    A value x becomes q((x + offset) sign) sign - offset, where q rounds by scale and zero point; 0 in place of q where
+    `zero` is set, and 0 where `zeros` is.
+
+    Attributes:
+        spec: of q, for a column whose rows have a scale each, which is positive.
+        runs: for each column the number of its parameters, int64.
+        zero: bool.
+        zeros: bool [columns, rows], or None.
+    """
+
+    spec: QuantSpec
+    runs: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    offset: Tensor | None
+    sign: Tensor | None
+    zero: Tensor | None
+    zeros: Tensor | None
+
+    def columns(self, part: slice | Tensor) -> ColumnGrid:
+        """The grid of some of the columns."""
+        return self._replace(runs=self.runs[part], zeros=None if self.zeros is None else self.zeros[part])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ColumnGrid:
+        """With a change of all that runs and rows have."""
+        names = ("scale", "zero_point", "offset", "sign", "zero")
+        held = {name: own for name in names if (own := getattr(self, name)) is not None}
+        return self._replace(**{name: change(own) for name, own in held.items()})
+
+
 class KernelPlan(NamedTuple):
     """How calls of one kind are computed.
 
@@ -224,6 +257,8 @@ class Backend(ABC):
     name: ClassVar[str]
     device_type: str | None = None
     """The only type of device whose tensors it serves; None: any."""
+    at_once: ClassVar[int] = 2**18
+    """Elements of which a search computes at once: on a CPU they stay in a cache."""
     compiles_as_node: ClassVar[bool] = False
     """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
     other bits there: with approximate division, or a product and a sum rounded once."""
@@ -255,6 +290,12 @@ class Backend(ABC):
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
         """The range of contiguous values [groups, elements] and, if asked for, their counts; elements >= 1."""
         return observe_by_definition(values, bins)
+
+    def sweep(
+        self, wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, missed: Tensor, grid: ColumnGrid
+    ) -> bool:
+        """See `ops.sweep.sweep`; all tensors are contiguous and on one device."""
+        return False
 
     def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
         """See `ops.histogram.update`; all tensors are on one device."""

@@ -236,6 +236,11 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose_for(x).measure(x.detach(), granularity)
 
 
+def at_once(x: Tensor) -> int:
+    """Elements of which a search computes at once, see `Backend.at_once`."""
+    return choose_for(x).at_once
+
+
 def choose(x: Tensor, spec: QuantSpec, range: Range | None = None) -> QParams:
     """The parameters of x, or of another range of it, see `numerics.reference.choose`."""
     compare = is_less if needs_tracing(x) else is_less_by_plain_sums

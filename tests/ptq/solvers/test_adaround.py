@@ -66,7 +66,7 @@ def test_neighbours_are_the_values_on_both_sides(name: str) -> None:
     for row in range(OUT):
         for column in range(COLUMNS):
             one = grid.rows(slice(row, row + 1))
-            one._runs = one._runs[column : column + 1] * len(reach)
+            one._columns = one._columns.columns(torch.full((len(reach),), column))
             every = one.nearest(reach[None])[0].unique()
             value = values[row, column]
             below, above = every[every <= value], every[every >= value]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.ops import library
 from fakequant.ptq.solvers import sums as sums_module
-from fakequant.ptq.solvers.problem import Problem, WeightGrid, gptq, gptq_and_loss, mean_of_diagonal, ordered
+from fakequant.ptq.solvers.problem import Ordered, Problem, WeightGrid, gptq, gptq_and_loss, mean_of_diagonal, ordered
 from fakequant.ptq.solvers.sums import Drift, InputSums
 from tests.support.bits import assert_same_bits
 from tests.support.weight_specs import WEIGHTS, spec_of_matrix
@@ -88,7 +88,7 @@ def test_gptq_knows_what_its_values_lose(damping: float | None, kind: str, with_
     weight, spec = torch.randn(OUT, COLUMNS, generator=generator), fq.QuantSpec.parse("int4 per_channel(0)")
     float_x = x + 0.1 * torch.randn(x.shape, generator=generator) if with_drift else None
     own, grid = problem(weight, x, float_x, damping), WeightGrid(spec, fq.choose_qparams(weight, spec), weight.shape)
-    values, loss = gptq_and_loss(weight, own.sums.moments[0], grid, DAMPING, own.pull(0))
+    values, loss = gptq_and_loss(weight, Ordered.of(own.sums.moments[0], DAMPING), grid, own.pull(0))
     torch.testing.assert_close(own.loss_of(loss, values), own.loss(values), rtol=1e-4, atol=1e-6 * own.energy())
     if with_drift:  # it makes good less of it for few rows
         assert own.share == len(x) / (len(x) + COLUMNS)

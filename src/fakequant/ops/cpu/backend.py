@@ -15,7 +15,7 @@ from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, dequantize, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan, Kernels
+from fakequant.ops.backend import RELU, VALUES, Backend, CallKind, ColumnGrid, KernelPlan, Kernels, ParameterKind
 from fakequant.ops.kernel_params import (
     cannot_choose,
     cannot_draw,
@@ -94,6 +94,16 @@ class CpuBackend(Backend):
         torch.ops.fakequant_cpu.observe(values, inverse, ends, counts)
         # 0.0 is added because which of the two zeros comes first depends on the order of the values.
         return Observed(Range(*(ends + 0.0).unbind()), counts)
+
+    def sweep(
+        self, wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, missed: Tensor, grid: ColumnGrid
+    ) -> bool:
+        point = None if grid.zero_point is None else grid.zero_point.float()
+        torch.ops.fakequant_cpu.sweep.default(
+            wanted, left, shares, errors, missed, _form_of_columns(grid.spec, wanted.shape[1]), grid.runs, grid.scale,
+            point, grid.offset, grid.sign, grid.zero, grid.zeros,
+        )  # fmt: skip
+        return True
 
     def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
         inverse = _nowhere(range.lo.numel()) if bins is None else bins.inverse
@@ -251,6 +261,14 @@ class CpuKernels(Kernels):
         words = torch.empty(self.layout.shape, dtype=torch.int32, device="cpu")
         torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
         return self.layout.pack(words)
+
+
+@lru_cache(maxsize=64)
+def _form_of_columns(spec: QuantSpec, rows: int) -> Tensor:
+    """The descriptor of a column [rows, 1]."""
+    scale = ParameterKind(torch.float32, torch.device("cpu"), (rows, 1), True)
+    kind = CallKind(spec, VALUES, torch.float32, scale.device, (rows, 1), (1, 1), scale, None)
+    return CpuKernels(kind, CpuBackend.name).descriptor
 
 
 def _measured(x: Tensor, layout: Layout) -> Range:

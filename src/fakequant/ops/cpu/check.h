@@ -24,6 +24,7 @@ constexpr torch::headeronly::ScalarType scalar_type_of() {
   using torch::headeronly::ScalarType;
   if constexpr (std::is_same_v<T, float>) return ScalarType::Float;
   if constexpr (std::is_same_v<T, double>) return ScalarType::Double;
+  if constexpr (std::is_same_v<T, bool>) return ScalarType::Bool;
   if constexpr (std::is_same_v<T, int8_t>) return ScalarType::Char;
   if constexpr (std::is_same_v<T, uint8_t>) return ScalarType::Byte;
   if constexpr (std::is_same_v<T, int32_t>) return ScalarType::Int;

@@ -7,6 +7,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import RELU, Backend, CallKind, Extras, KernelPlan, Kernels
+from fakequant.ops.backend import RELU, Backend, CallKind, ColumnGrid, Extras, KernelPlan, Kernels
 from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, is_lattice, table_fields
 from fakequant.ops.layout import Layout, layout_of
 
@@ -86,6 +87,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     compiles_as_node = True
+    at_once = 2**20  # a launch takes as long as reading 15 MB; some times more memory
 
     def __init__(self, device_type: str = "cuda", block: int | None = None) -> None:
         self.device_type = device_type
@@ -139,6 +141,18 @@ class TritonBackend(Backend):
         launch.ends_of_keys(keys, ends)
         return Observed(Range(*ends.unbind()), counts)
 
+    def sweep(
+        self, wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, missed: Tensor, grid: ColumnGrid
+    ) -> bool:
+        from . import launch
+
+        spec, runs, scale, zero_point, offset, sign, *flags = grid
+        call = call_of(spec, torch.float32, zero_point=zero_point is not None)
+        bytes = [None if own is None else own.view(torch.uint8) for own in flags]
+        given = runs, scale, zero_point, offset, sign, *bytes, _table_of(spec, torch.float32, wanted.device)
+        launch.sweep((wanted, left, shares, errors, missed), given, call)
+        return True
+
     def _block_of(self, dtype: torch.dtype) -> int:
         return self._block or _BLOCK_BYTES // dtype.itemsize
 
@@ -153,9 +167,7 @@ class TritonKernels(Kernels):
         shifted = kind.zero_point is not None or (kind.scale is None and not spec.symmetric)
         self.calls = {mask: call_of(spec, kind.dtype, zero_point=shifted, mask=mask) for mask in (False, True)}
         self.encoding = call_of(spec, kind.dtype, zero_point=shifted, emit="code")
-        dtype = compute_dtype(kind.dtype)
-        fields = table_fields(spec.format, dtype)
-        self.table = torch.tensor(fields, dtype=dtype, device=kind.device) if fields else None
+        self.table = _table_of(spec, compute_dtype(kind.dtype), kind.device)
         self.dynamic: dict[bool, KernelCall] = {}
         if kind.scale is None:
             reason = cannot_choose(spec, kind.dtype, self.layout.group_shape) if self.place.elements else "it is empty"
@@ -313,6 +325,12 @@ class TritonKernels(Kernels):
         if seed.device.type == "cpu":
             return None, None, int(seed)
         return None, seed, 0
+
+
+@lru_cache(maxsize=64)
+def _table_of(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    fields = table_fields(spec.format, dtype)
+    return torch.tensor(fields, dtype=dtype, device=device) if fields else None
 
 
 def _measured(x: Tensor, layout: Layout, block: int) -> Range:

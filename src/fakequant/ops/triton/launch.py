@@ -22,6 +22,7 @@ from fakequant.ops.triton.kernels.rounding import mask_kernel
 from .call import KernelCall, Reduction, TilePlace, ceiling, is_wide, next_power_of_two
 from .kernels.gradients import digits_kernel, largest_kernel, total_kernel
 from .kernels.histogram import ends_kernel, observe_kernel
+from .kernels.sweep import sweep_kernel
 
 Given = tuple[Tensor | int | None, ...]
 _WARPS = 4
@@ -29,6 +30,8 @@ _WARPS = 4
 _WIDE_ROW = 4096
 # Blocks of values that a program observes.
 _STEPS = 8
+# Rows of a matrix that a program sweeps: with 128 columns 32 numbers in the registers of each thread.
+_SWEPT = 32
 # The groups whose totals one program finds.
 _GROUPS = 256
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -188,6 +191,14 @@ def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TileP
     numbers = place.groups, *_shape(place), steps
     for kernel in (largest_kernel, digits_kernel):
         _start(kernel, programs, dy, x, *sums, *given, *numbers, CALL=call, SWEEP=sweep)
+
+
+def sweep(block: tuple[Tensor, ...], grid: Given, call: KernelCall) -> None:
+    """`sweep_kernel` over all rows; block goes from wanted to missed, grid from runs to table."""
+    columns, rows = block[0].shape
+    fixed = {"CALL": call, "COLUMNS": next_power_of_two(columns), "ROWS": _SWEPT}
+    if block[0].numel():
+        _start(sweep_kernel, ceiling(rows, _SWEPT), *block, *grid, rows, columns, block[2].shape[1], **fixed)
 
 
 def total(sums: Tensor, result: Tensor) -> None:

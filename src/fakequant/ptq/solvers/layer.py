@@ -89,9 +89,9 @@ def on_device(choice: Choice, device: torch.device) -> Choice:
 def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, steps: Sequence[str]) -> Choice:
     seen = (sums.count,), sums.drift is not None
     if not sums.count:
-        return Choice(matrix.params, matrix.nearest, None, LayerResult(name), *seen)
+        return Choice(matrix.params, matrix.nearest(), None, LayerResult(name), *seen)
     parts, spec = Parts.of(product), matrix.spec
-    float_weight, nearest = parts.split(matrix.weight), parts.split(matrix.nearest)
+    float_weight = parts.split(matrix.weight)
     bias = product.bias[0] if "bias" in steps else None
     own, about = parts.split_params(matrix.params), sums if bias is None else sums.with_drift(None).about_mean()
 
@@ -101,7 +101,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     searched = ranges(about)
     solving = [step for step in SOLVERS if step in steps]
     zeros = structured_zeros(float_weight)
-    if zeros is not None and bool(nearest.flatten(1)[zeros].any()):
+    if zeros is not None and bool(parts.split(matrix.nearest()).flatten(1)[zeros].any()):
         zeros = None  # the format has no 0
     grid, how = WeightGrid(spec, searched, float_weight.shape, zeros), _How(bias is not None, share=1.0)
     if sums.halves:
@@ -114,7 +114,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     elif sums.count == 1:
         how = _How(False, "nearest")  # no other row can judge
     bias = bias if how.with_bias else None
-    tried, energy = {"nearest": _Tried(own, nearest.__getitem__)}, 0.0
+    tried, energy = {"nearest": _Tried(own, parts.split(matrix.nearest()).__getitem__)}, 0.0
     if "ranges" in steps:
         plain_grid = grid if zeros is None else WeightGrid(spec, searched, float_weight.shape)
         tried["ranges"] = _Tried(searched, lambda part: plain_grid.rows(part).nearest_of(float_weight[part]))
@@ -188,9 +188,7 @@ class _Part(NamedTuple):
 
 
 SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {
-    "gptq": lambda p: gptq_and_loss(
-        p.weight, p.problem.sums.moments[p.group], p.grid, p.problem.damping, p.problem.pull(p.group)
-    ),
+    "gptq": lambda p: gptq_and_loss(p.weight, p.problem.ordered(p.group), p.grid, p.problem.pull(p.group)),
     "descend": lambda p: descend(p.weight, p.start, p.problem.moments(p.group), p.grid, pull=p.problem.pull(p.group)),
     "adaround": lambda p: adaround(p.problem.target(p.group), p.problem.moments(p.group), p.grid, p.start),
 }
@@ -259,6 +257,7 @@ class _HeldOut:
         self._nearest, self._ranges = [nearest.rows(rows)] * 2, [grid.rows(rows) for grid in ranges]
         some = sums.of_outputs(part)
         self._usual, self._halves = Problem(self._weight, some).damping, some.halves
+        self._about_means = dict[int, InputSums]()
         self._judges = [Problem(self._weight, half) for half in reversed(self._halves)]
         self._chance = min(columns, sums.count) ** 0.5 / sums.count
         """The share of an error by which it may fall on few rows by chance."""
@@ -296,6 +295,11 @@ class _HeldOut:
             dampings[damping] = self._lost_by(found._replace(damping=damping))
         return found._replace(damping=min(dampings, key=dampings.__getitem__))
 
+    def _about_mean(self, half: InputSums) -> InputSums:
+        if id(half) not in self._about_means:
+            self._about_means[id(half)] = half.about_mean()
+        return self._about_means[id(half)]
+
     def _lost_by(self, how: _How) -> float:
         """The error of solved values on the rows of the other halves."""
         assert how.damping is not None
@@ -311,7 +315,7 @@ class _HeldOut:
     ) -> float:
         total = 0.0
         for judge, half, grid in zip(self._judges, self._halves, grids, strict=True):
-            values = make(half.about_mean() if with_bias else half, grid)
+            values = make(self._about_mean(half) if with_bias else half, grid)
             total += judge.loss(values)
             if with_bias:
                 shift, count = Problem(self._weight, half).missed_mean(values), judge.sums.count

@@ -8,7 +8,7 @@ inputs, and P what their drift adds: see `Problem`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
-from fakequant.ops import library
+from fakequant.ops.backend import ColumnGrid
+from fakequant.ops.sweep import nearest, sweep
 from fakequant.ptq.solvers.sums import InputSums
 
 STRUCTURED = 0.3
@@ -52,29 +53,29 @@ class WeightGrid:
         runs = torch.arange(params.scale[:1].numel(), device="cpu").reshape(params.scale[:1].shape)
         self._runs = of_elements(runs, torch.Size([1, *shape[1:]]), (1, *blocks[1:])).flatten().tolist()
         scale = _of_runs(params.scale, shape[0], blocks[0])
-        self._zero = self._sign = self._zero_point = self._offset = None
+        zero = sign = offset = None
         if spec.scale.is_exact:
-            self._zero = _if_any(scale == 0)
-            self._sign = None if _if_any(scale < 0) is None else torch.ones_like(scale).copysign(scale)
+            zero = _if_any(scale == 0)
+            sign = None if _if_any(scale < 0) is None else torch.ones_like(scale).copysign(scale)
             scale = torch.where(scale == 0, 1.0, scale.abs())
         points = None if params.zero_point is None else _of_runs(params.zero_point, shape[0], blocks[0])
-        if spec.offset is None:
-            self._zero_point = points
-        else:
-            self._offset, plain = points, plain | {"offset": None, "symmetric": True}
-        self._zeros = None if zeros is None else zeros.T.contiguous()
-        self._scale, self._spec = scale, spec.replace(granularity=PerChannel(0, 1), **plain)
+        if spec.offset is not None:
+            offset, points, plain = points, None, plain | {"offset": None, "symmetric": True}
+        spec = spec.replace(granularity=PerChannel(0, 1), **plain)
+        zeros, numbers = None if zeros is None else zeros.T.contiguous(), torch.tensor(self._runs, device=scale.device)
+        self._columns = ColumnGrid(spec, numbers, scale, points, offset, sign, zero, zeros)
 
     def column(self, index: int, values: Tensor) -> Tensor:
         """The nearest values of a column [out], in the dtype of the given ones."""
         run = self._runs[index]
         found = self._nearest(values[:, None], slice(run, run + 1))[:, 0]
-        return found if self._zeros is None else found.masked_fill_(self._zeros[index], 0.0)
+        zeros = self._columns.zeros
+        return found if zeros is None else found.masked_fill_(zeros[index], 0.0)
 
     def nearest(self, values: Tensor) -> Tensor:
         """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
-        found = self._nearest(values, self._runs)
-        return found if self._zeros is None else found.masked_fill_(self._zeros.T, 0.0)
+        found, zeros = self._nearest(values, self._columns.runs), self._columns.zeros
+        return found if zeros is None else found.masked_fill_(zeros.T, 0.0)
 
     def nearest_of(self, weight: Tensor) -> Tensor:
         """The nearest values of a weight [out, ...]."""
@@ -103,25 +104,24 @@ class WeightGrid:
             first, last = torch.where(same, middle, first), torch.where(same, last, middle)
         other = torch.where(near == exact, near, self.nearest(_in_order(last)))
         pair = torch.where(rises, near, other), torch.where(rises, other, near)
-        if self._zeros is not None:
-            pair = pair[0].masked_fill(self._zeros.T, 0.0), pair[1].masked_fill(self._zeros.T, 0.0)
+        if (zeros := self._columns.zeros) is not None:
+            pair = pair[0].masked_fill(zeros.T, 0.0), pair[1].masked_fill(zeros.T, 0.0)
         return pair[0].to(values.dtype), pair[1].to(values.dtype)
 
-    def _nearest(self, values: Tensor, runs: slice | list[int]) -> Tensor:
-        held = (self._scale, self._zero_point, self._offset, self._sign, self._zero)
-        scale, zero_point, offset, sign, zero = (None if own is None else own[runs].T.contiguous() for own in held)
+    def _nearest(self, values: Tensor, runs: slice | Tensor) -> Tensor:
+        scale, *others = (None if own is None else own[runs].T.contiguous() for own in self._columns[2:7])
         assert scale is not None
-        x = values.float() if offset is None else values.float() + offset
-        x = x if sign is None else x * sign
-        y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), self._spec)
-        y = y if zero is None else torch.where(zero, 0.0, y)
-        y = y if sign is None else y * sign
-        return (y if offset is None else y - offset).to(values.dtype)
+        return nearest(values, self._columns.spec, scale, *others)
+
+    def of_columns(self, columns: Tensor) -> ColumnGrid:
+        """The grid of some columns of the matrix, in an order, for `sweep`."""
+        return self._columns.columns(columns).each(lambda own: own.float() if own.is_floating_point() else own)
 
     def rows(self, part: slice | Tensor) -> WeightGrid:
         """The grid of some rows of the matrix."""
-        grid = object.__new__(WeightGrid)
-        vars(grid).update({name: own[:, part] if isinstance(own, Tensor) else own for name, own in vars(self).items()})
+        grid, own = object.__new__(WeightGrid), self._columns.each(lambda own: own[:, part].contiguous())
+        zeros = None if own.zeros is None else own.zeros[:, part].contiguous()
+        grid._runs, grid._columns = self._runs, own._replace(zeros=zeros)
         return grid
 
 
@@ -169,7 +169,7 @@ _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
 _PANEL = 1024  # columns that are multiplied at once
 _ROWS = 128  # rows of moments that are put in order at once
-_VALUES = 2**18  # that are added at once: they stay in a cache
+_VALUES = 2**22  # that are put in order or added at once: 16 MB
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
 
 
@@ -212,7 +212,7 @@ class Problem:
         if self._pull is None:
             return found
         # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
-        return max(found + 2 * _inner(self._pull, error) + self._constant, 0.0)
+        return max(found + 2 * float(_inner(self._pull, error)) + self._constant, 0.0)
 
     def _error(self, chosen: Tensor) -> Tensor:
         return self.weight - chosen.float().reshape(self._matrix_shape)
@@ -229,6 +229,13 @@ class Problem:
         diagonal.add_(torch.where(diagonal > 0, self.damping * self._mean_squares()[group], 0.0))
         return found
 
+    def ordered(self, group: int) -> Ordered:
+        """What `gptq` makes of the moments of a group; kept with the sums, for other outputs and another share."""
+        key = group, self.damping
+        if self.sums.ordered[:1] != [key]:
+            self.sums.ordered[:] = [key, Ordered.of(self.sums.moments[group], self.damping)]
+        return self.sums.ordered[1]
+
     def _mean_squares(self) -> Tensor:
         """The mean of the diagonal of the moments of each group."""
         return self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
@@ -237,7 +244,7 @@ class Problem:
         """The sum of squares of the output in the float model."""
         found = _trace(self.weight, self.sums.moments)
         if self._pull is not None:
-            found += 2 * _inner(self._pull, self.weight) + self._constant
+            found += 2 * float(_inner(self._pull, self.weight)) + self._constant
         return max(found, torch.finfo(torch.float64).tiny)
 
     def pull(self, group: int) -> Tensor | None:
@@ -247,7 +254,7 @@ class Problem:
     def loss_of(self, solved: float, chosen: Tensor) -> float:
         """The error of values whose tr(E H E^T) + 2 tr(P E^T) a solver gave, with P as `pull` gives it."""
         if self._pull is not None:
-            solved += 2 * (1 - self.share) * _inner(self._pull, self._error(chosen))
+            solved += 2 * (1 - self.share) * float(_inner(self._pull, self._error(chosen)))
         return max(solved + self._constant, 0.0)
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
@@ -316,13 +323,13 @@ def _trace(matrix: Tensor, moments: Tensor) -> float:
 
     The moments are sums of such products, too. They are symmetric: each product of two columns is made once.
     """
-    found, unit = 0.0, mean_of_diagonal(moments)
+    found, unit = moments.new_zeros(()), mean_of_diagonal(moments)
     for start in range(0, matrix.shape[2], _PANEL):
         end = min(start + _PANEL, matrix.shape[2])
         panel = by_unit(moments[:, start:, start:end], unit)
         panel[:, end - start :] *= 2
         found += _inner(matrix[:, :, start:] @ panel, matrix[:, :, start:end])
-    return found * float(unit)
+    return float(found * unit)
 
 
 def mean_of_diagonal(moments: Tensor) -> Tensor:
@@ -334,7 +341,8 @@ def by_unit(values: Tensor, unit: Tensor) -> Tensor:
     """Float64 values by a unit, in float32; some rows at a time."""
     found = torch.empty_like(values, dtype=torch.float32)
     for start in range(0, values.shape[-2], _PANEL):
-        found[..., start : start + _PANEL, :] = values[..., start : start + _PANEL, :] / unit
+        part = slice(start, start + _PANEL)
+        torch.div(values[..., part, :], unit, out=found[..., part, :])
     return found
 
 
@@ -342,25 +350,41 @@ def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
     """The upper half of moments [columns, columns] by a unit, in float32; `order`: of its rows and columns."""
     found = torch.zeros_like(moments, dtype=torch.float32)
     for start in range(0, len(order), _ROWS):
-        rows = (moments[order[start : start + _ROWS]] / unit).float()
+        rows = by_unit(moments[order[start : start + _ROWS]], unit)
         found[start : start + _ROWS, start:] = rows[:, order[start:]]
     return found
 
 
-def sum_of_squares(values: Tensor) -> float:
-    """The sum of squares of a matrix, added in float64; some rows at a time."""
-    return _inner(values[None], values[None])
-
-
-def _inner(one: Tensor, other: Tensor) -> float:
+def _inner(one: Tensor, other: Tensor) -> Tensor:
     """The sum of products of two tensors, added in float64; some rows at a time."""
     rows = max(_VALUES // max(one[0, :1].numel(), 1), 1)
     pairs = zip(one.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    return float(sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), torch.zeros((), device="cpu")))
+    return sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), one.new_zeros((), dtype=torch.float64))
 
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
-_INNER = 16  # likewise within a block, whose sums stay in a cache
+
+
+class Ordered(NamedTuple):
+    """Damped moments L L^T of columns in reverse order, for `gptq`.
+
+    Attributes:
+        order: of the columns.
+        unit: by which the moments are.
+        factor: L, float32.
+        added: what the damping added to the diagonal.
+    """
+
+    order: Tensor
+    unit: Tensor
+    factor: Tensor
+    added: Tensor
+
+    @classmethod
+    def of(cls, moments: Tensor, damping: float) -> Ordered:
+        """Those of moments [columns, columns]; raises as `damped_factor`."""
+        order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
+        return cls(order, unit, *damped_factor(ordered(moments, unit, order), damping))
 
 
 def gptq(
@@ -380,11 +404,11 @@ def gptq(
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
     """
-    return gptq_and_loss(target, moments, grid, damping, pull)[0]
+    return gptq_and_loss(target, Ordered.of(moments, damping), grid, pull)[0]
 
 
 def gptq_and_loss(
-    weight: Tensor, moments: Tensor, grid: WeightGrid, damping: float, pull: Tensor | None
+    weight: Tensor, moments: Ordered, grid: WeightGrid, pull: Tensor | None = None
 ) -> tuple[Tensor, float]:
     """The values of `gptq`, and their error.
 
@@ -394,54 +418,34 @@ def gptq_and_loss(
     it factors (arXiv 2507.18553); by how much columns miss what they want is the error. All is float32, as what the
     operator rounds: the damping bounds the condition.
     """
-    order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
-    factor, added = damped_factor(ordered(moments, unit, order), damping)
+    order, unit, factor, added = moments
     diagonal = factor.diagonal()
     pulled = None
     if pull is not None:
         pulled = by_unit(pull[:, order], unit)
         torch.linalg.solve_triangular(factor.mT, pulled, upper=True, left=False, out=pulled)
     chosen, errors = torch.empty_like(weight), weight.new_empty(weight.T.shape, dtype=torch.float32)
-    loss = 0.0 if pulled is None else -sum_of_squares(pulled)
-    for end in range(len(order), 0, -_BLOCK):
-        start = max(end - _BLOCK, 0)
-        columns = order[start:end]
-        left = weight[:, columns].T.float().contiguous()
-        shares = factor[start:, start:end] / diagonal[start:end]  # L_ik / L_kk
-        wanted = torch.addmm(left, shares[end - start :].T, errors[end:])
-        if pulled is not None:
-            wanted += (pulled[:, start:end] / diagonal[start:end]).T
-        missed = _choose(wanted, left, shares[: end - start], errors[start:end], grid, columns.tolist())
-        loss += sum_of_squares(missed.mul_(diagonal[start:end, None]))
-        loss -= sum_of_squares(errors[start:end] * added[start:end, None].sqrt())
+    loss = weight.new_zeros((), dtype=torch.float64)
+    if pulled is not None:
+        loss -= _inner(pulled[None], pulled[None])
+    size = max(_VALUES // max(len(weight), 1) // _BLOCK, 1) * _BLOCK
+    for last in range(len(order), 0, -size):
+        first = max(last - size, 0)
+        columns = order[first:last]
+        left, of_panel = weight[:, columns].T.float().contiguous(), grid.of_columns(columns)
+        moved = left if pulled is None else left + (pulled[:, first:last] / diagonal[first:last]).T
+        wanted, missed = torch.empty_like(left), torch.empty_like(left)
+        for end in range(last, first, -_BLOCK):
+            start = max(end - _BLOCK, first)
+            own = slice(start - first, end - first)
+            shares = factor.mT[start:end, start:] / diagonal[start:end, None]  # L_ik / L_kk of the error of column i
+            torch.addmm(moved[own], shares[:, end - start :], errors[end:], out=wanted[own])
+            sweep(wanted[own], left[own], shares, errors[start:end], missed[own], of_panel.columns(own))
+        loss += _inner(missed.mul_(diagonal[first:last, None])[None], missed[None])
+        spread = errors[first:last] * added[first:last, None].sqrt()
+        loss -= _inner(spread[None], spread[None])
         chosen[:, columns] = wanted.T.to(weight.dtype)
-    return chosen, loss * float(unit)
-
-
-def _choose(
-    wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, grid: WeightGrid, columns: Sequence[int]
-) -> Tensor:
-    """Choose the values of some columns, the last one first, each [out]; returns by how much they miss what they want.
-
-    Args:
-        wanted: what to come near to, without the errors of these columns; becomes the values.
-        left: the matrix.
-        shares: of the error of a column that others make good.
-        errors: of the values; written.
-        grid: of the matrix.
-        columns: their numbers in it.
-    """
-    missed = torch.empty_like(wanted)
-    for end in range(len(columns), 0, -_INNER):
-        part = slice(max(end - _INNER, 0), end)
-        wanted[part].addmm_(shares[end:, part].T, errors[end:])
-        for place in range(end - 1, part.start - 1, -1):
-            wanted[place].addmv_(errors[place + 1 : end].T, shares[place + 1 : end, place])
-            found = grid.column(columns[place], wanted[place])
-            torch.sub(wanted[place], found, out=missed[place])
-            torch.sub(left[place], found, out=errors[place])
-            wanted[place] = found
-    return missed
+    return chosen, float(loss * unit)
 
 
 def descend(

@@ -17,8 +17,8 @@ _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
 _PANEL = 2**21
 """Values of a matrix that are added at a time: 16 MB in float64."""
-_SQUARE = 128
-"""Rows and columns that are mirrored at a time."""
+_MIRRORED = 128
+"""Rows that are mirrored at a time."""
 _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
@@ -126,17 +126,19 @@ class InputSums:
         self.count = 0
         self.halves: tuple[InputSums, ...] = ()
         self.made: Callable[[slice], InputSums] | None = None
+        self.ordered = list[Any]()
+        """What `Problem.ordered` found last, and of what."""
 
     @property
     def moments(self) -> Tensor:
         """The sum of x x^T over the rows x, float64 [groups, columns, columns]; its lower half is made when asked."""
         if not self._is_whole:
             moments, columns = self._moments, self._moments.shape[1]
-            for start in range(0, columns, _SQUARE):
-                rows = slice(start, start + _SQUARE)
-                moments[:, rows, rows].copy_(moments[:, rows, rows].triu() + moments[:, rows, rows].triu(1).mT)
-                for later in range(start + _SQUARE, columns, _SQUARE):
-                    moments[:, later : later + _SQUARE, rows] = moments[:, rows, later : later + _SQUARE].mT
+            for start in range(0, columns, _MIRRORED):
+                rows, later = slice(start, start + _MIRRORED), slice(start + _MIRRORED, None)
+                square = moments[:, rows, rows]
+                square.copy_(square.triu().add_(square.triu(1).mT))
+                moments[:, later, rows] = moments[:, rows, later].mT
             self._is_whole = True
         return self._moments
 

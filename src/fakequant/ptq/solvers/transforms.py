@@ -145,8 +145,6 @@ _LIKELY = 8
 In groups of 128 with 4 bits the error is 0.1 % larger than by all 28, in half of the time. Whole channels of 3 bits in
 networks of convolutions would have 1.3 to 1.6 times the error, so that all 28 judge there."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31, device="cpu").tolist())
-_ELEMENTS = 2**18
-"""The most elements that are searched at once: what is computed of them stays in a cache."""
 _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
 
@@ -171,7 +169,7 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
     inside = _inside_groups(weight, spec, moments)
     if not apart or parts.count > 1 or len(moments) > 1:
         return _searched(weight, spec, inside, parts, spec.scale.shared_by(scale, wider=True))
-    size = max(_ELEMENTS // max(weight[0].numel(), 1), 1)
+    size = max(library.at_once(weight) // max(weight[0].numel(), 1), 1)
     return joined([_searched(own, spec, inside, parts) for own in weight.split(size)])
 
 
@@ -183,7 +181,7 @@ def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts, sha
     def losses(multiples: Iterable[Tensor], inside: Tensor) -> Tensor:
         ranges = (Range(whole.lo * own, whole.hi * own) for own in multiples)
         params = (choose_qparams(own, spec, shared=shared) for own in ranges)
-        errors = (library.fake_quantize(weight, own, spec).float() - exact for own in params)
+        errors = (library.fake_quantize(weight, own, spec).float().sub_(exact) for own in params)
         found = (_group_errors(error, spec, inside).reshape(whole.lo.shape) for error in errors)
         return torch.stack([parts.tied(own, torch.sum) for own in found]).nan_to_num(torch.inf)
 
