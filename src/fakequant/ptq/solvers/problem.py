@@ -461,22 +461,29 @@ def descend(
         passes: how many times each column is chosen.
         pull: P [out, columns], float64.
     """
-    best = chosen.to(torch.float64, copy=True)
-    slope = (best - target) @ moments
+    # [columns, out], so that the values of a column lie together. What the steps of a block change in the slopes of
+    # others is added when all are taken: one product in place of one update of the whole matrix per column.
+    best = chosen.T.to(torch.float64, copy=True).contiguous()
+    slopes = moments @ (best - target.T)
     if pull is not None:
-        slope -= pull
-    curvature = moments.diagonal()
+        slopes -= pull.T
+    columns = torch.nonzero(moments.diagonal() > 0).flatten()
+    numbers = columns.tolist()
     for _ in range(passes):
-        changed = False
-        for column in torch.nonzero(curvature > 0).flatten().tolist():
-            wanted = grid.column(column, best[:, column] - slope[:, column] / curvature[column])
-            step = wanted - best[:, column]
-            gain = -(2 * step * slope[:, column] + step * step * curvature[column])
-            step = torch.where(gain > 0, step, 0.0)
-            if bool(step.any()):
-                changed = True
-                best[:, column] += step
-                slope += step[:, None] * moments[column]
-        if not changed:
+        changed = torch.zeros((), dtype=torch.bool, device=best.device)
+        for start in range(0, len(numbers), _BLOCK):
+            block = columns[start : start + _BLOCK]
+            rows, values, steps = moments[block], best[block], best.new_empty(len(block), best.shape[1])
+            before, inside = slopes[block], rows[:, block]
+            for place, column in enumerate(numbers[start : start + _BLOCK]):
+                slope = torch.addmv(before[place], steps[:place].T, inside[:place, place])
+                curvature = inside[place, place]
+                step = grid.column(column, values[place] - slope / curvature) - values[place]
+                gain = -(2 * step * slope + step * step * curvature)
+                steps[place] = torch.where(gain > 0, step, 0.0)
+            best[block] += steps
+            slopes.addmm_(rows.T, steps)
+            changed |= steps.any()
+        if not bool(changed):
             break
-    return best.to(target.dtype)
+    return best.T.to(target.dtype, copy=True).contiguous()
