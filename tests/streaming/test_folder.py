@@ -68,6 +68,20 @@ def test_codes_are_those_of_the_model_in_memory(preset: str, steps: Any, mask: A
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_device_gets_blocks_and_batches(tmp_path: Path) -> None:
+    """No other device is here: the dtype of weights that `load` gives in another one is that of the model."""
+    empty, load = without_weights(decoder())
+    given = {"device": "cpu", "load": lambda path: {name: x.double() for name, x in load(path).items()}}
+    improve_folder(empty, tmp_path / "device", "int4_group32", batches(), "fast", **given)
+    streamed(decoder(), tmp_path / "plain", "int4_group32", "fast")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("device", "plain")]
+    assert files[0] == files[1]
+    with pytest.raises(ConfigError, match="device='gpu' is no device, such as 'cuda'"):
+        improve_folder(
+            without_weights(decoder())[0], tmp_path / "x", "int4_group32", batches(), device="gpu", load=load
+        )
+
+
 def test_a_part_of_the_blocks_and_a_tied_table(tmp_path: Path) -> None:
     """Blocks after the last quantized one do not run, and their weights go to the file as they are."""
     rules = fq.Config("two", [fq.Rule("blocks.[01].*", weight="int4 per_block(-1:32)")])

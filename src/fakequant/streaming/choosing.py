@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
@@ -50,13 +50,26 @@ Load = Callable[[str], Mapping[str, Tensor]]
 
 
 class ModelSource:
-    """A float model on the meta device, and where its weights come from: files with their sizes and times of change."""
+    """A float model on the meta device, and where its weights come from.
 
-    def __init__(self, model: nn.Module, load: Load, files: Mapping[str, tuple[int, int]] | None = None) -> None:
-        self.model, self._load, self.files = model, load, files or {}
+    Args:
+        model: the model.
+        load: gives the tensors of a module.
+        device: where modules have their weights; None: where `load` gives them.
+        files: of the weights, with their sizes and times of change.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        load: Load,
+        device: torch.device | None = None,
+        files: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        self.model, self._load, self._device, self.files = model, load, device, files or {}
 
     @classmethod
-    def of(cls, source: Any, load: Load | None, copies: Path) -> ModelSource:
+    def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
         """The model of a folder of transformers, or one on the meta device with a function that loads it.
 
         Raises:
@@ -69,8 +82,9 @@ class ModelSource:
                     "improve_folder takes a folder, or a model whose parameters are all on the meta device with load=, "
                     "which gives the tensors of a block; improve a model that is in memory by fakequant.ptq.improve"
                 )
-            return cls(source, load)
-        return cls(*_opened(Path(source), copies))
+            return cls(source, load, device)
+        model, load, files = _opened(Path(source), copies)
+        return cls(model, load, device, files)
 
     @contextmanager
     def loaded(self, path: str, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
@@ -81,14 +95,18 @@ class ModelSource:
         """
         parts, skipped = dict(module.named_modules(remove_duplicate=False)), {*without}
         inside = tuple(f"{name}." for name, part in parts.items() if part in skipped)
-        places: dict[int, tuple[Tensor, _Places]] = {}  # of each tensor without values
+        places: dict[int, tuple[Tensor, _Places]] = {}  # of each tensor without values, or on another device
         for name, part in parts.items():
-            for held in () if f"{name}.".startswith(inside) else (part._parameters, part._buffers):
+            if f"{name}.".startswith(inside) or isinstance(part, Quantizer):
+                continue
+            for held in part._parameters, part._buffers:
                 for own, tensor in held.items():
-                    if tensor is not None and tensor.is_meta:
+                    if tensor is not None and (tensor.is_meta or self._device not in (None, tensor.device)):
                         places.setdefault(id(tensor), (tensor, []))[1].append((join(name, own), held, own))
         given = self._given(path)
-        filled = [(shared, tensor, _filled(path, shared, tensor, given)) for tensor, shared in places.values()]
+        filled = [
+            (shared, tensor, _filled(path, shared, tensor, given, self._device)) for tensor, shared in places.values()
+        ]
         try:
             for shared, _, values in filled:
                 for _, held, own in shared:
@@ -127,8 +145,12 @@ _Places = list[tuple[str, dict[str, Any], str]]
 """The places of a tensor in a module, several where it is tied: its name, the dict that holds it, and its key there."""
 
 
-def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    """The values of a tensor; of those that are tied, one name is enough."""
+def _filled(
+    path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor], device: torch.device | None
+) -> Tensor:
+    """The values of a tensor on a device; of those that are tied, one name is enough."""
+    if not tensor.is_meta:
+        return tensor.to(device)
     names = [name for name, *_ in shared]
     name = next((name for name in names if name in given), None)
     if name is None:
@@ -139,7 +161,7 @@ def _filled(path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tens
         raise CheckpointError(
             f"{join(path, name)} has the shape {[*values.shape]}, and the model expects {[*tensor.shape]}"
         )
-    values = values.to(tensor.dtype, copy=True)  # choosing writes into it
+    values = values.to(device, tensor.dtype, copy=True)  # choosing writes into it
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
@@ -290,7 +312,8 @@ class Blocks:
         """Choose all blocks that are not finished."""
         start = min(self._processes.all(work.finished))
         if start:
-            self._floats, self._quantized = work.hidden(start)
+            device = next(iter(self._floats.values())).device
+            self._floats, self._quantized = tree_map_only(Tensor, lambda x: x.to(device), work.hidden(start))
         paths, left = [*self._blocks], range(start, self._last + 1)
         for number in range(start):
             with self._source.loaded(paths[number], self._blocks[paths[number]]):
@@ -473,6 +496,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     *,
     format: str = "compressed-tensors",
     load: Load | None = None,
+    device: str | torch.device | None = None,
     blocks: str | None = None,
     work: str | os.PathLike[str] | None = None,
     inputs: Inputs | None = None,
@@ -504,6 +528,8 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         format: as for `deliver`.
         load: for a model on the meta device: gives the tensors of the module at a path by their names in it, also
             buffers that `state_dict` leaves out; for "" those outside of the blocks.
+        device: where blocks, batches and hidden states are while a block is chosen, such as "cuda"; by default they
+            stay where the folder, `load` and the batches have them: on the CPU.
         blocks: the path of the list of modules whose items are the blocks; by default the largest one.
         work: a new or empty folder for what is finished, or that of an earlier call; by default one in the target. What
             this function wrote there is removed at the end.
@@ -544,6 +570,9 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
                 "place; leave it out"
             )
         chosen_steps = tuple(step for step in checked if step not in TRANSFORMS)
+        place = None if device is None else _device(device)
+        if place is not None:
+            batches = tree_map_only(Tensor, lambda x: x.to(place), [*batches])
         given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
         out = Path(target)
         own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
@@ -559,7 +588,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
             stack.callback(lambda: kept.finished or kept.remove())  # a run that was refused leaves nothing
         copies = folder / f"copies-{process_number()}"
         stack.callback(shutil.rmtree, copies, ignore_errors=True)
-        opened = ModelSource.of(source, load, copies)
+        opened = ModelSource.of(source, load, copies, place)
         prepare(opened.model, config)
         found = blocks_of(opened.model, blocks)
         state = snapshot(opened.model)
@@ -589,6 +618,13 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
     if rank == 0:
         kept.remove()
     return Improvement(layers, notes=[_NOT_MEASURED], path=written)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is no device, such as 'cuda': {error}") from error
 
 
 def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:
