@@ -90,3 +90,11 @@ def test_a_batch_with_nan_is_named_as_on_the_cpu(device):
     assert text == stories.refused_values("linear", "cpu")
     assert "32 NaN and 0 inf values of 1024" in text
     assert text.endswith("True")
+
+
+def test_a_column_takes_few_launches_of_improve(device):
+    assert device.submit(stories.launches_by_column).result() <= 0.2  # 10 where each was chosen by launches of its own
+
+
+def test_improve_holds_few_times_a_wide_head(device):
+    assert device.submit(stories.peak_of_a_head).result() <= 5  # 23 where all outputs were chosen at once

@@ -32,8 +32,9 @@ from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import dispatch
-from fakequant.ops.backend import RELU, Backend, CallKind, KernelPlan
+from fakequant.ops.backend import RELU, Backend, CallKind, ColumnGrid, KernelPlan
 from fakequant.ops.cpu.backend import CpuBackend
+from fakequant.ops.triton.backend import TritonBackend
 
 NAME = "made_up"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -180,6 +181,7 @@ class _Kernels(Backend):
 
     name = device_type = NAME
     compiles_as_node = True
+    at_once = TritonBackend.at_once
 
     def __init__(self, native: Any) -> None:
         self.native, self.cpu = native, CpuBackend()
@@ -222,6 +224,11 @@ class _Kernels(Backend):
 
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
         return self._run(self.cpu.observe, 2)(values, bins)
+
+    def sweep(
+        self, wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, missed: Tensor, grid: ColumnGrid
+    ) -> bool:
+        return self._run(self.cpu.sweep, 1)(wanted, left, shares, errors, missed, grid)
 
     def _run(self, function: Callable[..., Any], launches: int) -> Callable[..., Any]:
         def call(x: Tensor, *rest: Any) -> Any:

@@ -614,6 +614,29 @@ def refused_values(kind: str, device: str) -> str:
     return "nothing"
 
 
+def launches_by_column() -> float:
+    """The launches of "fast" for each column that a matrix has more, with rows enough that no halves of them judge."""
+    launches = []
+    for columns in (128, 384):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(columns, 64), nn.ReLU(), nn.Linear(64, 8)).to(made_up.NAME)
+        batches = [torch.randn(2304, columns).to(made_up.NAME) for _ in range(4)]
+        fq.calibrate(fq.prepare(net, "int4_group32"), batches, progress=False)
+        seen = made_up.watch(lambda net=net, batches=batches: fq.ptq.improve(net, batches, "fast", progress=False))
+        launches.append(seen.counts["launches"])
+    return (launches[1] - launches[0]) / 256
+
+
+def peak_of_a_head() -> float:
+    """The bytes that "fast" holds at most beyond the model and its batches, as a multiple of those of a wide head."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 20_000)).to(made_up.NAME)
+    batches = [torch.randn(32, 128).to(made_up.NAME) for _ in range(4)]
+    fq.calibrate(fq.prepare(net, "int4_group32"), batches, progress=False)
+    seen = made_up.watch(lambda: fq.ptq.improve(net, batches, "fast", progress=False))
+    return seen.counts["peak"] / (4 * 128 * 20_000)
+
+
 if __name__ == "__main__":  # python -m tests.support.device.stories linear.calibrated
     import sys
     import time
