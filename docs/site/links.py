@@ -19,7 +19,10 @@ JOINED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE.txt",
-    **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")},
+    **{
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
+        for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "notebooks").glob("*.ipynb")]
+    },
 }
 _ORIGINAL = {to: source for source, to in JOINED.items()}
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
