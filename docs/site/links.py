@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the repository's root join the site, and links between both places work in it."""
+"""A hook of mkdocs: pages of the root join the site, links between both places work, and cells have names."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ JOINED = {
 }
 _ORIGINAL = {to: source for source, to in JOINED.items()}
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
+_TAG = re.compile(r"<[^>]*>")
 
 
 GALLERY = ROOT / "build" / "gallery"
@@ -46,6 +47,25 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links that work in the repository into links of the site."""
     here = page.file.src_uri
     return _LINK.sub(lambda found: found[1] + moved(found[2], here), markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Give each cell of a table the name of its column, which a telephone shows beside it.
+
+    >>> on_page_content("<table><tr><th>size</th></tr><tr><td>4</td></tr></table>")
+    '<table><tr><th>size</th></tr><tr><td data-column="size">4</td></tr></table>'
+    """
+
+    def named(table: re.Match[str]) -> str:
+        names = [_TAG.sub("", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+
+        def row(found: re.Match[str]) -> str:
+            columns = iter(names)
+            return re.sub(r"<td", lambda _: f'<td data-column="{next(columns, "")}"', found[0])
+
+        return re.sub(r"<tr>.*?</tr>", row, table[0], flags=re.DOTALL)
+
+    return re.sub(r"<table>.*?</table>", named, html, flags=re.DOTALL)
 
 
 def moved(link: str, here: str) -> str:
