@@ -13,7 +13,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite core mutants test-slow test-all test-delivery engines test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel release packages clean
+.PHONY: setup demo test suite core mutants test-slow test-all test-delivery engines test-exhaustive test-gpu card sanitize hostile lint bench bench-gpu bars grow size real-models zoo accuracy docs site wheel test-wheel release packages clean
 
 setup: $(STAMP)
 
@@ -160,6 +160,12 @@ size: setup
 	$(BIN)/python -m benchmarks.size
 
 # As `make bench`, on a GPU; COMMIT names what is measured where there is no git.
+# Ten minutes of a card: the lists that no card has run yet, the compiled training step under a profiler, the times.
+card:
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu --seconds 240 --record benchmarks/results/gpu-equal.txt $(ONLY)
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu.profiled --out benchmarks/results/gpu-steps.jsonl
+	$(MAKE) bench-gpu
+
 bench-gpu:
 	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu $(ONLY) $(if $(COMMIT),--commit $(COMMIT))
 

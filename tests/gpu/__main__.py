@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from pathlib import Path
 
 from benchmarks.gpu.machine import build_kernels, title, unavailable
 
@@ -26,6 +27,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("only", nargs="*", metavar="TEXT", help="only what has one of these texts in its line")
     parser.add_argument("--device", default="cuda", help="what is compared with the CPU; cpu tries the program itself")
     parser.add_argument("--elements", type=int, help=f"of the large tensors, by default {_ELEMENTS:,}")
+    parser.add_argument("--seconds", type=float, help="start no comparison after this time")
+    parser.add_argument(
+        "--record", type=Path, help="lines of lists that were equal: those in it come last, new ones join"
+    )
     parser.add_argument("--processes", type=int, help="at a time; 0: this one alone; by default as many as fit")
     return parser
 
@@ -59,6 +64,8 @@ def _parity(asked: argparse.Namespace, elements: int) -> list[str]:
 
     every = parity.tasks(asked.device, elements)
     chosen = _chosen(map(str, every), asked.only)
+    known = set(asked.record.read_text().splitlines()) if asked.record and asked.record.exists() else set[str]()
+    every.sort(key=lambda task: str(task) in known)  # what no card has run comes first
     compared, values, wrong = 0, 0, []
     served: Counter[str] = Counter()
     reasons: set[str] = set()
@@ -69,6 +76,9 @@ def _parity(asked: argparse.Namespace, elements: int) -> list[str]:
         print(f"{outcome} {found.compared:,} results, {found.values:,} values, {found.seconds:.1f} s", flush=True)
         print("".join(f"       {line}\n" for line in found.wrong[: parity.TOLD]), end="")
         wrong += [f"RED  {task}: {line}" for line in found.wrong[: parity.TOLD]]
+        if asked.record and not found.wrong and str(task) not in known:
+            with asked.record.open("a") as file:
+                file.write(f"{task}\n")
     by = ", ".join(f"{name} {count:,}" for name, count in served.items())
     print(f"parity: {compared:,} results, {values:,} values; specifications served: {by or 'none'}")
     print("".join(f"       {reason}\n" for reason in sorted(reasons)), end="")
@@ -81,16 +91,19 @@ def _run(tasks: list, asked: argparse.Namespace) -> Iterator[tuple]:
 
     from tests.gpu import parity
 
-    processes = _processes(asked)
+    processes, end = _processes(asked), time.monotonic() + (asked.seconds or float("inf"))
     if not processes or not tasks:
-        yield from ((task, parity.run(task)) for task in tasks)
+        yield from ((task, parity.run(task)) for task in tasks if time.monotonic() < end)
         return
     threads = max(1, (os.cpu_count() or 1) // processes)
     # Spawned: CUDA does not survive a fork.
     with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
         running = {pool.submit(parity.run, task): task for task in tasks}
         for done in as_completed(running):
-            yield running[done], done.result()
+            if not done.cancelled():
+                yield running[done], done.result()
+            if time.monotonic() > end:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _processes(asked: argparse.Namespace) -> int:
