@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fakequant as fq
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
-AO, CHANNELS = "int8 per_channel(0) reciprocal reciprocal scale=float32:half_range", "int8_narrow per_channel(0)"
+AO, CHANNELS = "int8 per_channel(0) reciprocal scale=float32:half_range", "int8_narrow per_channel(0)"
 INT4: Any = vars(torch)["int4"]
 GROUPS = "int4 per_block(-1:32) reciprocal scale=float32:half_range"
 
