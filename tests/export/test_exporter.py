@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import pytest
@@ -326,3 +327,43 @@ def test_an_example_that_the_model_refuses_is_named_in_one_line(tmp_path, caplog
         export_onnx(model, torch.ones(2, 5), tmp_path / "model.onnx")
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert log.level == before
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    others: list[Tensor]
+
+
+# The names of nodes (`linear`, `add`), of inputs (`x`) and of parameters are taken by other values.
+RESULTS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
+    "tensor": (lambda y: y, ["output"]),
+    "tuple": (lambda y: (y, None, y + 1), ["output", "output_2"]),
+    "the same tensor twice": (lambda y: (y, y), ["output", "output_1"]),
+    "dict": (lambda y: {"mean": y.sum(), "std": y.mean(), "linear": y + 1}, ["mean", "std", "linear"]),
+    "taken": (lambda y: {"x": y, "layer.weight": y + 1, "val_0": y * 2}, ["x_2", "layer.weight_2", "val_0"]),
+    "nested": (lambda y: (y, {"a": [y + 1]}), ["output", "output_1_a_0"]),
+    "named tuple": (lambda y: Pair(y, [y + 1, y + 2]), ["mean", "others_0", "others_1"]),
+    "alike": (lambda y: {"a_0": y, "a": [y + 1]}, ["a_0", "a_0_2"]),
+}
+
+
+@pytest.mark.parametrize(("result", "names"), RESULTS.values(), ids=RESULTS)
+def test_outputs_have_the_names_of_the_result(
+    result: Callable[[Tensor], Any], names: list[str], tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Any:
+            return result(self.layer(x))
+
+    torch.manual_seed(0)
+    model, x = prepare(Model(), "INT8_WEIGHT_ONLY"), torch.randn(2, 32)
+    for given in (None, [f"given_{name}" for name in names]):
+        export_onnx(model, x, tmp_path / "m.onnx", output_names=given)
+        assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.output] == (given or names)
+        report = verify_onnx(tmp_path / "m.onnx", model, [x])
+        assert report.exact
+        assert [row.name for row in report.outputs] == (given or names)

@@ -38,7 +38,7 @@ def test_sites_and_onnx_nodes_keep_path_and_specification(capfd: pytest.CaptureF
     expected = [("inner.quantizer", "int8 per_tensor"), ("inner.quantizer", "int8 per_tensor"), ("", "uint4 per_token")]
     assert [(site.path, str(site.spec)) for site in found] == expected
     assert [site.needs for site in found] == [18, 18, 21]
-    model = to_onnx(program, 21, ({0: "rows"},), ["given"], None)
+    model = to_onnx(program, 21, ({0: "rows"},), ["given"], ["output"])
     nodes = [node for node in model.graph.node if node.op_type == "FakeQuantize"]
     paths = [path_of({entry.key: entry.value for entry in node.metadata_props}) for node in nodes]
     assert paths == [path for path, _ in expected]

@@ -25,7 +25,7 @@ from fakequant.export.capability import FIRST_OPSET, FileRecord, Style, check_op
 from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
-from fakequant.export.trace import TracedSite, check, depending, sites, to_onnx, trace, written_inputs
+from fakequant.export.trace import TracedSite, check, depending, result_names, sites, to_onnx, trace, written_inputs
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.engine import holders
@@ -277,7 +277,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
         opset: 18 to 25, or a newer opset that a type needs; by default the smallest from 20 on that suffices.
         style: "portable" for ONNX Runtime, "standard" for all element types of ONNX, or "trt" for TensorRT.
         input_names: names of the inputs in the file.
-        output_names: names of the outputs in the file.
+        output_names: names of the outputs in the file; by default keys and fields of the result, else "output",
+            "output_1" and so on.
 
     Raises:
         ExportError: an unknown style; quantizers that are not calibrated or that ONNX cannot express; an example on
@@ -341,10 +342,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     )
 
 
-def _names(
-    option: str, given: Sequence[str] | None, found: Collection[Any], state: Mapping[str, str]
-) -> list[str] | None:
-    """Names for all inputs or outputs, those of the state by themselves.
+def _names(option: str, given: Sequence[str] | None, found: Collection[Any], state: Sequence[str]) -> list[str] | None:
+    """Names for all inputs or outputs, those of the state last.
 
     Raises:
         ExportError: there are more or fewer of them.
@@ -390,18 +389,13 @@ class Traced:
         Raises:
             ExportError: other numbers of names than of inputs or outputs.
         """
-        from onnx import helper
-
         signature, state = self.program.graph_signature, self.state
-        input_names = _names("input_names", input_names, signature.user_inputs, state)
-        output_names = _names("output_names", output_names, signature.user_outputs, state)
-        shapes = with_state(model, state, dynamic_shapes)
-        converted = to_onnx(self.program, opset, shapes, input_names, output_names)
-        # The last outputs are the new values of the buffers.
-        for name, output in zip(reversed([*state]), reversed(converted.graph.output), strict=False):
-            converted.graph.node.append(helper.make_node("Identity", [output.name], [f"{_NEXT}{name}"]))
-            output.name = f"{_NEXT}{name}"
-        return converted
+        inputs = _names("input_names", input_names, signature.user_inputs, [*state])
+        following = [f"{_NEXT}{name}" for name in state]  # the last outputs are the new values of the buffers
+        taken = [*(inputs or map(str, signature.user_inputs)), *signature.parameters, *signature.buffers]
+        named = [*result_names(self.program, taken, has_state=bool(state)), *following]
+        outputs = _names("output_names", output_names, named, following) or named
+        return to_onnx(self.program, opset, with_state(model, state, dynamic_shapes), inputs, outputs)
 
 
 def traced(

@@ -15,16 +15,16 @@ import ast
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
@@ -436,12 +436,49 @@ def path_of(scopes: Mapping[str, str]) -> str:
     return str(names[-2])
 
 
+def result_names(program: ExportedProgram, taken: Collection[str], *, has_state: bool = False) -> list[str]:
+    """A name for each tensor of a model's result: its keys and fields, else "output", "output_1" and so on.
+
+    Args:
+        program: the traced model.
+        taken: names that another tensor has.
+        has_state: whether the program returns the result together with new values of buffers.
+    """
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    found: dict[str, None] = {}
+    for path in _paths(spec.children_specs[0] if has_state else spec):
+        parts = path if path and isinstance(path[0], str) else ("output", *(path if path != (0,) else ()))
+        name = wanted = "_".join(map(str, parts))
+        count = 1
+        while name in found or name in taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        found[name] = None
+    results = [one.arg for one in program.graph_signature.output_specs if one.kind is OutputKind.USER_OUTPUT]
+    return [name for name, one in zip(found, results, strict=False) if not isinstance(one, ConstantArgument)]
+
+
+def _paths(spec: pytree.TreeSpec) -> Iterator[tuple[str | int, ...]]:
+    """The way to each leaf: keys of a dict, fields of a named tuple and of a dataclass, else numbers."""
+    if spec.is_leaf():
+        yield ()
+        return
+    is_mapping = isinstance(spec.type, type) and issubclass(spec.type, Mapping)
+    fields = is_dataclass(spec.type) and not is_mapping
+    names = spec.context[0] if fields else getattr(spec.context, "_fields", spec.context if is_mapping else ())
+    for number, child in enumerate(spec.children_specs):
+        key = names[number] if number < len(names) and isinstance(names[number], str) else number
+        for path in _paths(child):
+            yield (key, *path)
+
+
 def to_onnx(
     program: ExportedProgram,
     opset: int,
     dynamic_shapes: Any,
     input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
+    output_names: Sequence[str],
 ) -> ModelProto:
     """Convert the graph to ONNX, with a node `fakequant::FakeQuantize` for every quantizer.
 
@@ -455,11 +492,17 @@ def to_onnx(
             opset_version=min(opset, LAST_OPSET),
             dynamic_shapes=dynamic_shapes,
             input_names=input_names,
-            output_names=output_names,
             custom_translation_table=_translations(),
             verbose=False,
         )
     assert converted is not None
+    outputs = converted.model.graph.outputs
+    inner = {name: f"{name}_inner" for name in output_names}
+    for node in converted.model.graph.all_nodes():  # torch names values by their operations, such as `mean`
+        for value in node.outputs:
+            value.name = inner.get(value.name or "", value.name)
+    for value, name in zip(outputs, output_names, strict=True):
+        value.name = name
     model = converted.model_proto
     if opset <= LAST_OPSET:
         return model

@@ -70,7 +70,7 @@ def swapped_operands(graph: Any) -> None:
 FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "swapped_inputs": (swapped_inputs, "a._input_quantizer gets other values than in torch from y"),
     "constant_input": (constant_input, "No node reads the input y, on which the model depends"),
-    "dropped_residual": (dropped_residual, "add_1 gets other values than in torch from c._input_quantizer: they di"),
+    "dropped_residual": (dropped_residual, "output gets other values than in torch from c._input_quantizer: they di"),
     "other_function": (
         other_function,
         "c._input_quantizer gets other values than in torch from a._input_quantizer, b._",
