@@ -245,7 +245,7 @@ class Calibrator(Observer):
 
     @abstractmethod
     def compute_range(self) -> Range:
-        """The range to quantize [groups, axes kept], in units of x; lo <= 0 <= hi, never wider than what was seen.
+        """The range to quantize, in units of x, with as many axes as x; lo <= 0 <= hi, never wider than what was seen.
 
         If all values seen are equal, it is exactly from that value to zero.
 

@@ -388,7 +388,7 @@ def _rows(lines: list[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise RecipeError(f"line {at} of {where} is no JSON: {error}; each line is an object") from error
+                raise RecipeError(f"line {at} of {where} is not JSON: {error}; each line is an object") from error
             if not isinstance(row, dict):
                 raise RecipeError(f"line {at} of {where} is a {type(row).__name__}, not an object with text and label")
             yield at, row

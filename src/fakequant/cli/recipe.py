@@ -97,7 +97,7 @@ class Recipe:
         if isinstance(batches, Iterator):
             if any(batches is given for given in self._given):
                 raise RecipeError(
-                    f"{self.path}: calibration_batches() returned the same generator at another call, and it can be "
+                    f"{self.path}: calibration_batches() returned one generator twice, and a generator can be "
                     "read once; make the generator inside the function, or return a list"
                 )
             self._given.append(batches)

@@ -249,7 +249,7 @@ def bits_of(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def memory_of(x: Tensor) -> int | None:
-    """What names the memory of a tensor; None where it has none of its own."""
+    """A number that tensors with the same storage share; None where a tensor has no storage of its own."""
     with torch._C.DisableTorchFunction():  # a recording would take these for functions of the model
         if is_lazy(x) or x.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(x):
             return None

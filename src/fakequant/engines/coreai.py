@@ -16,7 +16,7 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
 register_engine(
     Engine(
         "coreai",
-        "run on a CPU: 0 weights and quantizers, logits 124 dB with weights alone; no device was seen",
+        "run on a CPU: 0 weights and quantizers differ, logits 124 dB with weights alone; no device was seen",
         serves="iPhones and Macs",
         kinds=((*WEIGHTS, "NF4_WEIGHT_ONLY", "MLX_MXFP4"), (*STATIC, "FP8")),
         export="export_coreai",

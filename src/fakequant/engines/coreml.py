@@ -5,7 +5,7 @@ from fakequant.model.engine import STATIC, WEIGHTS, Engine, register_engine
 register_engine(
     Engine(
         "coreml",
-        "not run: weights 0 elements; it computes on a Mac alone",
+        "not run, as it computes on a Mac alone; 0 elements of weights differ",
         serves="iPhones and Macs",
         kinds=(WEIGHTS, STATIC),
         export="export_coreml",

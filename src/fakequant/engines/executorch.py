@@ -80,7 +80,7 @@ RULES = {"product": product, "add": add, "mul": mul, "mean": mean, "adaptive_avg
 register_engine(
     Engine(
         "xnnpack",
-        "0 codes under its arithmetic; the simulation is a step an operator from XNNPACK, and 0 from portable kernels",
+        "0 codes differ under its arithmetic; the simulation is a step an operator off, and 0 in portable kernels",
         serves="phones and embedded CPUs",
         kinds=(STATIC, ("W4A8_EXECUTORCH",)),
         export="export_executorch",

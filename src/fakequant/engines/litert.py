@@ -83,7 +83,7 @@ def mean(parts: Operands, to: CodeGrid) -> Tensor:
 
 _LITERT = Engine(
     "litert",
-    "0 codes under its arithmetic; the simulation is at most a step an operator away",
+    "0 codes differ under its arithmetic; the simulation is at most a step an operator away",
     serves="Android, networks of convolutions",
     kinds=(STATIC,),
     export="export_litert",

@@ -161,7 +161,7 @@ def _mean(parts: Operands, to: CodeGrid, rounding: Callable[[Tensor], Tensor], f
 register_engine(
     Engine(
         "qnn",
-        "0 codes of the emulation that Qualcomm ships, for functions with a rule; silicon was not seen",
+        "0 codes differ from the emulation that Qualcomm ships, for functions with a rule; silicon was not seen",
         serves="networks of convolutions",
         kinds=(STATIC[1:],),
         files="portable",

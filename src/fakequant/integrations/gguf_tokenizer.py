@@ -226,7 +226,7 @@ def _experts(writer: Any, config: Any) -> None:
 
 
 def _qwen_experts(config: Any) -> str:
-    """llama.cpp has experts in all layers, and knows by the architecture whether their weights add up to 1."""
+    """Why llama.cpp cannot hold the experts of a Qwen, "" if it can: it has them in all layers."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         return "not all of its layers have experts"
     wanted = config.model_type == "qwen3_moe"

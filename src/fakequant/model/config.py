@@ -460,7 +460,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
-    """Rules with the modules that they speak of; one look-up where a pattern is a path: mixes have a rule per layer."""
+    """Each rule with the modules that it matches; a pattern without wildcards is one look-up, as mixes have many."""
     named = {name: module for module, own in names.items() for name in own}
     for rule in rules:
         is_path = _WILDCARDS.isdisjoint(rule.pattern)

@@ -281,5 +281,5 @@ def _taken(params: QParams, bins: Tensor, shape: Iterable[int]) -> QParams:
 
 
 def _is_eager(x: Tensor) -> bool:
-    """Whether the values of x can be looked at."""
+    """Whether the values of x can be read now: no compiler, no tracer, and not on the device meta."""
     return not (torch.compiler.is_compiling() or library.needs_tracing(x) or x.is_meta)

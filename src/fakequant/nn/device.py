@@ -141,7 +141,7 @@ class GridCodes(NamedTuple):
 
     @property
     def codes(self) -> Tensor:
-        """Codes counted from the zero point, float32 or float64."""
+        """The codes minus the zero point, float32 or float64."""
         codes = self.stored.float() if self.is_whole else self.stored
         return codes - self.grid.zero_point if self.grid.zero_point else codes
 
@@ -429,7 +429,7 @@ def stored(
 
 
 def _device_of(*tensors: Any) -> Device | None:
-    """The device that has stored all of several tensors."""
+    """The device whose codes all tensors have; None if a tensor has none."""
     stored = all(isinstance(x, DeviceTensor) and isinstance(x.has, GridCodes) for x in tensors)
     return tensors[0].device_of if stored and tensors else None
 

@@ -267,7 +267,7 @@ _Class = TypeVar("_Class", bound=type[LearnedRange])
 
 
 def register_learned_range(name: str) -> Callable[[_Class], _Class]:
-    """Make a class known as the method of a name; a ConfigError if another has it, or a state dict's key could not."""
+    """Register a class as a method; a ConfigError if the name is taken, or cannot be in the key of a state dict."""
     if not name.isidentifier():
         raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
     return registered_in(_registry, name, "method")

@@ -709,7 +709,7 @@ class Quantizer(QuantizerPart):
             self.by_value = by_value
 
     def _set(self, params: QParams) -> None:
-        """`set_qparams` without a release of the codes."""
+        """As `set_qparams`, but fixed codes stay."""
         self.range_of_weight = self.last_weight = self.is_zero_weight = self._last_check = self._differs = None
         if self.learned is not None:
             self.learned.start(params)
@@ -882,7 +882,7 @@ class Quantizer(QuantizerPart):
         with torch.no_grad():
             values = self._values(torch.float32 if weight is None else weight.dtype, codes)
             if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):  # without a second copy
-                raise QParamsError(f"the codes of {self.name or self} stand for values that are not finite")
+                raise QParamsError(f"the codes of {self.name or self} times its scale give inf or NaN; check the scale")
             self.release_codes()
             with torch.inference_mode(mode=False):
                 codes = as_integers(codes.detach())

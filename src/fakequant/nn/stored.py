@@ -109,7 +109,7 @@ class StoredWeight(Tensor):
 
     @classmethod
     def of(cls, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
-        """The weight of codes in the storage of the format, with a scale that broadcasts with it."""
+        """A stored weight made from codes, packed as the format stores them, and a scale that broadcasts with them."""
         return cls(_pack(codes, spec.format), params, spec, tuple(codes.shape), dtype)
 
     @classmethod

@@ -259,11 +259,11 @@ def scale_into(
 
 
 def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
-    """`products.fixed_point`; in one pass, as integers of 8 bits, where kernels can.
+    """As `products.fixed_point`; where kernels can, in one pass, as int8 or uint8.
 
     Args:
         sums: exact integers.
-        by: of one element each, or of one for each place along the same axis.
+        by: with one multiplier, or one for each position along one axis.
         low, high: the range of codes.
     """
     fitting = (d for d in (torch.uint8, torch.int8) if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max)

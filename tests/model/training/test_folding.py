@@ -233,7 +233,7 @@ def test_a_checkpoint_of_an_unknown_input_is_refused() -> None:
         calls.append(y)
         return model.train()(y * len(calls))
 
-    with pytest.raises(ConfigError, match=r"computes 0 anew for an input that is none of its last 16"):
+    with pytest.raises(ConfigError, match=r"runs 0 again on an input that is not among its last 16"):
         checkpoint(other, x.requires_grad_(), use_reentrant=True).sum().backward()
 
 

@@ -299,7 +299,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def scale(self) -> Any:
-        """Codes per unit of the last tensor that became codes; 1.0 where values come out."""
+        """Codes per unit of the last tensor that became codes; 1.0 if the quantizer returns floats."""
         if self._fake_quant:
             logger.error("a quantizer that gives values has no scale; ask for amax or step_size")
         elif self._scale is None:

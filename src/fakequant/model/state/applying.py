@@ -312,7 +312,8 @@ def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         dtype = own.get(name, value.dtype)
         if dtype != value.dtype and not (dtype.is_floating_point and value.dtype.is_floating_point):
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, and the model has {dtype}"
+                f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, and the model has {dtype}; "
+                "build the model with the dtypes that were saved"
             )
 
 

@@ -331,7 +331,7 @@ def _is_within(path: str, modules: Container[str]) -> bool:
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """Where a model holds the weights of a plan's quantizers, by the paths of these."""
+    """The path of the weight that each weight quantizer of a plan quantizes, by the path of the quantizer."""
     found: dict[str, str] = {}
     for path, layer in plan.layers.items():
         module = modules[path]
@@ -435,7 +435,7 @@ def _check_learned(
     # A symmetric specification has no offset: the first name alone is needed.
     for key in learned.names[:1] if spec.symmetric else learned.names:
         if prefix + key not in held:
-            raise QParamsError(f"it lacks {key}, which {learned.method!r} learns")
+            raise QParamsError(f"it lacks {key}, which the method {learned.method!r} needs")
     for key in learned.names:
         if (parameter := held.get(prefix + key)) is not None:
             _check_dtype(key, parameter, wide)

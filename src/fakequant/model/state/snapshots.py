@@ -178,7 +178,7 @@ class QuantizedState(Plan):
     def of(
         cls, plan: Plan, tensors: Mapping[str, Tensor], weights: Mapping[str, WeightCodes] | None = None
     ) -> QuantizedState:
-        """The state with a plan."""
+        """A state made of a plan, its tensors, and weights as codes."""
         return cls(**plan.fields(), tensors=tensors, weights=weights or {})
 
 

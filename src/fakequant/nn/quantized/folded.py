@@ -106,8 +106,8 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
                     self._replayed = var
                     return
             raise ConfigError(
-                f"a checkpoint computes {self.layer} anew for an input that is none of its last {_REMEMBERED}: the "
-                "statistics of its folded batch normalisation are not known; checkpoint other modules"
+                f"a checkpoint runs {self.layer} again on an input that is not among its last {_REMEMBERED}: "
+                "the statistics of its folded batch normalisation are not known; checkpoint other modules"
             )
         # A checkpoint runs without gradients, or with hooks that keep nothing.
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore

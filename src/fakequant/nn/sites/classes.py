@@ -66,7 +66,7 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
 
 
 class _OfInputs(SiteMode):
-    """Counts no call whose float tensors are all computed from parameters."""
+    """Counts the calls of functions, but those whose float tensors all come from parameters."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)

@@ -347,7 +347,7 @@ class TableFormat(Format):
         return torch.uint8
 
     def round(self, v: Tensor) -> Tensor:
-        """The nearest value; beyond the ends there is none, and v itself is returned, out of range."""
+        """The nearest value of the table; a v beyond its ends, or NaN, is returned as it is."""
         values = torch.tensor(self.values, dtype=v.dtype, device=v.device)
         return torch.where(self._beyond(v), v, values[self._codes(v)])
 

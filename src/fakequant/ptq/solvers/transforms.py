@@ -90,7 +90,7 @@ class Parts:
         return values.unflatten(1, (self.count, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
     def join(self, values: Tensor) -> Tensor:
-        """The weight whose parts are given."""
+        """The weight that has these parts: the inverse of `split`."""
         if self.count == 1:
             return values
         return values.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2).contiguous()

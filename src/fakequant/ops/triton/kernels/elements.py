@@ -499,7 +499,7 @@ def quantize_runs_kernel(
     x, y, bits, table, words, seed, seed_value: tl.int64, runs, run,
     CALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """y and, where given, the mask of x, which are runs of a multiple of 8 elements, at most WIDTH."""
+    """Fake-quantize runs of x: write y and, where there are bits, the mask. A run has n * 8 elements, at most WIDTH."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     program = tl.program_id(0)
     if WIDE:

@@ -38,7 +38,7 @@ def sweep_kernel(
     wanted, left, shares, errors, missed, runs, scale, zero_point, offset, sign, zero, zeros, table,
     rows, columns, stride, CALL: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Values, errors and what is missed of some rows of all columns [columns, rows]; COLUMNS: at least as many."""
+    """Round ROWS rows of [columns, rows], each column with the errors of those before; COLUMNS is at least columns."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, place = row < rows, tl.arange(0, COLUMNS)
     positions = place.to(tl.int64)[:, None] * rows + row[None, :]
