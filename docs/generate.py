@@ -1,25 +1,32 @@
-"""Write docs/formats.md and the tables of README.md, docs/engines/index.md and docs/onnx.md: `make docs`."""
+"""Write docs/formats.md, docs/support.md, and tables of README.md and two other pages: `make docs`."""
 
 from __future__ import annotations
 
+import re
 import tempfile
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, verify_onnx
-from fakequant.errors import ExportError
+from fakequant.errors import ConfigError, ExportError
 from fakequant.export.capability import Style
 from fakequant.files import write_whole
 from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
-from fakequant.model.engine import known_engines
+from fakequant.model.engine import Engine, known_engines
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
+from fakequant.nn.quantizer import quantizers
 from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")
+SUPPORT_PAGE = Path(__file__).with_name("support.md")
 ENGINES_PAGE = Path(__file__).with_name("engines") / "index.md"
 README = Path(__file__).parents[1] / "README.md"
 ENGINES_BEGIN, ENGINES_END = "<!-- engines:begin -->", "<!-- engines:end -->"
@@ -104,6 +111,111 @@ def _with_table(page: Path, rows: list[str]) -> str:
     return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + rest.split(ENGINES_END)[1]])
 
 
+class _Between(nn.Module):
+    """A function between two linear layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(64, 64), nn.Linear(64, 64), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+_TOKENS = (2, 8, 64)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(64, 64), _TOKENS),
+    "Conv1d": (lambda: nn.Conv1d(8, 8, 3), (2, 8, 16)),
+    "Conv2d": (lambda: nn.Conv2d(8, 8, 3), (2, 8, 16, 16)),
+    "Conv3d": (lambda: nn.Conv3d(8, 8, 3), (2, 8, 6, 6, 6)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(8, 8, 3), (2, 8, 16, 16)),
+    "LSTM": (lambda: nn.LSTM(64, 64), _TOKENS),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(64, 2, 64, batch_first=True), _TOKENS),
+}
+"""A layer, alone in a model, and the shape of its input."""
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + x.flip(-1),
+    "mul": lambda x: x * x.flip(-1),
+    "cat": lambda x: torch.cat([x, x.flip(-1)], 1),
+    "matmul": lambda x: x @ x.mT @ x,
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "layer_norm": lambda x: F.layer_norm(x, (64,)),
+    "mean": lambda x: x.mean(1, keepdim=True),
+}
+FAMILIES = """
+    INT8 INT8_AFFINE INT8_PER_TOKEN INT8_WEIGHT_ONLY INT4_WEIGHT_ONLY INT4_GROUP32 INT4_GROUP128 NF4_WEIGHT_ONLY FP8
+    MXFP8 MXFP4 NVFP4 NVFP4_WEIGHT_ONLY GGUF_Q4_K MLX_4BIT
+""".split()  # noqa: SIM905
+_SUPPORT = """\
+# What each engine takes
+
+What `fq.prepare(model, preset, example, target=...)` does, tried by `make docs`, which writes this page. "yes": it gets
+quantizers. "float": it stays in float. A number: `prepare` refuses, by the reason below. What was run, and how near it
+was, is on the page of the [engine](engines/index.md); [ONNX](onnx.md) has each preset in each style.
+"""
+
+
+def support_page() -> str:
+    """The page about layers, functions and formats by engine, from what `prepare` does."""
+    reasons: list[str] = []
+    engines = {engine.page: engine for engine in reversed(known_engines().values())}  # the first of each page
+    engines = {page: engines[page] for page in sorted(engines) if page}
+
+    def table(heading: str, columns: Sequence[str], cell: Callable[[Engine, str], str]) -> list[str]:
+        rows = [f"## {heading}\n", f"| engine, preset | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for page, engine in engines.items():
+            cells = " | ".join(cell(engine, column) for column in columns)
+            rows.append(f"| [{engine.name}](engines/{page}.md), `{_first(engine)}` | {cells} |")
+        return [*rows, ""]
+
+    def tried(engine: Engine, module: nn.Module, x: Tensor, preset: str, part: str) -> str:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = prepare(module.eval(), preset, x, target=engine)
+        except ConfigError as error:
+            reason = _reason(error)
+            if reason not in reasons:
+                reasons.append(reason)
+            return str(reasons.index(reason) + 1)
+        return "yes" if any(part in name for name in quantizers(model)) else "float"
+
+    def layer(engine: Engine, name: str) -> str:
+        make, shape = LAYERS[name]
+        return tried(engine, nn.Sequential(make()), torch.randn(shape), _first(engine), "")
+
+    def function(engine: Engine, name: str) -> str:
+        return tried(engine, _Between(FUNCTIONS[name]), torch.randn(_TOKENS), _first(engine), f"_sites.{name}_")
+
+    def family(engine: Engine, preset: str) -> str:
+        if engine.takes(preset):
+            return "runs"
+        return tried(engine, nn.Sequential(nn.Linear(256, 256)), torch.randn(2, 8, 256), preset, "")
+
+    lines = [_SUPPORT, *table("Layers", [*LAYERS], layer), *table("Functions in a forward", [*FUNCTIONS], function)]
+    lines += table("Formats, of a linear layer", FAMILIES, family)
+    lines += ['"runs": the engine is known to run it. "yes": `prepare` does not refuse it.\n']
+    return "\n".join([*lines, *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""])
+
+
+def _first(engine: Engine) -> str:
+    return f"{engine.others}Q8_0" if engine.others else engine.presets[0]
+
+
+_SPECIFICATION = r"(?:u?int|float|nf)\d\S*(?: \S*(?:per_|scale=|offset=)\S*| reciprocal| dynamic,?)*"
+
+
+def _reason(error: ConfigError) -> str:
+    """Why an engine refuses a model, without the names and specifications of its parts."""
+    last = re.sub(r"^.*cannot hold [^:]*: ", "", str(error).strip().splitlines()[-1])
+    last = re.sub(r"^\s*[\w.]+: ", "", last)
+    last = re.sub(rf"^(?:its (?:input|weight) is )?{_SPECIFICATION}:? (?:and )?", "", last)
+    return re.split(r"; |, and this is |, got |, and \w+ is none", last)[0]
+
+
 def engines_page() -> str:
     """The page about engines with its table written anew, from what each engine says of itself."""
     rows = ["| engine | for | `target=` | presets to begin with | files by | results |", "|---|---|---|---|---|---|"]
@@ -170,4 +282,5 @@ if __name__ == "__main__":
     write_whole(PAGE, page().encode())
     write_whole(ENGINES_PAGE, engines_page().encode())
     write_whole(README, readme().encode())
+    write_whole(SUPPORT_PAGE, support_page().encode())
     write_whole(STYLES_PAGE, styles_page().encode())

@@ -46,6 +46,10 @@ def test_the_table_of_engines_is_what_they_say(generate):
     assert generate.README.read_text() == generate.readme(), "run `make docs`"
 
 
+def test_the_page_of_support_is_what_prepare_does(generate):
+    assert generate.SUPPORT_PAGE.read_text() == generate.support_page(), "run `make docs`"
+
+
 ROOT = DOCS.parent
 PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
@@ -74,12 +78,15 @@ def test_a_missing_heading_is_seen():
     assert "data-for-nothing" not in headings(DOCS / "guide.md")
 
 
+WRITTEN = "formats.md", "support.md"
+
+
 def test_a_reader_has_at_most_so_many_words():
     """Without docs/notes and tables that commands write; what is longer says something twice, or belongs there.
 
     A reader needs the page of his engine alone: these have a limit each, so that a new engine takes no other's words.
     """
-    pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts and page.name != "formats.md"]
+    pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts and page.name not in WRITTEN]
     words = {page: len(GENERATED.sub("", page.read_text()).split()) for page in pages}
     engines = {page.name: words.pop(page) for page in pages if page.parent.name == "engines"}
     assert sum(words.values()) <= 23_480
