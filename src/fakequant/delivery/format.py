@@ -82,6 +82,13 @@ class Part:
         return self.is_table or is_linear(self.module)
 
     @property
+    def refused(self) -> str:
+        """The kind of a layer that no file holds, for a message; transformers 5.23 quantizes no Conv1D of GPT-2."""
+        is_turned = len(self.shape) == 2 and not self.is_stack and self.places["weight"].channels == 1
+        why = ", whose weight is [in, out], and programs load it in float alone" if is_turned else ""
+        return f"this is a {self.kind}{why}"
+
+    @property
     def is_stack(self) -> bool:
         """Whether the weight is a stack of matrices, one for each expert."""
         return bool(self.weight) and self.places["weight"].is_stack

@@ -73,7 +73,7 @@ class CompressedTensors(LayeredFormat):
             found = attention_args(part)
             return found if isinstance(found, str) else None
         if not (part.is_matrix or part.is_stack):
-            return f"it quantizes linear layers, embeddings and experts, and this is a {part.kind}"
+            return f"it quantizes linear layers, embeddings and experts, and {part.refused}"
         if part.is_stack and part.places["weight"].channels != -2:
             return "files have experts one by one, and this model has the inputs of its experts before their outputs"
         if "weight" not in part.operands:

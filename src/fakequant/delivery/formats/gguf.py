@@ -71,7 +71,7 @@ class Gguf(DeliveryFormat):
             cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
             return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
         if not (part.is_matrix or part.is_stack):
-            return f"it quantizes linear layers, experts and embeddings, and this is a {part.kind}"
+            return f"it quantizes linear layers, experts and embeddings, and {part.refused}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
             return "it quantizes weights, and inputs of products with them"
         try:

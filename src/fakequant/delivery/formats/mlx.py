@@ -74,7 +74,7 @@ class Mlx(LayeredFormat):
 
     def why_not(self, part: Part) -> str | None:
         if part.call or not part.is_matrix:
-            return f"it quantizes linear layers and embeddings, and this is a {part.kind}"
+            return f"it quantizes linear layers and embeddings, and {part.refused}"
         if left := [name for name in part.operands if name != "weight"]:
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
         spec, dtype = part.operands["weight"].spec, part.module.get_parameter("weight").dtype

@@ -63,7 +63,7 @@ class TorchAo(LayeredFormat):
 
     def why_not(self, part: Part) -> str | None:
         if part.call or not part.is_matrix:
-            return f"it quantizes weights of linear layers, and this is a {part.kind}"
+            return f"it quantizes weights of linear layers, and {part.refused}"
         if left := [name for name in part.operands if name != "weight"]:
             return f"its {left[0]} is {part.operands[left[0]]}, and activations stay in float in these files"
         found = _class_of(part.operands["weight"].spec, part.shape)
