@@ -127,6 +127,73 @@ def test_ranges_that_no_data_has_set(preset: str, format: str, tmp_path: Path) -
     assert text.endswith(expected)
 
 
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "mlx"])
+@pytest.mark.parametrize("preset", ["INT4_GROUP32", "INT8_WEIGHT_ONLY", "INT8"])
+def test_models_in_float64(preset: str, format: str, tmp_path: Path) -> None:
+    model = fq.prepare(net().double(), preset)
+    fq.calibrate(model, [X.double()], progress=False)
+    text = refusal(model, tmp_path, format)
+    assert (
+        "\n  2 parts (0, 2): it is in float64, whose scales files round to float32; convert it by model.float()" in text
+    )
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize(
+    "spec", ["int4 per_block(-1:32) scale=float16:signed", "int8 per_channel(0) scale=float16:signed", "gguf_q4_0"]
+)
+def test_signed_scales(spec: str, format: str, tmp_path: Path) -> None:
+    config = spec if spec.startswith("gguf") else fq.Config("own", [fq.Rule("*", weight=spec)])
+    text = refusal(fq.prepare(net(), config), tmp_path, format)
+    assert "programs take scales for positive, and these are signed; the nearest preset that it holds is " in text
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.table(x)))
+
+
+@pytest.mark.parametrize("preset", ["FP8", "INT8_AFFINE", "W8A8_DYNAMIC", "INT8"])
+def test_inputs_of_a_tied_head(preset: str, tmp_path: Path) -> None:
+    def ready(preset: str, skip: list[str]) -> nn.Module:
+        model = fq.prepare(Tied(), preset, skip=skip)
+        fq.calibrate(model, [torch.arange(16)], progress=False)
+        return model
+
+    text = refusal(ready(preset, []), tmp_path)
+    assert "its weight is in float in these files, as tables and tied weights are, which leaves its input" in text
+    assert text.endswith("without a place; leave the layers in float by prepare(..., skip=['head', 'table'])")
+    assert fq.deliver(ready(preset, ["head", "table"]), tmp_path / "cured", "compressed-tensors").is_dir()
+    text = refusal(ready(preset, ["head"]), tmp_path)
+    assert text.endswith(
+        "table: head has the same weight and no quantizer; leave both in float by prepare(..., skip=['table', 'head'])"
+    )
+    assert "skip=['head', 'table'])" in refusal(ready(preset, ["table"]), tmp_path)
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.Linear(64, 64), "the model: files have tensors under the names of layers"),
+        (lambda: nn.Linear(64, 64, bias=False), "the model: files have tensors under the names of layers"),
+        (
+            lambda: nn.Sequential(nn.Embedding(16, 64)),
+            "0: tables and tied weights are in float in these files, and nothing",
+        ),
+        (lambda: nn.Embedding(16, 64), "nothing quantized is left beside them"),
+    ],
+)
+def test_layers_without_names_and_tables_alone(make: Any, text: str, format: str, tmp_path: Path) -> None:
+    model = fq.prepare(make(), fq.Config("own", [fq.Rule("*", weight="int8 per_channel(0)")]))
+    assert text in refusal(model, tmp_path, format)
+
+
 @pytest.mark.parametrize("target", ["transformers", "torchao", "mlx"])
 def test_layers_of_gpt_2_are_refused_before_the_work_with_the_cure(target: str) -> None:
     model, preset = language_model("gpt2", n_positions=16), "MLX_4BIT" if target == "mlx" else "INT4_GROUP32"
