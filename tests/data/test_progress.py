@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fakequant as fq
 from fakequant.data import progress
+from tests.support.language_models import language_model
 
 tqdm = pytest.importorskip("tqdm")
 
@@ -121,3 +127,59 @@ def test_a_kernel_shows_the_bar() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert "calibrating" in str(notebook.cells[0].outputs)
+
+
+def batches() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 32) for _ in range(4)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def ready() -> nn.Module:
+    model = fq.prepare(net(), "int8")
+    fq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def delivered(folder: Path, **how: Any) -> None:
+    model = fq.prepare(language_model("llama"), "INT4_GROUP32")
+    tokens = [{"input_ids": torch.arange(4 * n, 4 * n + 8)[None]} for n in range(4)]
+    fq.verify_delivery(fq.deliver(model, folder / "delivered", "compressed-tensors"), model, tokens, **how)
+
+
+def mix() -> fq.ptq.Allocation:
+    return fq.ptq.search(net(), batches(), bits=6, progress=False)
+
+
+def exported(folder: Path, **how: Any) -> None:
+    model = ready()
+    fq.export_onnx(model, batches()[0], folder / "m.onnx")
+    fq.verify_onnx(folder / "m.onnx", model, batches(), **how)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], str]] = {
+    "search": (lambda _, **how: fq.ptq.search(net(), batches(), bits=6, **how), "scoring layers: "),
+    "verify": (lambda _, **how: fq.ptq.verify(net(), batches(), [mix()], **how), "measuring mixes: "),
+    "compare": (lambda _, **how: fq.ptq.compare(net(), batches(), "INT8", **how), "comparing: "),
+    "improve": (lambda _, **how: fq.ptq.improve(ready(), batches(), "fast", **how), "choosing weights"),
+    "advise": (lambda _, **how: fq.advise(net(), batches(), presets=["INT8"], **how), "trying "),
+    "report": (lambda folder, **how: fq.report(ready(), batches(), folder / "page.html", **how), "measuring layers: "),
+    "verify_onnx": (exported, "verifying: "),
+    "verify_delivery": (delivered, "running transformers "),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_calls_that_take_long_show_bars_where_they_are_asked_for(name: str, stream: Stream, tmp_path: Path) -> None:
+    call, text = CALLS[name]
+    for asked in (False, True):
+        folder = tmp_path / str(asked)
+        folder.mkdir()
+        with redirect_stderr(stream):
+            call(folder, progress=asked)
+        assert (text in stream.getvalue()) == asked

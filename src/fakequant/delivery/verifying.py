@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch
+from fakequant.data.progress import track
 from fakequant.delivery.format import LoadedFile, decoded, format_of, without_quantizers
 from fakequant.errors import VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
@@ -64,6 +65,7 @@ def verify_delivery(
     batches: Iterable[Any] | None = None,
     *,
     inputs: Inputs | None = None,
+    progress: bool | None = None,
 ) -> DeliveryReport:
     """Compare a delivered file with its model: codes, scales and float tensors in the file, weights and outputs in the
     programs that load it, where they are installed.
@@ -73,7 +75,7 @@ def verify_delivery(
         model: the prepared model that was delivered.
         batches: the inputs of the programs and of the model; None takes the few tokens that a model of transformers has
             as `dummy_inputs`. Where there are none, outputs are not compared, and the report says so.
-        inputs: the part of a batch that is their input, as for `calibrate`.
+        inputs, progress: as for `calibrate`.
 
     Raises:
         CheckpointError: the file is damaged, or of an unknown format.
@@ -118,7 +120,7 @@ def verify_delivery(
                     # 0.0 is added because gguf has no -0.0, which moves no product; codes are compared with their sign.
                     _count(row, [ours + 0.0], [engine.weights[name].to(ours.dtype) + 0.0])
         if kept and engine.model is not None:
-            _compare_outputs(report, model, engine, kept, inputs)
+            _compare_outputs(report, model, engine, track(kept, f"running {engine.name}", len(kept), progress), inputs)
         elif engine.model is not None:
             report.not_run.append(
                 f"Outputs of {engine.name} are not compared: {report.inputs}; give batches of inputs."
@@ -238,7 +240,7 @@ def _middle(format: Format) -> int:
 
 
 def _compare_outputs(
-    report: DeliveryReport, model: nn.Module, engine: LoadedFile, batches: list[Any], inputs: Inputs | None
+    report: DeliveryReport, model: nn.Module, engine: LoadedFile, batches: Iterable[Any], inputs: Inputs | None
 ) -> None:
     rows: list[Any] = []
     for batch in batches:

@@ -482,7 +482,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
     if work is not None:
         check_path(work, "advise(model, batches, work='search')")
     folder = None if work is None else writable_folder(work)
-    given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask).kept()
+    given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
     held_out = HeldOut.of(given, EVERY)
     preparation = _preparation(model, held_out.made, inputs, forward, target)
     scorer = None if metric is None else named(metric)

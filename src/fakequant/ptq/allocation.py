@@ -658,6 +658,7 @@ def verify(
     *,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    progress: bool | None = None,
 ) -> list[Allocation]:
     """The allocations with the measured error of the output of a model with their choices.
 
@@ -665,12 +666,13 @@ def verify(
         model: in float; it stays as it is.
         batches: every second one, up to eight, is held back and measures; the others calibrate. A single one does both.
         allocations: such as points of `Scores.curve`.
-        inputs, forward: as for `calibrate`.
+        inputs, forward, progress: as for `calibrate`.
     """
-    given = Batches(batches, "verify", inputs=inputs, forward=forward).kept()
+    given = Batches(batches, "verify", inputs=inputs, forward=forward, progress=progress).kept()
     trials = Trials(model, HeldOut.of(given, EVERY))
     trials.check()
-    return [_measured(trials, allocation) for allocation in allocations]
+    wanted = list(allocations)
+    return [_measured(trials, one) for one in track(wanted, "measuring mixes", len(wanted), progress)]
 
 
 def _measured(trials: Trials, mix: Allocation) -> Allocation:
@@ -694,6 +696,7 @@ def search(  # noqa: PLR0913  all but the first three by name
     floor: float | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    progress: bool | None = None,
 ) -> Allocation:
     """Choose a preset for each layer under one budget: the mix with the least error of the model's output.
 
@@ -709,7 +712,7 @@ def search(  # noqa: PLR0913  all but the first three by name
         loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
-        inputs, forward: as for `calibrate`.
+        inputs, forward, progress: as for `calibrate`.
 
     Returns:
         The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
@@ -734,9 +737,9 @@ def search(  # noqa: PLR0913  all but the first three by name
         raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
     for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
         check_budget(name, value, any_number=name == "floor")
-    given = Batches(batches, "search", inputs=inputs, forward=forward).kept()
+    given = Batches(batches, "search", inputs=inputs, forward=forward, progress=progress).kept()
     held_out = HeldOut.of(given, EVERY)
-    trials, found = Trials(model, held_out), _scores(model, held_out.made, choices)
+    trials, found = Trials(model, held_out), _scores(model, held_out.made, choices, progress=progress)
     trials.check()
     if metric is None or floor is None:
         mix = found.allocate(bits=bits, size=size, loss=loss)

@@ -213,6 +213,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     path: str | os.PathLike[str] | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    progress: bool | None = None,
     on_row: Callable[[Compared], object] | None = None,
     told: Callable[[Compared], object] | None = None,
 ) -> Comparison:
@@ -228,7 +229,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
         path: a file of JSON lines; each row is appended when it is measured. Rows in the file for the same model,
             batches, `metric`, `inputs` and `forward` are not measured again. Functions, and attributes of the model,
             count as the same if the float model gives the same output for the first batch and the same metric.
-        inputs, forward: as for `calibrate`.
+        inputs, forward, progress: as for `calibrate`.
         on_row: called with each new row when it is measured.
         told: the old name of `on_row`, which goes with the next release.
 
@@ -255,7 +256,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
-    given = Batches(batches, "compare", inputs=inputs, forward=forward).kept()
+    given = Batches(batches, "compare", inputs=inputs, forward=forward, progress=progress).kept()
     trials = Trials(model, HeldOut.of(given, EVERY), metric)
     trials.check()
     result = Comparison(float_metric=trials.score(model), float_milliseconds=trials.milliseconds(model))
@@ -265,7 +266,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     if path is not None:
         measure = function_digest(metric), result.float_metric
         known = kept_rows(path, digest([run_of(model, given), measure, EVERY]), negated=result.negated)
-    for way in track(tried, "comparing", len(tried)):
+    for way in track(tried, "comparing", len(tried), progress):
         row = known.get(way)
         if row is None:
             row = trials.of(way)

@@ -133,7 +133,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
-        kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask).kept()
+        kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
         distinct = kept.distinct()  # a batch that repeats one that chose would judge what it chose itself
         held_out = HeldOut.of(distinct, EVERY_OF_CHOICES, judge)
         finished = ChosenLayersFolder(

@@ -141,6 +141,7 @@ def report(  # noqa: PLR0913  all but the first four by name
     *,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    progress: bool | None = None,
     results: Iterable[VerifyReport | Improvement] = (),
     comparison: Comparison | str | os.PathLike[str] | None = None,
     advise: bool = True,
@@ -159,7 +160,7 @@ def report(  # noqa: PLR0913  all but the first four by name
 
     Args:
         model: a calibrated model.
-        batches, inputs, forward: as for `calibrate`, passed over once.
+        batches, inputs, forward, progress: as for `calibrate`; the batches are passed over once.
         path: the HTML file; the figures get the same name with the ending .json. Folders above it are made.
         metric: called as metric(model), larger is better; measured in float and quantized.
         results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
@@ -188,7 +189,8 @@ def report(  # noqa: PLR0913  all but the first four by name
     check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
     curve = None if comparison is None else comparison_of(comparison)
-    measured = measure(model, batches, forward=Batches(batches, "report", inputs=inputs, forward=forward).call)
+    call = Batches(batches, "report", inputs=inputs, forward=forward).call
+    measured = measure(model, batches, forward=call, progress=progress)
     accuracy, name, given = list[Accuracy](), getattr(metric, "__name__", "<none>"), list(results)
     if metric is not None:
         with evaluating(model), torch.no_grad():

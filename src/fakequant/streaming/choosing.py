@@ -573,7 +573,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         place = None if device is None else _device(device)
         if place is not None:
             batches = tree_map_only(Tensor, lambda x: x.to(place), [*batches])
-        given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask).kept()
+        given = Batches(batches, "improve_folder", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
         out = Path(target)
         own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
         folder = own / ".unfinished" if work is None else Path(work)

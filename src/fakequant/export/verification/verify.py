@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
+from fakequant.data.progress import length, track
 from fakequant.errors import VerificationError
 from fakequant.export.capability import InputRecord, Parameters, SiteRecord, Style, read
 from fakequant.export.inputs import (
@@ -284,6 +285,7 @@ def verify_onnx(
     batches: Iterable[Any] | None = None,
     *,
     inputs: Inputs | None = None,
+    progress: bool | None = None,
 ) -> VerifyReport:
     """Run an exported file and compare it with torch.
 
@@ -302,7 +304,7 @@ def verify_onnx(
             without it the file is only checked for consistency. Afterwards it is as before.
         batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
             example.
-        inputs: which part of a batch the model gets, as for `calibrate`.
+        inputs, progress: as for `calibrate`.
 
     Raises:
         VerificationError: the file is damaged, cannot be run, belongs to another model, or fakequant did not write it.
@@ -321,12 +323,16 @@ def verify_onnx(
     if model is not None:
         check_model(model, "verify_onnx", _CALL, VerificationError)
         with unwrapped(model) as inner, restore_after(state_before(inner)):
-            return _verified(path, inner, batches, inputs)
-    return _verified(path, None, batches, inputs)
+            return _verified(path, inner, batches, inputs, progress)
+    return _verified(path, None, batches, inputs, progress)
 
 
 def _verified(
-    path: str | os.PathLike[str], model: nn.Module | None, batches: Iterable[Any] | None, inputs: Inputs | None
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    batches: Iterable[Any] | None,
+    inputs: Inputs | None,
+    progress: bool | None,
 ) -> VerifyReport:
     if batches is not None:
         refuse_tensor(batches, "verify_onnx")
@@ -362,7 +368,7 @@ def _verified(
             chosen_batches: Iterable[Any] = [on_device_of(model, drawn)]
         else:
             chosen_batches = (one if inputs is None else select_inputs(one, inputs) for one in batches)
-        for batch in chosen_batches:
+        for batch in track(chosen_batches, "verifying", 1 if batches is None else length(batches), progress):
             given = _Batch(batch if report.unread else separate(batch), record.inputs, model)
             if spans is None:
                 values: Mapping[str, Tensor] = {}
