@@ -193,7 +193,7 @@ class _Kernels(Backend):
         return None if x.device.type == NAME else f"the tensor is on {x.device}"
 
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        return self.unfit(x) or self.cpu.unsupported(torch.empty(0, dtype=x.dtype), spec, codes=codes)
+        return self.unfit(x) or self.cpu.unsupported(torch.empty(0, dtype=x.dtype, device="cpu"), spec, codes=codes)
 
     def plan(self, kind: CallKind) -> KernelPlan | None:
         cpu = torch.device("cpu")

@@ -176,8 +176,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // Tensors of the CPU over the memory of tensors of the device, and back ------------------------------------------------
 
-// Storage of another device over the same memory, which the context keeps; memory that the CPU made counts.
-Storage over(const Storage& storage, Device device, bool counts) {
+// The memory of a storage for another device; the context keeps it. Memory that the CPU made counts.
+c10::DataPtr memory_for(const Storage& storage, Device device, bool counts) {
   auto* keep = new std::pair<Storage, int64_t>(storage, counts ? storage.nbytes() : 0);
   hold(keep->second);
   auto release = [](void* kept) {
@@ -185,8 +185,12 @@ Storage over(const Storage& storage, Device device, bool counts) {
     hold(-pair->second);
     delete pair;
   };
+  return {storage.mutable_data(), keep, release, device};
+}
+
+Storage over(const Storage& storage, Device device, bool counts) {
   c10::Allocator* maker = device.is_cpu() ? c10::GetCPUAllocator() : &allocator;
-  return Storage(Storage::use_byte_size_t(), storage.nbytes(), {storage.mutable_data(), keep, release, device}, maker,
+  return Storage(Storage::use_byte_size_t(), storage.nbytes(), memory_for(storage, device, counts), maker,
                  /*resizable=*/true);
 }
 
@@ -235,11 +239,9 @@ class Twins {
     for (auto& [impl, pair] : pairs_) {
       auto& [x, twin] = pair;
       if (twin.storage().nbytes() && twin.storage().data() != x.storage().data()) {
-        hold(twin.storage().nbytes() - x.storage().nbytes());
-        auto* keep = new Storage(twin.storage());
-        auto release = [](void* kept) { delete static_cast<Storage*>(kept); };
-        x.storage().set_data_ptr_noswap({keep->mutable_data(), keep, release, x.device()});
-        x.storage().set_nbytes(keep->nbytes());
+        const auto bytes = twin.storage().nbytes();
+        x.storage().set_data_ptr_noswap(memory_for(twin.storage(), x.device(), true));
+        x.storage().set_nbytes(bytes);
       }
       if (twin.sizes() != x.sizes() || twin.strides() != x.strides())
         impl->set_sizes_and_strides(twin.sizes(), twin.strides(), twin.storage_offset());
