@@ -57,6 +57,9 @@ def test_doctor_says_what_serves() -> None:
 def test_no_command_shows_the_commands() -> None:
     result = invoke()
     assert all(name in result.output for name in ("init", "quantize", "inspect", "verify", "doctor"))
+    sections = ("Start", "Choose presets", "Quantize and write", "Check and show")
+    assert all(f"─ {section} ─" in result.output for section in sections)
+    assert "─ Commands ─" not in result.output
 
 
 def test_python_m_fakequant_is_the_command() -> None:

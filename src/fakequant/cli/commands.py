@@ -260,6 +260,10 @@ def search(  # noqa: PLR0913  the command's options
     Console(soft_wrap=True).print(Text(f"{table(mix.choices.items(), [figures])}\n{command}"))
 
 
+_START, _CHOOSE = "Start", "Choose presets"
+_QUANTIZE, _CHECK = "Quantize and write", "Check and show"
+"""The sections of `fakequant --help`."""
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -285,7 +289,7 @@ def _options(
 ) -> None: ...
 
 
-@app.command()
+@app.command(rich_help_panel=_QUANTIZE)
 def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
@@ -346,7 +350,7 @@ def quantize(  # noqa: PLR0913  the command's options
     run(job, Console(quiet=quiet))
 
 
-@app.command()
+@app.command(rich_help_panel=_START)
 def init(
     recipe: Annotated[Path, typer.Argument(help="the file to write")] = Path("recipe.py"),
 ) -> None:
@@ -359,7 +363,7 @@ def init(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=_START)
 def presets(name: Annotated[str | None, typer.Argument(help="the preset to show in full")] = None) -> None:
     """List the presets by family: bits per weight, what is quantized, and which engines run it."""
     from fakequant.cli.inspection import preset_lines, preset_text
@@ -374,7 +378,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="the preset to show 
     )
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECK)
 def inspect(
     what: Annotated[Path, typer.Argument(help="a checkpoint folder, its parent folder, or an ONNX file")],
     graph: Annotated[
@@ -394,7 +398,7 @@ def inspect(
     print_table(Console(), inspection.title, inspection.header, inspection.rows)
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECK)
 def report(
     first: Annotated[Path, typer.Argument(help="a folder of `fakequant quantize`, or a page of fakequant.report")],
     second: Annotated[Path | None, typer.Argument(help="another one, to set both side by side")] = None,
@@ -415,7 +419,7 @@ def report(
     Console(soft_wrap=True).print(Text(f"Written: {page}"))
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECK)
 def verify(
     file: Annotated[Path, typer.Argument(help="a file written by export_onnx, or what `fakequant deliver` wrote")],
     recipe: Annotated[str | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
@@ -440,7 +444,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=_QUANTIZE)
 def deliver(
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
@@ -466,7 +470,7 @@ def deliver(
     Console(soft_wrap=True).print(Text(f"Written: {path}. Compare it: {shlex.join(words)}"))
 
 
-@app.command("improve-folder")
+@app.command("improve-folder", rich_help_panel=_QUANTIZE)
 def improve_folder(  # noqa: PLR0913  the command's options
     folder: Annotated[Path, typer.Argument(help="a folder of Hugging Face, with its tokenizer")],
     out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
@@ -490,10 +494,10 @@ def improve_folder(  # noqa: PLR0913  the command's options
 
 
 for _command in (advise, compare, search):
-    app.command()(_command)
+    app.command(rich_help_panel=_CHOOSE)(_command)
 
 
-@app.command()
+@app.command(rich_help_panel=_START)
 def doctor() -> None:
     """Show the versions, the compiler, the GPU, and for each backend whether it works or why it does not."""
     from fakequant.report import environment

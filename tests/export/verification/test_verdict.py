@@ -184,6 +184,8 @@ def test_what_the_default_session_loses_beside_quantization(
         assert given.to_dict()["as_deployed"] is as_deployed
         assert given.restored_by == restored_by
         assert ("NOT as deployed" in str(given)) is not as_deployed
+        assert ("To repair it, run ONNX Runtime with " in str(given)) == (restored_by is not None and not as_deployed)
+        assert ("Only if you need the results without" in str(given)) == (restored_by is not None and as_deployed)
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == (0 if as_deployed else 1)
 
 

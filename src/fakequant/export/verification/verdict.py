@@ -470,7 +470,10 @@ class VerifyReport:
                 f"session, {noise.sqnr:.1f} dB without optimisations"
             )
         if self.restored_by is not None:
-            lines.append(f"ONNX Runtime gives the results without optimisations with {self.restored_by}.")
+            asked = (
+                "To repair it" if self.as_deployed is False else "Only if you need the results without optimisations"
+            )
+            lines.append(f"{asked}, run ONNX Runtime with {self.restored_by}.")
         return lines
 
 
