@@ -322,3 +322,38 @@ def _of_convolutions() -> Iterator[Call]:
     without = right | {"x_scale": None, "scale": None}
     yield "convolve: a bias alone", partial(ops.convolve, *(without | {"y": right["y"].int()}).values())
     yield "convolve: float without scales", partial(ops.convolve, *(without | {"bias": None}).values())
+    yield from lying_sweeps()
+
+
+def lying_sweeps() -> Iterator[Call]:
+    """Of three columns of four rows, which have two runs of scales."""
+    right: dict[str, Tensor | None] = {
+        **{name: torch.zeros(3, 4) for name in ("wanted", "left")},
+        "shares": torch.zeros(3, 3),
+        **{name: torch.zeros(3, 4) for name in ("errors", "missed")},
+        "form": form((4.0, 1.0, 1.0, 1.0)),
+        "runs": torch.tensor([0, 0, 1]),
+        "scale": torch.ones(2, 4),
+        "zero_point": torch.zeros(2, 4),
+        "offset": torch.zeros(2, 4),
+        "sign": torch.ones(2, 4),
+        "zero": torch.zeros(2, 4, dtype=torch.bool),
+        "zeros": torch.zeros(3, 4, dtype=torch.bool),
+    }
+    torch.ops.fakequant_cpu.sweep(*right.values())  # the lies are what is wrong
+    for name, value in right.items():
+        assert value is not None
+        if name != "form":
+            yield (
+                f"sweep: a short {name}",
+                partial(torch.ops.fakequant_cpu.sweep, *(right | {name: value[:-1]}).values()),
+            )
+        other = value.double() if value.dtype in (torch.float32, torch.bool) else value.float()
+        yield f"sweep: {name} {other.dtype}", partial(torch.ops.fakequant_cpu.sweep, *(right | {name: other}).values())
+    for runs in ([0, 0, 2], [0, -1, 1], [0, 0, 2**62], [0, 0, 2**63 - 1]):
+        yield (
+            f"sweep: runs {runs}",
+            partial(torch.ops.fakequant_cpu.sweep, *(right | {"runs": torch.tensor(runs)}).values()),
+        )
+    for name, lie in lying_forms():
+        yield f"sweep: {name}", partial(torch.ops.fakequant_cpu.sweep, *(right | {"form": lie}).values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CallError, ConfigError
@@ -141,7 +140,8 @@ def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Ten
     # By place, then by token, as the classes are written. Expert parallelism gives tokens of other processes the index
     # after the last expert. The numbers of tokens are one copy to the host, and one wait for an accelerator.
     index = top_k_index.t().flatten()
-    order, counts = index.argsort(stable=True), F.one_hot(index, num_classes=experts + 1).sum(0).tolist()
+    order, ones = index.argsort(stable=True), torch.ones_like(index)
+    counts = index.new_zeros(experts + 1).scatter_add_(0, index, ones).tolist()
     found = enumerate(order[: len(index) - counts[-1]].split(counts[:-1]))
     return [(expert, own // len(top_k_index), own % len(top_k_index)) for expert, own in found if len(own)]
 

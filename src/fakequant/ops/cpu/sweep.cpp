@@ -69,7 +69,7 @@ void sweep(Tensor wanted, const Tensor& left, const Tensor& shares, Tensor error
   const float *weight = data_of<float>(left, elements), *share = data_of<float>(shares, shares.numel());
   const int64_t* run = data_of<int64_t>(runs, columns);
   for (int64_t c = 0; c < columns; ++c)
-    STD_TORCH_CHECK(run[c] >= 0 && (run[c] + 1) * rows <= shared, "fakequant_cpu: a column without a scale");
+    STD_TORCH_CHECK(run[c] >= 0 && run[c] < shared / rows, "fakequant_cpu: a column without a scale");
   const auto floats = [&](const std::optional<Tensor>& t) -> const float* {
     return t.has_value() ? data_of<float>(*t, shared) : nullptr;
   };
