@@ -37,7 +37,7 @@ def plan_of(x, text, scale):
 
 
 def numbers(given):
-    """The arguments of a start but for the metadata that triton makes for its own hooks."""
+    """The arguments of a start, without the metadata that triton makes for its own hooks."""
     return [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given[:5] + given[9:]]
 
 

@@ -85,7 +85,7 @@ class Part:
     def refused(self) -> str:
         """The kind of a layer that no file holds, for a message; transformers 5.23 quantizes no Conv1D of GPT-2."""
         is_turned = len(self.shape) == 2 and not self.is_stack and self.places["weight"].channels == 1
-        why = ", whose weight is [in, out], and programs load it in float alone" if is_turned else ""
+        why = ", whose weight is [in, out], for which transformers loads no codes" if is_turned else ""
         return f"this is a {self.kind}{why}"
 
     @property

@@ -107,7 +107,7 @@ _INSTRUCTIONS = {
     "reciprocal_as_node": ("rcp.rn.f32 $0, $1;", lambda ops, x: ops.truediv(ops.constant(1.0, torch.float32), x)),
     "multiply_as_node": ("mul.rn.f32 $0, $1, $2;", lambda ops, a, b: ops.mul(a, b)),
 }
-"""Of each node: the instruction of NVIDIA's GPUs, and the operations in C++, which contracts nothing.
+"""For each node: the instruction for NVIDIA's GPUs, and the operations in C++, which contracts nothing.
 
 Not `ops.mul_rn` of Inductor: it becomes `mul.rn.ftz.f32`, which makes subnormal products 0.
 """
