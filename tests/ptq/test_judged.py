@@ -126,6 +126,52 @@ def test_one_batch_judges_nothing_and_says_so() -> None:
     assert not any(row.note for row in found.layers)
 
 
+def test_a_metric_judges_before_the_error_does() -> None:
+    """The metric wants the first layer as it is, and is blind to the second, of which the error decides."""
+    torch.manual_seed(0)
+    net = Calls(lambda m, x: (m.one(x), m.two(x)), one=nn.Linear(12, 8), two=nn.Linear(12, 8))
+    model = fq.prepare(net, "INT4_WEIGHT_ONLY")
+    nearest, given = copy.deepcopy(model), [torch.randn(64, 12) @ torch.randn(12, 12) for _ in range(4)]
+
+    def unchanged(model: nn.Module) -> float:
+        assert not model.training
+        return -float((model.one(given[0]) - nearest.one(given[0])).abs().sum())
+
+    found = fq.ptq.improve(model, given, metric=unchanged, progress=False)
+    notes = {row.layer: row.note for row in found.layers}
+    assert notes["one"].startswith("nearest: its choice does not raise the metric")
+    assert notes["two"] == ""
+    assert_same_bits(model(given[0])[0], nearest(given[0])[0])
+    assert (found.metric, found.metric_before, found.metric_after) == ("unchanged", 0, 0)
+    assert str(found).startswith("unchanged: 0 -> 0\nerror of the model's output on 1 batch that chose nothing: ")
+    assert found.remaining_error < 1
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("judge", [None, []])
+def test_a_metric_decides_where_no_error_does(sign: int, judge: list[Any] | None) -> None:
+    """Outputs without floats have no error, and batches that chose do not judge; the metric judges all the same."""
+    torch.manual_seed(0)
+    net = Calls(lambda m, x: m.one(x).argmax(-1), one=nn.Linear(12, 8))
+    model = fq.prepare(net, "INT4_WEIGHT_ONLY")
+    nearest, given = model.one.weight.detach().clone(), [torch.randn(64, 12) for _ in range(2)]
+    found = fq.ptq.improve(
+        model, given, "fast", judge=judge, metric=lambda m: sign * float(m.one.weight.ne(nearest).any()), progress=False
+    )
+    assert bool(model.one.weight.ne(nearest).any()) == (sign == 1)
+    assert found.metric_after == max(sign, 0)
+    assert found.before is None
+
+
+def test_a_metric_that_is_no_number_changes_nothing() -> None:
+    _, model, given = ready("tanh", "INT4", 0)
+    state = copy.deepcopy(model)
+    for metric, error in ((lambda m: float("nan"), "NaN"), (lambda m: None, "not a number"), (0.5, "as metric")):
+        with pytest.raises(ConfigError, match=error):
+            fq.ptq.improve(model, given, metric=metric, progress=False)  # pyright: ignore[reportArgumentType]
+        assert_same_state(model, state)
+
+
 def attend(m: Any, x: Tensor) -> Tensor:
     x = m.words(x)
     q, k, v = (layer(m.norm(x)).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (m.q, m.k, m.v))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fakequant.data.arguments import check_model
+from fakequant.data.arguments import Metric, check_metric, check_model
 from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
 from fakequant.data.digest import digest
 from fakequant.data.progress import track
@@ -65,6 +65,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     mask: Mask | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     judge: Iterable[Any] | None = None,
+    metric: Metric | None = None,
     group: Any = None,
     progress: bool | None = None,
 ) -> Improvement:
@@ -97,6 +98,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
             so that only the other layers are chosen; the result is the same to the bit.
         judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
             nothing goes back.
+        metric: called as metric(model), larger is better, before and after, and for each part that is tried; that of
+            several processes is the mean. What lowers it goes back, also without batches that judge; where it stays,
+            the error of the output decides. Its data should not be that of the last evaluation.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
             The sums are those of all batches, and all processes get the same weights. The first process chooses for
             the inputs (`smooth`, `rotate`, `input`), by its own batches.
@@ -108,7 +112,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
-            batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses.
+            batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses; or a
+            metric that is NaN, or gives no number.
         CalibrationError: an input that holds NaN or inf in a batch that chooses (names the layer), inputs that are not
             calibrated, or a batch on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
@@ -124,6 +129,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     True
     """
     check_model(model, "improve", "improve(model, batches)")
+    check_metric(metric, "improve")
     warn_of_new_layers(model)
     processes = Ranks(processes_of(model, group))
     with processes:  # an error of one process is raised in all
@@ -142,7 +148,15 @@ def improve(  # noqa: PLR0913  all but the first three by name
     undo = [structure_of([model])]
     with torch.inference_mode(mode=False), restore_on_error(lambda: in_order(*undo)()), processes:
         result = improved(
-            model, weights, held_out, chosen_steps, processes, finished=finished, progress=progress, undo=undo
+            model,
+            weights,
+            held_out,
+            chosen_steps,
+            processes,
+            finished=finished,
+            metric=metric,
+            progress=progress,
+            undo=undo,
         )
         if repeats := len(kept) - len(distinct):
             result.notes.append(f"{repeats} of {len(kept)} batches repeat earlier ones, and count once")
@@ -159,6 +173,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     *,
     finished: ChosenLayersFolder | None = None,
     floats: KeptBatches | None = None,
+    metric: Metric | None = None,
     progress: bool | None = None,
     undo: list[Restore] | None = None,
 ) -> Improvement:
@@ -172,7 +187,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
         processes: that choose together.
         finished: what an earlier run chose.
         floats: what the float model is called with where that is something else, by the same numbers.
-        progress: see `improve`.
+        metric, progress: see `improve`.
         undo: gets what restores the weights after an error, as first; None: nothing does, and the error of the output
             is not measured.
     """
@@ -184,7 +199,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
         if undo is not None:
             undo.insert(0, in_order(*before.values()))
         tie_scales(model, weights)
-        judge = None if undo is None else judge_of(model, held_out, recorded, processes)
+        judge = None if undo is None else judge_of(model, held_out, recorded, processes, metric)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in steps else ([], [])
         own = {name: layer_of(name) for name in with_drift if layers[name].is_result}
         recorded.added = added_operands(recorded.first, own)
@@ -199,8 +214,8 @@ def improved(  # noqa: PLR0913  all but the first five by name
         if judge is not None:
             changed = {choices.parts[path]: before[choices.parts[path]] for path in choices.results}
             undone = judge.keep_what_helps(changed, choices.state_of)
-            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
             judge.put_into(result, "improve")
+            result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
         result.notes += _by_value(layers.values(), steps)
         if stages.parted:
             first = layer_of(stages.parted)
@@ -214,16 +229,19 @@ def improved(  # noqa: PLR0913  all but the first five by name
     return result
 
 
-def judge_of(model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks) -> OutputJudge:
+def judge_of(
+    model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
+) -> OutputJudge:
     """The judge of what is chosen. If a process holds no batch back, nothing goes back, and those that choose measure.
 
     Args:
         recorded: how the model calls its layers; it also says whether outputs repeat.
+        metric: judges before the error does.
     """
-    is_judged = all(processes.all(bool(held_out.held)))
+    is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
-    batches = held_out.held if is_judged else held_out.measuring
-    return OutputJudge(model, batches, why_not, processes, is_judged=is_judged)
+    batches = held_out.held if is_apart else held_out.measuring
+    return OutputJudge(model, batches, why_not, processes, is_apart=is_apart, metric=metric)
 
 
 class _LayerLoop:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.arguments import Metric, named
 from fakequant.data.batches import KeptBatches
 from fakequant.distributed import Ranks
-from fakequant.errors import CalibrationWarning, warn_user
-from fakequant.model.run.outputs import OutputDistance, OutputErrors
-from fakequant.model.weights import disabled
+from fakequant.errors import CalibrationWarning, ConfigError, warn_user
+from fakequant.model.run.outputs import Distance, OutputDistance, OutputErrors
+from fakequant.model.weights import disabled, score_of
 from fakequant.ptq.results import Improvement
 from fakequant.restore import Restore, state_of
 
@@ -56,41 +58,72 @@ def helps(before: Tensor, after: Tensor, sure: float) -> bool:
     return float(ratios.mean()) < -sure * chance
 
 
+class _Measured(NamedTuple):
+    """A model in numbers.
+
+    Attributes:
+        distance: of its output from that of the float model; None where it cannot be measured.
+        rows: the error of each row of all processes [rows].
+        score: its metric; None without one.
+    """
+
+    distance: Distance | None
+    rows: Tensor
+    score: float | None
+
+    def is_better(self, before: _Measured, sure: float) -> bool:
+        """Whether the metric rose, or stayed while the error fell."""
+        if self.score != before.score:
+            return self.score is not None and before.score is not None and self.score > before.score
+        return self.distance is None or helps(before.rows, self.rows, sure)
+
+
 class OutputJudge:
-    """The error of a model's output before and after changes, the mean over processes; a note says why there is none.
+    """The error of a model's output, and its metric, before and after changes, the mean over processes.
 
     Args:
         model: quantized, before the changes.
         batches: that judge.
-        is_judged: whether these chose nothing; else they only measure.
+        is_apart: whether these choose nothing; else they only measure, and a metric alone judges.
         why_not: why the error cannot be measured; None where it can.
         processes: they judge together.
+        metric: called as metric(model), larger is better; None for none.
+
+    Raises:
+        ConfigError: the metric is NaN.
     """
 
     def __init__(
-        self, model: nn.Module, batches: KeptBatches, why_not: str | None, processes: Ranks, *, is_judged: bool
+        self,
+        model: nn.Module,
+        batches: KeptBatches,
+        why_not: str | None,
+        processes: Ranks,
+        *,
+        is_apart: bool,
+        metric: Metric | None = None,
     ) -> None:
-        self._model, self._processes, self._is_judged = model, processes, is_judged
+        self._model, self._processes, self._metric, self._is_apart = model, processes, metric, is_apart
         self._where = f"on {len(batches)} {'batch' if len(batches) == 1 else 'batches'} that "
-        self._where += "chose nothing" if is_judged else "chose, too, and new data may lose more"
-        self._before, own = math.nan, None
+        self._where += "chose nothing" if is_apart else "chose, too, and new data may lose more"
+        self._outputs, errors = None, None
         if why_not is None:
             with disabled(model):
                 self._outputs = OutputDistance(model, batches)
-            own = self._outputs.errors_of(model)
-            self._before = own.distance.mean
+            errors = self._outputs.errors_of(model)
             if not self._outputs.has_outputs:
                 why_not = "the model gives no floats"
-            elif not math.isfinite(self._before):
+            elif not math.isfinite(errors.distance.mean):
                 why_not = "it was NaN or infinite before"
         self._why_not = next(filter(None, processes.all(why_not)), None)
-        if self._why_not is None and own is not None:
-            self._now = self._shared(own)
+        self._before = self._now = self._measured(errors)
+        if metric is not None and self._before.score != self._before.score:
+            raise ConfigError("metric(model) is NaN for the calibrated model; it must be a number, larger is better")
 
     def keep_what_helps(
         self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
     ) -> set[nn.Module]:
-        """Take back changes of modules if they do not lower the error, but those that do in their order.
+        """Take back changes of modules if they do not help, but those that do in their order.
 
         Args:
             changed: by module, in the order of the changes, what restores it as it was before all of them.
@@ -99,12 +132,11 @@ class OutputJudge:
         Returns:
             The modules that are as they were before.
         """
-        if self._why_not:
+        self._now = self._measured()
+        judges = self._metric is not None or (self._is_apart and not self._why_not)
+        if not judges or self._now.is_better(self._before, SURE):
             return set()
-        before, self._now = self._now, self._measured()
-        if not self._is_judged or helps(before.rows, self._now.rows, SURE):
-            return set()
-        redo, self._now = {module: state(module) for module in changed}, before
+        redo, self._now = {module: state(module) for module in changed}, self._before
         for undo in changed.values():
             undo()
         modules, undone = [*changed], set[nn.Module]()
@@ -113,7 +145,7 @@ class OutputJudge:
             part = modules[start : start + size]
             for module in part:
                 redo[module]()
-            if helps(self._now.rows, (now := self._measured()).rows, SURE_OF_PART):
+            if (now := self._measured()).is_better(self._now, SURE_OF_PART):
                 self._now = now
                 continue
             undone |= set(part)
@@ -122,15 +154,20 @@ class OutputJudge:
         return undone
 
     def put_into(self, result: Improvement, caller: str) -> None:
-        """Put the error before and now into a result, or why there is none; warn where nothing judged and it grew."""
-        if self._why_not:
+        """Put the figures before and now into a result, or why there is none; warn where nothing judged and it grew."""
+        if self._metric is not None and self._before.score is not None and self._now.score is not None:
+            metric = named(self._metric)
+            result.metric, result.metric_before = metric.name, metric.shown(self._before.score)
+            result.metric_after = metric.shown(self._now.score)
+        if self._before.distance is None or self._now.distance is None:
             result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
             return
-        now = self._now.distance
-        before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
+        means = self._processes.all((self._before.distance.mean, self._now.distance.mean))
+        before, after = zip(*means, strict=True)
         result.before, result.after = sum(before) / len(before), sum(after) / len(after)
-        result.judged, result.is_judged, result.worst = self._where, self._is_judged, now.shown_worst
-        if not self._is_judged and result.after > ALIKE * result.before:
+        result.judged, result.is_judged = self._where, self._is_apart
+        result.worst = self._now.distance.shown_worst
+        if not self._is_apart and self._metric is None and result.after > ALIKE * result.before:
             warn_user(
                 f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
                 "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
@@ -138,9 +175,12 @@ class OutputJudge:
                 CalibrationWarning,
             )
 
-    def _measured(self) -> OutputErrors:
-        return self._shared(self._outputs.errors_of(self._model))
-
-    def _shared(self, own: OutputErrors) -> OutputErrors:
-        """The errors of this process, with the rows of all."""
-        return own._replace(rows=torch.cat(self._processes.all(own.rows)))
+    def _measured(self, errors: OutputErrors | None = None) -> _Measured:
+        score = None
+        if self._metric is not None:
+            scores = self._processes.all(score_of(self._metric, self._model))
+            score = sum(scores) / len(scores)
+        if self._why_not or self._outputs is None:
+            return _Measured(None, torch.zeros(0, device="cpu"), score)
+        errors = errors or self._outputs.errors_of(self._model)
+        return _Measured(errors.distance, torch.cat(self._processes.all(errors.rows)), score)

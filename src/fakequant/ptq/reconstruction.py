@@ -468,8 +468,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                     result.layers.append(learned)
         undone = judged.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
         reached = {row.layer for row in result.layers}
-        result.take_back(name for name, block in found.items() if block in undone)
         judged.put_into(result, "reconstruct")
+        result.take_back(name for name, block in found.items() if block in undone)
         result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
     if others:
         result.notes.append(

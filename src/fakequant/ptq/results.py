@@ -11,6 +11,7 @@ from fakequant.text import html_result, listed, module_name, table
 
 MISSED = "no batch that chooses weights reaches it"
 TAKEN_BACK = "nearest: its choice does not lower the error of the output on the batches that judge"
+TAKEN_BACK_BY_METRIC = "nearest: its choice does not raise the metric, or keep it and lower the error of the output"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Improvement:
         judged: on which batches the error of the model's output was measured, as text.
         is_judged: whether these chose nothing.
         worst: of several outputs the one with the largest error, as text.
+        metric: the name of the metric that judged; "" without one.
+        metric_before, metric_after: its figures; None without one.
         path: of what `improve_folder` wrote; None of `improve`, and in all processes but the first.
     """
 
@@ -78,6 +81,9 @@ class Improvement:
     judged: str = ""
     is_judged: bool = False
     worst: str = ""
+    metric: str = ""
+    metric_before: float | None = None
+    metric_after: float | None = None
     path: Path | None = None
 
     left = renamed("left", "remaining_error")
@@ -101,9 +107,8 @@ class Improvement:
 
     def __str__(self) -> str:
         rows = self._rows()
-        parts = self.conclusions[bool(self._headline) :]
-        shown = table(rows, parts, numbers=range(1, len(rows[0]) - 1))
-        return f"{table([[self._headline]])}\n{shown}".lstrip("\n")
+        shown = table(rows, self.conclusions[len(self._headlines) :], numbers=range(1, len(rows[0]) - 1))
+        return "\n".join([*(table([[line]]) for line in self._headlines), shown])
 
     __repr__ = __str__  # what notebooks and consoles show
 
@@ -118,21 +123,24 @@ class Improvement:
         if stay := [(found.layer, [found.note]) for found in self.layers if found.note]:
             reasons = "; ".join(f"{names} ({note})" for note, names in _layers_by(stay).items())
             line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {reasons}"
-        return [*filter(None, [self._headline, self.worst]), line, *self.notes]
+        return [*self._headlines, *filter(None, [self.worst]), line, *self.notes]
 
     @property
-    def _headline(self) -> str:
-        """The error of the model's output; "" where it was not measured."""
-        if self.before is None or self.after is None:
-            return ""
-        share = f", {self.remaining_error:.0%} is left" if self.before and self.is_judged else ""
-        return f"error of the model's output {self.judged}: {self.before:.2e} -> {self.after:.2e}{share}"
+    def _headlines(self) -> list[str]:
+        """The metric, and the error of the model's output, as far as they were measured."""
+        lines = list[str]()
+        if self.metric_before is not None and self.metric_after is not None:
+            lines.append(f"{self.metric}: {self.metric_before:.6g} -> {self.metric_after:.6g}")
+        if self.before is not None and self.after is not None:
+            share = f", {self.remaining_error:.0%} is left" if self.before and self.is_judged else ""
+            lines.append(f"error of the model's output {self.judged}: {self.before:.2e} -> {self.after:.2e}{share}")
+        return lines
 
     def take_back(self, names: Iterable[str]) -> None:
         """Say of layers that their choice did not stay."""
-        undone = set(names)
+        undone, note = set(names), TAKEN_BACK_BY_METRIC if self.metric else TAKEN_BACK
         self.layers = [
-            replace(row, after=row.before, steps={}, remarks=[], note=TAKEN_BACK) if row.layer in undone else row
+            replace(row, after=row.before, steps={}, remarks=[], note=note) if row.layer in undone else row
             for row in self.layers
         ]
 
