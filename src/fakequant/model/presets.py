@@ -281,16 +281,16 @@ def presets() -> dict[str, Config]:
 
 def with_llama_cpp_inputs(config: Config) -> Config:
     """A configuration for types of GGUF with llama.cpp's inputs."""
-    return Config(f"{config.name}_A8", tuple(map(_with_inputs, config.rules)))
-
-
-def _with_inputs(rule: Rule) -> Rule:
-    """A rule with inputs in blocks as those of the weight under one stored scale."""
-    if rule.weight is None:
-        return rule
-    spec = rule.weight.spec
-    sizes = [dict(one.sizes)[-1] for one in (spec.granularity, spec.scale.granularity) if isinstance(one, PerBlock)]
-    return replace(rule, input=LLAMA_CPP_INPUTS[prod(sizes)])
+    rules = list[Rule]()
+    for rule in config.rules:
+        if rule.weight is None:
+            rules.append(rule)
+            continue
+        # Inputs lie in blocks as those of the weight under one stored scale.
+        spec = rule.weight.spec
+        sizes = [dict(one.sizes)[-1] for one in (spec.granularity, spec.scale.granularity) if isinstance(one, PerBlock)]
+        rules.append(replace(rule, input=LLAMA_CPP_INPUTS[prod(sizes)]))
+    return Config(f"{config.name}_A8", tuple(rules))
 
 
 def _register() -> None:

@@ -395,7 +395,20 @@ def raise_scales(model: nn.Module) -> list[str]:
         if is_sharded(tensor) or tensor.is_meta:
             continue
         params = quantizer.qparams(tensor)
-        floor = _floor(params.scale, _biases(weight.owner, tensor), min(float(scale.min()) for scale in inputs))
+        # What may be added to the products: smaller parameters of the owner, and a computed bias.
+        owner, bias = weight.owner, getattr(weight.owner, "bias", None)
+        added: dict[str, Tensor] = {
+            name: p for name, p in owner.named_parameters(recurse=False) if p.dim() < tensor.dim()
+        }
+        if isinstance(bias, Tensor) and all(bias is not p for p in added.values()):
+            added["bias"] = bias
+        floor = torch.zeros_like(params.scale)
+        for name, bias in added.items():
+            size = fetched(owner, name, bias).detach().abs().to(floor.dtype)
+            alone = size.numel() == floor.numel() == max(floor.shape, default=1)  # a bias for each group
+            floor = floor + (size.reshape(floor.shape) if alone else size.max())
+        smallest = min(float(scale.min()) for scale in inputs)
+        floor = torch.maximum(floor / (smallest * _BIAS), params.scale.max() * _SPAN)
         zero = library.measure(tensor, quantizer.spec.granularity).amax == 0
         low = params.scale < floor
         if bool((low & ~zero if quantizer.scales_each_call else low).any()):
@@ -413,25 +426,6 @@ def warn_raised(paths: list[str]) -> None:
             "float32 holds; if you saved the model before, save it again",
             StaleScaleWarning,
         )
-
-
-def _biases(owner: nn.Module, weight: Tensor) -> list[Tensor]:
-    """Tensors that may be added to the products of a weight: smaller parameters of its owner, and a computed bias."""
-    found: dict[str, Tensor] = {n: p for n, p in owner.named_parameters(recurse=False) if p.dim() < weight.dim()}
-    bias = getattr(owner, "bias", None)
-    if isinstance(bias, Tensor) and all(bias is not p for p in found.values()):
-        found["bias"] = bias
-    return [fetched(owner, name, tensor) for name, tensor in found.items()]
-
-
-def _floor(scale: Tensor, biases: list[Tensor], input_scale: float) -> Tensor:
-    """The smallest scale of every group, for its own bias where there is one bias for each."""
-    floor = torch.zeros_like(scale)
-    for bias in biases:
-        size = bias.detach().abs().to(scale.dtype)
-        alone = size.numel() == scale.numel() == max(scale.shape, default=1)
-        floor = floor + (size.reshape(scale.shape) if alone else size.max())
-    return torch.maximum(floor / (input_scale * _BIAS), scale.max() * _SPAN)
 
 
 def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:

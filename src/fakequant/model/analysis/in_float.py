@@ -15,7 +15,7 @@ from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.run.outputs import record
-from fakequant.model.run.recorded import QUANTIZED, FunctionCall, Recording, has
+from fakequant.model.run.recorded import QUANTIZED, Recording, has
 from fakequant.model.weights import (
     quantized_weights,
     weights_of,
@@ -226,7 +226,12 @@ def operations_of(recording: Recording) -> list[Operation]:
         elif has(name, Trait.CODES):
             if read and quantized.issuperset(read):
                 quantized.update(call.outputs)
-        elif operands := _operands(recording, call, floats, fixed):
+        elif not recording.is_constant(call) and any(recording.values[output].is_float for output in call.outputs):
+            # A product's bias is added in higher precision, and statistics, affine parameters and constants of other
+            # operations are no tensors that an engine would quantize.
+            operands = call.factors if call.is_product else [value for value in floats if value not in fixed]
+            if not operands:
+                continue
             # What comes of two of several tensors is multiplied with the next one, in float.
             is_list = name in SITE_FUNCTIONS and SITE_FUNCTIONS[name].list_position is not None
             between = max(len(operands) - 2, 0) if call.is_product and is_list else 0
@@ -275,16 +280,3 @@ def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Param
         if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
             reached.update(value for value in call.inputs if recording.values[value].constant)
     return {parameter for parameter, number in recording.numbers(model).items() if number in reached}
-
-
-def _operands(recording: Recording, call: FunctionCall, floats: list[int], fixed: set[int]) -> list[int]:
-    """The values that count: of a product its factors, of anything else the activations.
-
-    A product's bias is added in higher precision, and statistics, affine parameters and constants of other operations
-    are no tensors that an engine would quantize.
-    """
-    if recording.is_constant(call) or not any(recording.values[output].is_float for output in call.outputs):
-        return []
-    if call.is_product:
-        return list(call.factors)
-    return [value for value in floats if value not in fixed]

@@ -47,7 +47,13 @@ class ReusedOutputs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {module: module.forward for module in model.modules() if _computes_alone(module)}
+        self._modules: dict[nn.Module, Callable[..., Any]] = {}  # those that compute alone
+        for module in model.modules():
+            made_by = type(module).float_class if isinstance(module, QuantizedLayer) else type(module)
+            known = made_by in (Add, MatMul) or made_by.__module__.startswith("torch.nn.modules.")
+            changed = "forward" in module.__dict__
+            if known and not changed and all(isinstance(child, Quantizer) for child in module.children()):
+                self._modules[module] = module.forward
         self._calls: dict[nn.Module, list[_RecordedCall]] = {}
         self._next: dict[nn.Module, int] = {}
         self._recording = False
@@ -92,7 +98,11 @@ class ReusedOutputs:
                 held = () if call is None else (*call.inputs, call.output)
                 if call is None or [tensor._version for tensor in held] != call.versions:
                     return forward(*inputs)
-                same = len(inputs) == len(call.inputs) and all(map(_same, inputs, call.inputs))
+                same = len(inputs) == len(call.inputs) and all(
+                    a is b
+                    or (a.shape == b.shape and a.stride() == b.stride() and not a.is_complex() and same_bits(a, b))
+                    for a, b in zip(inputs, call.inputs, strict=True)
+                )
                 return call.output if same else forward(*inputs)
             versions = [x._version for x in inputs]
             output = forward(*inputs)
@@ -101,18 +111,6 @@ class ReusedOutputs:
             return output
 
         return run
-
-
-def _computes_alone(module: nn.Module) -> bool:
-    made_by = type(module).float_class if isinstance(module, QuantizedLayer) else type(module)
-    known = made_by in (Add, MatMul) or made_by.__module__.startswith("torch.nn.modules.")
-    changed = "forward" in module.__dict__
-    return known and not changed and all(isinstance(child, Quantizer) for child in module.children())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits in the same order of memory."""
-    return a is b or (a.shape == b.shape and a.stride() == b.stride() and not a.is_complex() and same_bits(a, b))
 
 
 _NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"

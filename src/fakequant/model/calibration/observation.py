@@ -101,7 +101,15 @@ class Unseen:
             read = {name: path for name, path in read.items() if name not in expected}
         if starved:
             what = f"{len(starved)} of {len(self.inputs)} input quantizers saw no data: {', '.join(starved)}"
-            raise CalibrationError(f"{what}. Reason: {self._reasons(layers, read)}. {self._advice(layers, starved)}")
+            cure = 'call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float'
+            ways = [f"{cure}, as those that training alone calls"]
+            if donors := [donor for name in starved for donor in self._siblings(name)]:
+                ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
+            raise CalibrationError(
+                f"{what}. Reason: {self._reasons(layers, read)}. Give batches that reach the layers, and let the model "
+                f"call a layer where it uses its weight. Or {', or '.join(ways)}, or prepare the model with the rules "
+                f"{self._rules(layers)}"
+            )
         if served:
             shown = ", ".join(f"{name} (from {count})" for name, count in served.items())
             text = f"no batch reached {len(served)} input quantizers, which get the ranges of their siblings: {shown}"
@@ -175,17 +183,6 @@ class Unseen:
         if missed:
             reasons.append(f"no batch reaches {', '.join(map(module_name, missed))}")
         return "; ".join(reasons)
-
-    def _advice(self, layers: list[str], starved: list[str]) -> str:
-        cure = 'call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float'
-        ways = [f"{cure}, as those that training alone calls"]
-        donors = [donor for name in starved for donor in self._siblings(name)]
-        if donors:
-            ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
-        return (
-            "Give batches that reach the layers, and let the model call a layer where it uses its weight. Or "
-            f"{', or '.join(ways)}, or prepare the model with the rules {self._rules(layers)}"
-        )
 
     def _rules(self, layers: list[str]) -> str:
         """Rules that leave layers in float, as they are written; one for a module with three of them and no other."""
@@ -311,7 +308,10 @@ class Vanishing:
         """Say what the scales that were chosen round to nothing."""
         lost = []
         for what, (readers, largest) in self._found.items():
-            step = max((_step(own) for own in readers), default=0.0)
+            fixed = [own.scale for own in readers if isinstance(own.spec.format, IntegerFormat)]
+            # Of one scale of integers; the smallest values of others are finer.
+            steps = [float(scale.abs()) for scale in fixed if scale is not None and scale.numel() == 1]
+            step = max(steps, default=0.0)
             small = (largest > 0) & (largest < step / 2)
             if not bool(small.any()):
                 continue
@@ -335,26 +335,9 @@ def _is_plain(x: Tensor) -> bool:
     return not (is_wrapped or x.is_meta or x.is_nested) and x.numel() > 0
 
 
-def _step(quantizer: Quantizer) -> float:
-    """The step of a quantizer with one fixed scale of integers; 0 for others, whose smallest values are finer."""
-    if not isinstance(quantizer.spec.format, IntegerFormat) or quantizer.scale is None or quantizer.scale.numel() != 1:
-        return 0.0
-    return float(quantizer.scale.abs())
-
-
 def is_chosen(name: str, pattern: str) -> bool:
     """Whether a pattern matches a quantizer: its path if the pattern ends with "_quantizer", else its layer's."""
     return matches(name if str(pattern).endswith("_quantizer") else layer_of(name), pattern)
-
-
-def _form(batch: Any) -> str:
-    """What two batches have in common that take the same way through a model: shapes, dtypes, keys and flags."""
-    leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    kinds = [
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, int | str) else type(leaf)
-        for leaf in leaves
-    ]
-    return f"{structure} {kinds}"
 
 
 class ProcessPart(NamedTuple):
@@ -406,8 +389,17 @@ class Observation:
         for weight in self.weights.values():
             if weight.quantizer.dynamic:
                 weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
+        observing = {*self.found.values(), *(weight.quantizer for weight in self.weights.values())}
+
+        def mode(_: str, quantizer: Quantizer) -> Mode:
+            if quantizer in observing:
+                return Mode.OBSERVE
+            # Others quantize if a pattern chose and they can.
+            ready = self.pattern != "*" and (quantizer.dynamic or quantizer.calibrated)
+            return quantizer.mode if ready else Mode.OFF
+
         # From batch to batch the model goes on, as when it is used: what it keeps then has a range, too.
-        with self.data.one_pass(self._inner()), self._observing(), evaluating(self.model), torch.no_grad():
+        with self.data.one_pass(self._inner()), modes(self.model, mode), evaluating(self.model), torch.no_grad():
             model, mask = self._inner(), self.data.mask
             forms: set[str] = set()
             is_sharded = shared and bool(first_sharded(self.model))
@@ -417,8 +409,19 @@ class Observation:
             for batch in self.processes.in_step(batches) if is_sharded else batches:
                 mask.enter(batch)
                 vanishing.enter(batch)
-                # Not all: 24 batches of eight small blocks took 2.5 times as long.
-                watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
+                # One of those with the same shapes, dtypes, keys and flags, which take the same way through a model:
+                # with all watched, 24 batches of eight small blocks took 2.5 times as long.
+                leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+                kinds = [
+                    (leaf.shape, leaf.dtype)
+                    if isinstance(leaf, Tensor)
+                    else leaf
+                    if isinstance(leaf, int | str)
+                    else type(leaf)
+                    for leaf in leaves
+                ]
+                form = f"{structure} {kinds}"
+                watch = nullcontext() if form in forms else self._watch()
                 forms.add(form)
                 with watch, vanishing.seeing(), self.processes.unheard() if is_sharded else nullcontext():
                     with one_wait() as checks:
@@ -485,18 +488,6 @@ class Observation:
     def _inner(self) -> nn.Module:
         """The model without a wrapper whose call waits for all processes: their numbers of batches may differ."""
         return cast("nn.Module", self.model.module) if is_data_parallel(self.model) else self.model
-
-    def _observing(self) -> Any:
-        """A context in which quantizers that get a range observe; others quantize if a pattern chose and they can."""
-        observing = {*self.found.values(), *(weight.quantizer for weight in self.weights.values())}
-
-        def mode(_: str, quantizer: Quantizer) -> Mode:
-            if quantizer in observing:
-                return Mode.OBSERVE
-            ready = self.pattern != "*" and (quantizer.dynamic or quantizer.calibrated)
-            return quantizer.mode if ready else Mode.OFF
-
-        return modes(self.model, mode)
 
     def take(self, parts: list[ProcessPart]) -> None:
         """Merge the parts of all processes in the order of their ranks, and continue from the result."""

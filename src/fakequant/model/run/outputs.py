@@ -299,7 +299,19 @@ class OutputDistance:
             found, rows = Distance(), [torch.zeros(0, dtype=torch.float64, device="cpu")]
             for wanted, own in zip(self._wanted, self._outputs(model), strict=True):
                 found.add(wanted, own)
-                rows += [_row_errors(y, own.get(place), energy[place]) for place, y in wanted.items()]
+                for place, y in wanted.items():
+                    other = own.get(place)
+                    if other is None or other.shape != y.shape:
+                        rows.append(torch.full((1,), math.inf, dtype=torch.float64, device="cpu"))
+                        continue
+                    if not y.numel():
+                        continue
+                    both = [one.reshape(len(y) if y.dim() else 1, -1) for one in (y, other)]
+                    sums = list[Tensor]()
+                    for a, b in zip(*(one.split(max(_VALUES // one.shape[1], 1)) for one in both), strict=True):
+                        same = (a == b) | (a.isnan() & b.isnan())
+                        sums.append(torch.where(same, 0.0, b.double() - a.double()).square().sum(1))
+                    rows.append((torch.cat(sums).cpu() / (energy[place] or 1.0)).nan_to_num(math.inf))
             return OutputErrors(found, torch.cat(rows))
 
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
@@ -307,19 +319,6 @@ class OutputDistance:
             with evaluating(model), torch.no_grad():
                 outputs = named_tensors(self.batches.run(model, batch))
             yield _unmasked(outputs, mask)
-
-
-def _row_errors(y: Tensor, other: Tensor | None, energy: float) -> Tensor:
-    if other is None or other.shape != y.shape:
-        return torch.full((1,), math.inf, dtype=torch.float64, device="cpu")
-    if not y.numel():
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
-    rows = [one.reshape(len(y) if y.dim() else 1, -1) for one in (y, other)]
-    sums = list[Tensor]()
-    for one, another in zip(*(own.split(max(_VALUES // own.shape[1], 1)) for own in rows), strict=True):
-        same = (one == another) | (one.isnan() & another.isnan())
-        sums.append(torch.where(same, 0.0, another.double() - one.double()).square().sum(1))
-    return (torch.cat(sums).cpu() / (energy or 1.0)).nan_to_num(math.inf)
 
 
 def _unmasked(outputs: Mapping[Place, Tensor], mask: Tensor | None) -> dict[Place, Tensor]:
@@ -464,8 +463,12 @@ class _WholeRecorder(Recorder):
             return None, name_of(func)
         if not takes_floats(args, kwargs):
             return None, called.function.name + WITHOUT_FLOATS  # as a prepared model, which does not count such calls
-        if self._is_of_cache():
-            return None, called.function.name + OF_A_CACHE
+        # Whether a cache of transformers makes the call.
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self.followed:
+            if frame.f_code is OF_CACHE:
+                return None, called.function.name + OF_A_CACHE
+            frame = frame.f_back
         return called, called.function.name
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> Detail:
@@ -478,12 +481,3 @@ class _WholeRecorder(Recorder):
             places.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
         return Detail(numbers, tuple(places), "" if read is None else read(args, kwargs))
-
-    def _is_of_cache(self) -> bool:
-        """Whether a cache of transformers makes the call."""
-        frame: FrameType | None = sys._getframe(3)
-        while frame is not None and frame.f_code is not self.followed:
-            if frame.f_code is OF_CACHE:
-                return True
-            frame = frame.f_back
-        return False

@@ -60,7 +60,17 @@ def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str,
     with graph.inserting_before(node):
         places = [place for place in part.graph.nodes if place.op == "placeholder"]
         for place, given in zip(places, inputs, strict=True):
-            copies[place] = _detached(graph, given) if is_mode and gradients else given
+            known = given.meta.get("val") if isinstance(given, fx.Node) else None
+            if (
+                is_mode
+                and gradients
+                and isinstance(known, Tensor)
+                and (known.is_floating_point() or known.is_complex())
+            ):
+                given = graph.call_function(torch.ops.aten.detach.default, (given,))
+                # The same memory, so that changes in place are seen.
+                given.meta = {"val": known}
+            copies[place] = given
         for inner in part.graph.nodes:
             if inner.op in ("placeholder", "output"):
                 continue
@@ -88,13 +98,3 @@ def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str,
         graph.erase_node(body)
         module.delete_submodule(str(body.target))
     return renamed
-
-
-def _detached(graph: fx.Graph, value: Any) -> Any:
-    known = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(known, Tensor) or not (known.is_floating_point() or known.is_complex()):
-        return value
-    node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    # The same memory, so that changes in place are seen.
-    node.meta = {"val": known}
-    return node

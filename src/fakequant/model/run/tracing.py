@@ -142,8 +142,17 @@ def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
 def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProgram:
     args, kwargs = example
     try:
-        with _said_plainly(), _constants_said(model):
+        with warnings.catch_warnings(record=True) as caught, _constants_said(model):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        for one in caught:  # in place of torch's warning, what the values of attributes become that a model assigns
+            if (assigned := _ASSIGNED.match(str(one.message))) is None:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            else:
+                warn_user(
+                    f"forward assigns {assigned['names'].replace('self.', '')}, whose present values become constants: "
+                    "each run starts from them. Register them by register_buffer, and export_onnx makes inputs and "
+                    "outputs of them, or make them arguments"
+                )
         _warn_of_lengths(program, model, example)
         return program
     except TypeError as error:
@@ -175,22 +184,6 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
         shapes = dynamic_shapes if named else dict(zip(parameters, dynamic_shapes, strict=False))
         dynamic_shapes = {**shapes, _CACHE: None}
     return _traced(model, (args, {**kwargs, _CACHE: False}), dynamic_shapes)
-
-
-@contextmanager
-def _said_plainly() -> Iterator[None]:
-    """Say what the values of attributes become that a model assigns, in place of torch's warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for one in caught:
-        if (found := _ASSIGNED.match(str(one.message))) is None:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        else:
-            warn_user(
-                f"forward assigns {found['names'].replace('self.', '')}, whose present values become constants: each "
-                "run starts from them. Register them by register_buffer, and export_onnx makes inputs and outputs of "
-                "them, or make them arguments"
-            )
 
 
 @contextmanager

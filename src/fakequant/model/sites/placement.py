@@ -217,9 +217,13 @@ class _Planner:
             others = [value for name, value in call.operands.items() if constants and name not in constants]
             if any(self._is_of_product(value, ()) for value in others):  # a parameter is added as its bias
                 continue
-            names = [name for name, value in call.operands.items() if not self._is_fused(value, call.function)]
-            same = self.same[call.site]
-            names = [name for name in names if not self._is_unfit(one.operands[name] for one in same)]
+            names = []
+            for name, value in call.operands.items():
+                producer = self.flow.producer(value)
+                is_fused = producer is not None and (producer.function, call.function) in self.target.fused
+                unfit = self._is_unfit(one.operands[name] for one in self.same[call.site])
+                if not unfit and not (is_fused and self.flow.alone(value)):
+                    names.append(name)
             if self.target.identity_only and call.function == "add":
                 # The engine computes the sum with a product whose result nothing else uses: of two with the one that
                 # has more products before both meet; the identity branch may have one, to fit its shape.
@@ -238,10 +242,6 @@ class _Planner:
     def _is_unfit(self, values: Iterable[int]) -> bool:
         """Whether a value of the run holds inf, NaN or the numbers of a mask."""
         return not self.unfit.isdisjoint(values)
-
-    def _is_fused(self, value: int, function: str) -> bool:
-        producer = self.flow.producer(value)
-        return producer is not None and (producer.function, function) in self.target.fused and self.flow.alone(value)
 
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
         producer = self.flow.producer(value)
@@ -353,16 +353,15 @@ class _Planner:
                 if consumer.function in through:
                     waiting += [output for output in consumer.outputs if output not in seen]
                     seen.update(consumer.outputs)
-                elif not self._quantizes(consumer, value):
-                    return False
+                elif consumer.owner in self.layers:
+                    if self.layers[consumer.owner].input is None:
+                        return False
+                else:
+                    held = self.held.get(self.same[consumer.site][0], {})
+                    names = [name for name, operand in consumer.operands.items() if operand == value]
+                    if not names or any(name not in held for name in names):
+                        return False
         return True
-
-    def _quantizes(self, consumer: FunctionCall, value: int) -> bool:
-        if consumer.owner in self.layers:
-            return self.layers[consumer.owner].input is not None
-        held = self.held.get(self.same[consumer.site][0], {})
-        names = [name for name, operand in consumer.operands.items() if operand == value]
-        return bool(names) and all(name in held for name in names)
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:

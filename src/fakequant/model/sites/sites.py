@@ -312,7 +312,19 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         for site in planned.get(owner, []):
             first = next(chain(modules[owner].parameters(), modules[owner].buffers(), model.parameters()), None)
             device = None if first is None or first.is_meta else first.device
-            held = {name: _made(q, f"{site.path}.{name}", shared, device) for name, q in site.quantizers.items()}
+            held = dict[str, Quantizer]()
+            for name, plan_of in site.quantizers.items():
+                place = plan_of.group or f"{site.path}.{name}"
+                if place not in shared:
+                    quantizer = Quantizer(plan_of.tensor.spec, kind=plan_of.kind, dynamic=plan_of.tensor.dynamic)
+                    quantizer.name = f"{site.path}.{name}"
+                    if plan_of.fixed is not None:
+                        scale, zero_point = plan_of.fixed
+                        zero = torch.tensor([zero_point], dtype=torch.int32, device=device)
+                        quantizer.set_qparams(QParams(torch.tensor([scale], device=device), zero))
+                        quantizer.pinned = True
+                    shared[place] = quantizer
+                held[name] = shared[place]
             sites[site.key] = made = Site(site.function, site.operands, held, site.weights)
             made.gradient = site.gradient
         if unknown := sorted(set(sites) - set(site_keys(steps))):
@@ -321,19 +333,6 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         add_sites(modules[owner], own.train(modules[owner].training))
     for path in plan.shielded:
         shield(modules[path])
-
-
-def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer], device: torch.device | None) -> Quantizer:
-    if planned.group is not None and planned.group in shared:
-        return shared[planned.group]
-    quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
-    quantizer.name = path
-    if planned.fixed is not None:
-        scale, zero_point = planned.fixed
-        zero = torch.tensor([zero_point], dtype=torch.int32, device=device)
-        quantizer.set_qparams(QParams(torch.tensor([scale], device=device), zero))
-        quantizer.pinned = True
-    return shared.setdefault(planned.group or path, quantizer)
 
 
 @accepts_wrapped_model
@@ -398,7 +397,26 @@ def with_training(
     modules = dict(model.named_modules())
     shielded = {*plan.shielded, *_shielded_modules(modules, trained.called, plan.steps)}
     in_order = tuple(path for path in modules if path in shielded)
-    return replace(plan, shielded=in_order, training_keys=other), _note(plan, other)
+    sites: dict[str, list[str]] = {owner: [] for owner in other}
+    for site in plan.sites:
+        sites.get(site.owner, []).append(site.key)
+    parts = []
+    for owner, own in other.items():
+        counts = Counter(key.removesuffix("_") for key in own if key.endswith("_"))
+        added = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
+        lost = [key for key in sites[owner] if key not in own]
+        said = [f"also calls {', '.join(added)}, which stay in float"] if added else []
+        said += [f"does not call {', '.join(lost)}"] if lost else []
+        if said:
+            parts.append(f"{module_name(owner)} {' and '.join(said)}")
+    note = []
+    if parts:
+        shown = listed(parts, _NAMED, "more modules differ", between="; ")
+        note.append(
+            f"in training mode other functions run than in eval mode: {shown}. If such a call "
+            "computes the same in both modes, write it once, outside of the branch"
+        )
+    return replace(plan, shielded=in_order, training_keys=other), note
 
 
 def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...] | None:
@@ -433,26 +451,3 @@ def _by_place(calls: Sequence[FunctionCall], names: Sequence[Any]) -> dict[Any, 
     for call, name in zip(calls, names, strict=True):
         places.setdefault((call.function, call.where), []).append(name)
     return places
-
-
-def _note(plan: SitePlan, other: dict[str, tuple[str, ...]]) -> list[str]:
-    """One line that says which calls differ."""
-    sites: dict[str, list[str]] = {owner: [] for owner in other}
-    for site in plan.sites:
-        sites.get(site.owner, []).append(site.key)
-    parts = []
-    for owner, keys in other.items():
-        counts = Counter(key.removesuffix("_") for key in keys if key.endswith("_"))
-        added = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
-        lost = [key for key in sites[owner] if key not in keys]
-        said = [f"also calls {', '.join(added)}, which stay in float"] if added else []
-        said += [f"does not call {', '.join(lost)}"] if lost else []
-        if said:
-            parts.append(f"{module_name(owner)} {' and '.join(said)}")
-    if not parts:
-        return []
-    shown = listed(parts, _NAMED, "more modules differ", between="; ")
-    return [
-        f"in training mode other functions run than in eval mode: {shown}. If such a call "
-        "computes the same in both modes, write it once, outside of the branch"
-    ]

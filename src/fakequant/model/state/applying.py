@@ -124,7 +124,11 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
                 if codes is None or (is_sharded(weight.tensor) and not is_sharded(codes)):
                     continue  # the first call compares the whole
                 if is_sharded(codes):
-                    if not _gives_codes(weight.tensor, weight.quantizer, codes):
+                    spec, tensor = weight.quantizer.spec, weight.tensor
+                    with torch.no_grad():
+                        scale, zero_point = weight.quantizer.qparams(tensor)[:2]
+                        again: Any = as_integers(quantize(tensor, spec, scale=scale, zero_point=zero_point)[0])
+                    if not torch.equal(again.to_local(), cast("Any", codes).to_local()):  # the part of this process
                         raise CheckpointError(
                             f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers "
                             "that parallelize_module shared out quantize their weights; leave the layer out of its plan"
@@ -215,14 +219,6 @@ def finish_loading(model: nn.Module, plan: Plan) -> None:
     share_learned(model)
     check_ranges(dict(model.named_modules()), plan, model.state_dict(), is_wide(model))
     _note(model, plan)
-
-
-@torch.no_grad()
-def _gives_codes(weight: Tensor, quantizer: Quantizer, codes: Any) -> bool:
-    """Whether a weight that processes share is quantized to some codes in the part of this one."""
-    scale, zero_point = quantizer.qparams(weight)[:2]
-    found: Any = as_integers(quantize(weight, quantizer.spec, scale=scale, zero_point=zero_point)[0])
-    return torch.equal(found.to_local(), codes.to_local())
 
 
 def _note(model: nn.Module, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -319,15 +319,11 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 state[path] = transform.out_of_weight(module, state[path].detach())
             added.add(join(name, "_input_transform"))
     for names in (state, getattr(state, "_metadata", {})):
-        for name in [name for name in names if _is_within(name, added)]:
-            del names[name]
+        for name in [*names]:
+            parts = name.split(".")
+            if any(".".join(parts[:count]) in added for count in range(len(parts) + 1)):
+                del names[name]
     return state
-
-
-def _is_within(path: str, modules: Container[str]) -> bool:
-    """Whether a path is that of one of some modules, or of what one holds."""
-    parts = path.split(".")
-    return any(".".join(parts[:count]) in modules for count in range(len(parts) + 1))
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:

@@ -88,7 +88,12 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
     """
     origin, kinds = get_origin(kind), get_args(kind)
     if hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "parse"):
-        return _dataclass_of(value, place, kind)
+        hints = _hints(kind)
+        keys_of(value, place, *[f.name for f in fields(kind) if _default_of(f) is MISSING])
+        if unknown := sorted(set(value) - set(hints)):
+            raise UnexpectedValue(f"{place or 'it'} has {unknown[0]!r:.80}, which no {kind.__name__} has")
+        held = {name: value_of(item, f"{place}.{name}".lstrip("."), hints[name]) for name, item in value.items()}
+        return kind(**held)
     if origin is UnionType:
         return None if value is None else value_of(value, place, next(one for one in kinds if one is not NoneType))
     if origin in (Sequence, list, tuple):
@@ -121,14 +126,6 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
     if type(value) is not kind or is_large:
         raise UnexpectedValue(f"{place} is {value!r:.80}, not a {kind.__name__}")
     return value
-
-
-def _dataclass_of(value: Any, place: str, kind: Any) -> Any:
-    hints = _hints(kind)
-    keys_of(value, place, *[f.name for f in fields(kind) if _default_of(f) is MISSING])
-    if unknown := sorted(set(value) - set(hints)):
-        raise UnexpectedValue(f"{place or 'it'} has {unknown[0]!r:.80}, which no {kind.__name__} has")
-    return kind(**{name: value_of(item, f"{place}.{name}".lstrip("."), hints[name]) for name, item in value.items()})
 
 
 def plain_of(value: Any) -> Any:

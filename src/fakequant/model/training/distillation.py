@@ -162,7 +162,10 @@ class Distillation:
             student = F.log_softmax(own[0].float() / self.temperature, axis)
             target = F.log_softmax(wanted[0].float() / self.temperature, axis)
             each = [F.kl_div(student, target, reduction="none", log_target=True).sum(axis) * self.temperature**2]
-        masks = [*_of_labels(labels, math.inf if self.features else own[0].shape[axis]), *masks]
+        if isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype is torch.bool):
+            # No loss of torch counts integer labels that are no classes.
+            counted = (labels >= 0) & (labels < (math.inf if self.features else own[0].shape[axis]))
+            masks = [*masks] if bool(counted.all()) else [counted, *masks]
         least = 3 if self.features else 1  # [batch, features] may be as long as [batch, tokens]
         fitting = [[mask for mask in masks if x.dim() >= least and x.shape[: mask.dim()] == mask.shape] for x in each]
         if self.mask is None:  # the first one: of an encoder and a decoder, the mask of tokens may be the other's
@@ -170,7 +173,15 @@ class Distillation:
         elif not any(masks[-1] is mask for found in fitting for mask in found):
             shapes = ", ".join(str(list(x.shape)) for x in each)
             raise ConfigError(f"the mask {list(masks[-1].shape)} has the leading axes of nothing compared: {shapes}")
-        return torch.stack([_mean(x, found) for x, found in zip(each, fitting, strict=True)]).sum()
+        means = list[Tensor]()
+        for x, found in zip(each, fitting, strict=True):
+            if found:
+                kept = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+                for mask in found:
+                    kept &= mask.to(x.device).view(*mask.shape, *(1 for _ in x.shape[mask.dim() :]))
+                x = x[kept]
+            means.append(x.sum() / max(x.numel(), 1))
+        return torch.stack(means).sum()
 
     def _teacher_of(self, model: nn.Module) -> nn.Module:
         return self.teacher if isinstance(self.teacher, nn.Module) else model
@@ -298,24 +309,6 @@ def _are_shares(labels: Tensor, axis: int) -> bool:
         and bool((labels >= 0).all())
         and torch.allclose(total, torch.ones_like(total), atol=1e-2)
     )
-
-
-def _of_labels(labels: Any, classes: float) -> list[Tensor]:
-    """The mask of integer labels that are classes, if some are not: no loss of torch counts these."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool:
-        return []
-    counted = (labels >= 0) & (labels < classes)
-    return [] if bool(counted.all()) else [counted]
-
-
-def _mean(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """The mean of the elements that all masks keep; 0 where they keep none."""
-    if masks:
-        kept = torch.ones(x.shape, dtype=torch.bool, device=x.device)
-        for mask in masks:
-            kept &= mask.to(x.device).view(*mask.shape, *(1 for _ in x.shape[mask.dim() :]))
-        x = x[kept]
-    return x.sum() / max(x.numel(), 1)
 
 
 def _logits(outputs: Any) -> Tensor:

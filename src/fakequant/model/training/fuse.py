@@ -174,7 +174,11 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
         )
     if not norms:
         return Fusions({}, {})
-    layers = {m: name for name, m in model.named_modules() if _float_class(m) in FOLDABLE}
+    layers = dict[nn.Module, str]()
+    for name, m in model.named_modules():
+        cls = computed_class(m)
+        if any(one in FOLDABLE for one in (cls.__mro__ if issubclass(cls, QuantizedLayer) else (cls,))):
+            layers[m] = name
     others = {
         m: name for name, m in model.named_modules() if m not in layers and m._parameters.get("weight") is not None
     }
@@ -248,12 +252,6 @@ class _Tracer(fx.Tracer):
         return m in self.whole or super().is_leaf_module(m, module_qualified_name)
 
 
-def _float_class(module: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a float layer has, or had before `prepare`."""
-    cls = computed_class(module)
-    return next((one for one in cls.__mro__ if one in FOLDABLE), cls) if issubclass(cls, QuantizedLayer) else cls
-
-
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a batch normalisation, or has the tensors of one, as torchvision's `FrozenBatchNorm2d`."""
     if is_batch_norm(module):
@@ -278,30 +276,21 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
         return f"a {type(norm).__name__} takes more than an input"
     with torch.random.fork_rng(devices=()):
         own: Any = copy.deepcopy(norm).eval()
-        return None if all(_is_norm_of(own, axes, length) for length in (1, 3, 8)) else said
-
-
-def _is_norm_of(norm: Any, axes: int, length: int) -> bool:
-    """Whether a module in eval mode gives what a batch normalisation gives, and then the modules inside it.
-
-    Args:
-        axes: of the input.
-        length: of each of its places.
-    """
-    try:
-        shape = (3, len(norm.running_mean), *[length] * (axes - 2))
-        x = (
-            (torch.linspace(-1, 1, prod(shape), dtype=torch.float64, device="cpu") ** 5 * 1e4)
-            .to(norm.running_mean)
-            .reshape(shape)
-        )
-        found = norm(x.clone())
-        y = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
-        for module in norm.children():
-            y = module(y)
-    except Exception:  # the module's own code, which was not written for these numbers, raises any
-        return False
-    return isinstance(found, Tensor) and found.shape == y.shape and torch.allclose(found, y, rtol=1e-4, atol=1e-5)
+        for length in (1, 3, 8):
+            try:
+                shape = (3, len(own.running_mean), *[length] * (axes - 2))
+                spread = torch.linspace(-1, 1, prod(shape), dtype=torch.float64, device="cpu") ** 5 * 1e4
+                x = spread.to(own.running_mean).reshape(shape)
+                found = own(x.clone())
+                y = F.batch_norm(x, own.running_mean, own.running_var, own.weight, own.bias, eps=own.eps)
+                for module in own.children():
+                    y = module(y)
+            except Exception:  # the module's own code, which was not written for these numbers, raises any
+                return said
+            same = isinstance(found, Tensor) and found.shape == y.shape
+            if not same or not torch.allclose(found, y, rtol=1e-4, atol=1e-5):
+                return said
+    return None
 
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
