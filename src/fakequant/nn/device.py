@@ -342,20 +342,17 @@ class DeviceTensor(Tensor):
                 args[0].has, args[0].late = args[1].has, args[1].late
                 return args[0]
             if args and (written or (called is not None and called.writes(list(args), kwargs))):
-                return cls._overwritten(args[0], args[1] if name == "copy_" else result)
+                # The device has of a tensor that was overwritten what it has of the result.
+                x, source = args[0], args[1] if name == "copy_" else result
+                known = source if isinstance(source, DeviceTensor) and x.shape == source.shape else None
+                if isinstance(x, DeviceTensor):
+                    x.has = None if known is None else known.has
+                    if known is not None and known.late is not None:
+                        x.late = known.late
+                elif known is not None and known.has is not None:
+                    return DeviceTensor.of(x, known.has, known.device_of)
+                return x
         return result
-
-    @staticmethod
-    def _overwritten(x: Tensor, result: Any) -> Tensor:
-        """A tensor that a function in place has overwritten: the device has what it has of the result."""
-        known = result if isinstance(result, DeviceTensor) and x.shape == result.shape else None
-        if isinstance(x, DeviceTensor):
-            x.has = None if known is None else known.has
-            if known is not None and known.late is not None:
-                x.late = known.late
-        elif known is not None and known.has is not None:
-            return DeviceTensor.of(x, known.has, known.device_of)
-        return x
 
 
 def _are_late(*tensors: Any) -> bool:
@@ -481,7 +478,13 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         axis = 1 if called.operands[1].positions else -1
         kept = {} if other.has.kept is None else other.has.kept.constants(bias, x.has.grid, other.has.grid, sums.dim())
         if "scales" not in kept:
-            kept["scales"] = _scales_and_bias(other.has.grid.scale, bias, sums, axis)
+            axes = [1] * sums.dim()
+            axes[axis] = -1
+            of_weight = other.has.grid.scale.reshape(-1)
+            if of_weight.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
+                of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
+            added = of_weight.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
+            kept["scales"] = of_weight, added, math.isfinite(added.sum())
         of_weight, added, is_finite = kept["scales"]
     strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
     kind = (
@@ -498,17 +501,6 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         return DeviceTensor.of(func(*plain(args), **plain(kwargs)), computed, device)
 
     return DeviceTensor.later(partial(parts.values, x.dtype), x, sums.shape, computed, device)
-
-
-def _scales_and_bias(scale: Tensor, bias: Any, sums: Tensor, axis: int) -> tuple[Tensor, Tensor, bool]:
-    """Scales of a weight and a bias as they broadcast with sums, float64; and whether the bias is finite."""
-    axes = [1] * sums.dim()
-    axes[axis] = -1
-    of_weight = scale.reshape(-1)
-    if of_weight.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
-        of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
-    added = of_weight.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
-    return of_weight, added, math.isfinite(added.sum())
 
 
 def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: Any) -> Tensor | None:

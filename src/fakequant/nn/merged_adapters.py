@@ -133,28 +133,26 @@ class _Merged:
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         active = [name for name in adapter_names or self.active_adapters if name in self.scaling]
         active = [name for name in active if name not in self.merged_adapters]
-        if type(_base(self).weight) is StoredWeight:
-            return self._merge_codes(active)
+        base: Any = _base(self)
+        if type(base.weight) is StoredWeight:
+            # The codes of the merged weight; those from before are for `unmerge`.
+            bias, before = getattr(base, "bias", None), base.weight
+            with torch.no_grad():
+                found = self.merged_tensors(active)
+                codes = base.weight_quantizer.codes(found["weight"])
+                if codes is None or not all(bool(x.isfinite().all()) for x in found.values()):
+                    raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
+                merged = StoredWeight.of(codes[0], QParams(before.scale, before.zero_point), before.spec, before.dtype)
+                if not self.merged_adapters:
+                    self._before = before, None if bias is None else bias.detach().clone()
+                base.put("weight", nn.Parameter(merged, requires_grad=False))
+                if bias is not None:
+                    bias.copy_(found["bias"])
+            self.merged_adapters += active
+            return
         if safe_merge and not all(bool(x.isfinite().all()) for x in self.merged_tensors(active).values()):
             raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
         super().merge(False, adapter_names)  # type: ignore[misc]  peft's own safe one rounds otherwise in 16 bits
-
-    def _merge_codes(self: Any, active: list[str]) -> None:
-        """Store the codes of the merged weight, and keep those from before for `unmerge`."""
-        base: Any = self.get_base_layer()
-        bias, before = getattr(base, "bias", None), base.weight
-        with torch.no_grad():
-            found = self.merged_tensors(active)
-            codes = base.weight_quantizer.codes(found["weight"])
-            if codes is None or not all(bool(x.isfinite().all()) for x in found.values()):
-                raise ValueError(f"NaN or infinite values in the weights with {', '.join(active)} merged")
-            merged = StoredWeight.of(codes[0], QParams(before.scale, before.zero_point), before.spec, before.dtype)
-            if not self.merged_adapters:
-                self._before = before, None if bias is None else bias.detach().clone()
-            base.put("weight", nn.Parameter(merged, requires_grad=False))
-            if bias is not None:
-                bias.copy_(found["bias"])
-        self.merged_adapters += active
 
     def unmerge(self: Any) -> None:
         base: Any = self.get_base_layer()

@@ -988,7 +988,14 @@ class Quantizer(QuantizerPart):
         if self._buffers[KEY] is None or type(x) is StoredWeight:
             return None
         if self._weight_pending:
-            self._take(x)
+            if type(x) is not nn.Parameter or x.is_meta:
+                raise ConfigError(
+                    f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without "
+                    "values; make it a parameter first, as by prune.remove or remove_parametrizations, or call "
+                    "release_codes() on the quantizer"
+                )
+            self._check_codes(self._stored(), x)
+            self._give(x, self._values(x.dtype))
         key = self._key(x)
         if key is not None and self._last_check == (key, False):  # quantizing is right for any other weight, too
             return None
@@ -1071,17 +1078,6 @@ class Quantizer(QuantizerPart):
             check_codes(codes, tuple(weight.shape), self.spec.format)
         except (ShapeError, QParamsError) as error:
             raise type(error)(f"the codes of {self.name or self} {error}") from error
-
-    def _take(self, x: Tensor) -> None:
-        """Set the weight of a call to the values of codes that were fixed without a weight."""
-        if type(x) is not nn.Parameter or x.is_meta:
-            raise ConfigError(
-                f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without values; "
-                "make it a parameter first, as by prune.remove or remove_parametrizations, or call release_codes() on "
-                "the quantizer"
-            )
-        self._check_codes(self._stored(), x)
-        self._give(x, self._values(x.dtype))
 
     def _give(self, weight: Tensor, values: Tensor) -> None:
         with torch.inference_mode(weight.is_inference()), torch.no_grad():

@@ -97,24 +97,18 @@ def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None
         )
     for place in axes:
         if (placement := x.placements[place]).is_shard():
-            _check_borders(name, spec, tuple(x.shape), placement.dim % x.dim(), x.device_mesh.size(place))
-
-
-def _check_borders(name: str, spec: QuantSpec, shape: tuple[int, ...], axis: int, processes: int) -> None:
-    """Raise if the parts of an axis that processes hold do not end where blocks end."""
-    what, values = "blocks", shape[axis]
-    for granularity in (spec.granularity, spec.scale.granularity):
-        if granularity is None:
-            return
-        size, length = granularity.block_shape(shape)[axis], shape[axis]
-        if size not in (1, length) and length // size % processes:
-            each, blocks = -(-values // processes), size * values // length
-            raise ConfigError(
-                f"{name}: {what} of {blocks} do not divide the {each} values of a process: axis {axis} has {values}, "
-                f"which {processes} processes share. Choose blocks that divide {each}, or leave the layer out of the "
-                "plan of parallelize_module"
-            )
-        shape, what = granularity.group_shape(shape), "super-blocks"
+            axis, processes = placement.dim % x.dim(), x.device_mesh.size(place)
+            shape, what, values = tuple(x.shape), "blocks", x.shape[placement.dim]
+            for granularity in filter(None, (spec.granularity, spec.scale.granularity)):
+                size, length = granularity.block_shape(shape)[axis], shape[axis]
+                if size not in (1, length) and length // size % processes:
+                    each, blocks = -(-values // processes), size * values // length
+                    raise ConfigError(
+                        f"{name}: {what} of {blocks} do not divide the {each} values of a process: axis {axis} has "
+                        f"{values}, which {processes} processes share. Choose blocks that divide {each}, or leave the "
+                        "layer out of the plan of parallelize_module"
+                    )
+                shape, what = granularity.group_shape(shape), "super-blocks"
 
 
 def fingerprint(x: Tensor) -> tuple[tuple[int, ...], bytes]:

@@ -275,7 +275,12 @@ class StoredWeight(Tensor):
             return first
         if func in _PRODUCTS and sum(isinstance(own, StoredWeight) for own in args) == 1 and not kwargs:
             return func(*(own.values(lent=True) if isinstance(own, StoredWeight) else own for own in args))
-        _refuse_writing(func, args, kwargs)
+        for place, own in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if own.alias_info is not None and own.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(own.name)
+                several = given if isinstance(given, (list, tuple)) else [given]
+                if any(isinstance(one, StoredWeight) for one in several):
+                    raise ConfigError(_WRITTEN.format(func))
         args, kwargs = tree_map_only(StoredWeight, StoredWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -314,18 +319,6 @@ def _viewed(x: Tensor, views: tuple[View, ...]) -> Tensor:
     for op, args in views:
         x = op(x, *args)
     return x
-
-
-def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
-    if not func._schema.is_mutable:
-        return
-    written = [own for own in func._schema.arguments if own.alias_info is not None and own.alias_info.is_write]
-    names = [own.name for own in func._schema.arguments]
-    for own in written:
-        place = names.index(own.name)
-        given = args[place] if place < len(args) else kwargs.get(own.name)
-        if any(isinstance(one, StoredWeight) for one in (given if isinstance(given, (list, tuple)) else [given])):
-            raise ConfigError(_WRITTEN.format(func))
 
 
 def _rebuilt(*parts: Any) -> Any:

@@ -46,24 +46,23 @@ def observe_by_definition(values: Tensor, bins: Bins | None = None) -> Observed:
     lo, hi = (end.to(dtype) + 0.0 for end in (values.amin(1), values.amax(1)))
     finite = lo.isfinite() & hi.isfinite()
     lo, hi = (torch.where(finite, end, torch.nan) for end in (lo, hi))
-    return Observed(Range(lo, hi), None if bins is None else _counts(values, bins.inverse_for(values), bins.number))
-
-
-def _counts(values: Tensor, inverse: Tensor, bins: int) -> Tensor:
+    if bins is None:
+        return Observed(Range(lo, hi), None)
+    inverse, number = bins.inverse_for(values), bins.number
     groups, elements = values.shape
-    rows, columns = max(1, min(_CHUNK // elements, _CHUNK_BINS // (2 * bins))), min(elements, _CHUNK)
+    rows, columns = max(1, min(_CHUNK // elements, _CHUNK_BINS // (2 * number))), min(elements, _CHUNK)
     # One line of bins per group: the negative values below the middle, outwards in both directions.
-    middle = torch.arange(min(rows, groups), dtype=torch.int32, device=values.device)[:, None] * (2 * bins) + bins
+    middle = torch.arange(min(rows, groups), dtype=torch.int32, device=values.device)[:, None] * (2 * number) + number
     bits, sign = _SIGN_BITS[inverse.dtype]
-    line = torch.zeros(groups, 2 * bins, dtype=torch.int64, device=values.device)
+    line = torch.zeros(groups, 2 * number, dtype=torch.int64, device=values.device)
     for row in range(0, groups, rows):
         part_inverse = inverse[row : row + rows, None]
         count = part_inverse.shape[0]
         for column in range(0, elements, columns):
             part = values[row : row + rows, column : column + columns].to(inverse.dtype)
             # Truncated towards zero, then one lower if negative; adding 0.0 keeps -0.0 on the side of +0.0.
-            index = (part * part_inverse).nan_to_num(nan=0.0).clamp(1 - bins, bins - 1).to(torch.int32)
+            index = (part * part_inverse).nan_to_num(nan=0.0).clamp(1 - number, number - 1).to(torch.int32)
             index.add_(middle[:count]).add_(torch.bitwise_right_shift((part + 0.0).view(bits), sign))
-            found = torch.bincount(index.reshape(-1), minlength=count * 2 * bins)
+            found = torch.bincount(index.reshape(-1), minlength=count * 2 * number)
             line[row : row + rows] += found.view(count, -1)
-    return torch.stack([line[:, :bins].flip(-1), line[:, bins:]], dim=1)
+    return Observed(Range(lo, hi), torch.stack([line[:, :number].flip(-1), line[:, number:]], dim=1))

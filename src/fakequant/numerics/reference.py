@@ -263,7 +263,12 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
     """`choose` with the measured range of x, where it is known, and what compares sums: see `sums.is_less`."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
-        amax = _mean_magnitude(x, spec.granularity) * spec.format.bound
+        # The mean magnitude of the finite values of every group [groups, axes kept].
+        dtype = compute_dtype(x.dtype)
+        values = x.detach().to(dtype).double().abs()
+        values = torch.where(values.isfinite(), values, 0.0)
+        number = _sums(torch.ones_like(values), spec.granularity).clamp(min=1.0)
+        amax = (_sums(values, spec.granularity) / number).to(dtype) * spec.format.bound
         range = Range(-amax, amax)
     elif spec.offset is not None and spec.offset.needs_values:
         range = measure(x, spec.granularity, with_zero=False)
@@ -305,15 +310,6 @@ def _best(x: Tensor, scales: Sequence[Tensor], spec: QuantSpec, is_less: Callabl
         found = torch.where(better, other, found)
         best = torch.where(blocked_groups(better, x.shape, blocks), error, best)
     return found
-
-
-def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
-    """The mean magnitude of the finite values of every group [groups, axes kept]."""
-    values = x.detach().to(compute_dtype(x.dtype)).double().abs()
-    values = torch.where(values.isfinite(), values, 0.0)
-    return (_sums(values, granularity) / _sums(torch.ones_like(values), granularity).clamp(min=1.0)).to(
-        compute_dtype(x.dtype)
-    )
 
 
 def _sums(values: Tensor, granularity: Granularity) -> Tensor:
