@@ -21,7 +21,7 @@ import fakequant as fq
 from benchmarks.training import Block as Mlp
 from benchmarks.training import convolutions, descent
 from examples.demo.text import Block
-from fakequant.numerics import compilers
+from fakequant.numerics import division
 
 _ROUNDS, _SECONDS = 15, 0.2
 
@@ -65,14 +65,14 @@ def small_block() -> None:
     x = torch.randn(1, 8, 32)
     quantized, plain = models(lambda: Block(32, 4), x)
     compiled: Any = torch.compile(quantized)
-    before, compilers.approximate_devices = compilers.approximate_devices, frozenset({"cpu"})
+    before, division.approximate_devices = division.approximate_devices, frozenset({"cpu"})
     try:
         as_on_gpus = gradient_of(compiled, quantized, x)
         as_on_gpus()  # compiles
         steps = [gradient_of(one, of, x) for one, of in ((quantized, quantized), (plain, plain))]
         times = least(as_on_gpus, gradient_of(torch.compile(plain), plain, x), *steps)
     finally:
-        compilers.approximate_devices = before
+        division.approximate_devices = before
     ours, floats, eager, eager_float = (one * 1e3 for one in times)
     print(f"block of 12 quantizers, compiled as for a GPU: {ours:.3f} ms, float {floats:.3f}: {ours / floats:.2f}")
     print(f"the same in eager mode: {eager:.3f} ms, float {eager_float:.3f}: {eager / eager_float:.2f}")

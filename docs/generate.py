@@ -16,7 +16,7 @@ from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, 
 from fakequant.errors import ConfigError, ExportError
 from fakequant.export.capability import Style
 from fakequant.files import write_whole
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.engine import Engine, known_engines
 from fakequant.model.prepare import prepare

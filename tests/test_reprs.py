@@ -13,9 +13,9 @@ import fakequant as fq
 from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
 from fakequant.export.verification.verdict import Row, VerifyReport
-from fakequant.model.analysis.summary import LayerSummary, Summary
 from fakequant.model.engine import known_engines
-from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer
+from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer
+from fakequant.model.summary import LayerSummary, Summary
 from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
 from fakequant.ptq.advice import TriedVariant

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import COPY, CannotRunError, Prepared
-from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
+from fakequant.numerics.reference import Bins, Observed, observe_by_definition
 from fakequant.ops.histogram import observe
 from tests.support.exactness import differing
 

@@ -19,8 +19,8 @@ from torch import nn
 import fakequant as fq
 from fakequant.data.batches import run_batch
 from fakequant.errors import CoverageWarning
-from fakequant.model.analysis.in_float import quantized_parameters, unquantized
 from fakequant.model.run.outputs import record
+from fakequant.model.summary import quantized_parameters, unquantized
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 

@@ -21,7 +21,7 @@ from fakequant.calibration import Calibrator, calibrators
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.files import writable_folder, write_whole
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.model.state.checkpoint import save

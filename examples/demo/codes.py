@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fakequant.model.execution import set_execution
+from fakequant.model.engine import set_execution
 
 # Logits closer than this share of the largest logit are a tie: the float sums of a simulated layer have larger errors.
 TIE = 1e-5

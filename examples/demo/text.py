@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fakequant.data.progress import track
+from fakequant.data.batches import track
 from fakequant.nn import MatMul
 
 SEED = 0

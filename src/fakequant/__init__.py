@@ -45,17 +45,14 @@ if TYPE_CHECKING:
         verify_onnx,
     )
     from fakequant.model import presets
-    from fakequant.model.analysis.in_float import unquantized
-    from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
-    from fakequant.model.analysis.summary import summary
     from fakequant.model.bake import bake_weights, fold, store_codes, store_floats
-    from fakequant.model.calibration.calibrate import calibrate, recalibrate
-    from fakequant.model.engine import Engine, known_engines, register_engine
-    from fakequant.model.execution import set_execution
+    from fakequant.model.calibrate import calibrate, recalibrate
+    from fakequant.model.engine import Engine, known_engines, register_engine, set_execution
+    from fakequant.model.placement import Target
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig, register_preset
-    from fakequant.model.sites.sites import site_plan
-    from fakequant.model.sites.targets import Target
+    from fakequant.model.sensitivity import layer_sqnr, sensitivity
+    from fakequant.model.sites import site_plan
     from fakequant.model.state import (
         LazyTensor,
         QuantizedState,
@@ -67,6 +64,7 @@ if TYPE_CHECKING:
         save,
         snapshot,
     )
+    from fakequant.model.summary import summary, unquantized
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.model.weights import disabled
@@ -172,9 +170,9 @@ _MEMBERS = {
         *("export_coreai", "export_coreml", "export_executorch", "export_litert", "export_onnx", "export_pt2e"),
         *("export_encodings", "read_encodings", "verify_onnx"),
     ),
-    "fakequant.model.analysis.sensitivity": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.sensitivity": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold", "store_codes", "store_floats"),
-    "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),
+    "fakequant.model.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.state": (
         *("LazyTensor", "QuantizedState", "WeightCodes", "apply", "float_state_dict", "load", "register_codec"),
         *("save", "snapshot"),
@@ -182,15 +180,13 @@ _MEMBERS = {
     # not from config: a rule takes a preset's name
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig", "register_preset"),
     "fakequant.nn.backward": ("GradientConfig",),
-    "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
     "fakequant.model.weights": ("disabled",),
-    "fakequant.model.analysis.in_float": ("unquantized",),
-    "fakequant.model.analysis.summary": ("summary",),
+    "fakequant.model.summary": ("summary", "unquantized"),
     "fakequant.model.prepare": ("prepare",),
-    "fakequant.model.sites.sites": ("site_plan",),
-    "fakequant.model.engine": ("Engine", "known_engines", "register_engine"),
-    "fakequant.model.sites.targets": ("Target",),
+    "fakequant.model.sites": ("site_plan",),
+    "fakequant.model.engine": ("Engine", "known_engines", "register_engine", "set_execution"),
+    "fakequant.model.placement": ("Target",),
     "fakequant.ptq": ("advise", "compare", "search"),
     "fakequant.streaming": ("improve_folder",),
 }

@@ -14,8 +14,8 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import gathered
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.functional import dequantize
-from fakequant.model.analysis.sensitivity import Sensitivities
-from fakequant.model.execution import simulated
+from fakequant.model.engine import simulated
+from fakequant.model.sensitivity import Sensitivities
 from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers

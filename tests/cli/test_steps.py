@@ -18,7 +18,7 @@ from fakequant.cli.commands import app
 from fakequant.cli.failures import failures_named
 from fakequant.cli.inspection import preset_lines
 from fakequant.cli.steps import Steps
-from fakequant.data import progress
+from fakequant.data import batches as tracking
 from fakequant.data.batches import Batches
 from fakequant.errors import RecipeError
 from fakequant.model.config import TensorConfig
@@ -42,15 +42,15 @@ def written() -> tuple[Steps, io.StringIO]:
 
 
 def test_notes_and_counts_have_lines_of_their_own(written, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
+    monkeypatch.setattr(tracking, "COUNT_EVERY", 0.0)
     steps, out = written
     with steps.step("calibrating"):
-        assert list(progress.track([1, 2, 3], "observing", 3)) == [1, 2, 3]
+        assert list(tracking.track([1, 2, 3], "observing", 3)) == [1, 2, 3]
         steps.note("value: 1\x1b")
     lines = out.getvalue().splitlines()
     assert lines[:4] == ["[1/2] calibrating ...", "observing: 1 of 3", "observing: 2 of 3", r"value: 1\x1b"]
     assert re.fullmatch(r"\[1/2\] calibrating \.\.\. [\d.]+ s", lines[4])
-    assert list(progress.track([1, 2], "observing", None)) == [1, 2]
+    assert list(tracking.track([1, 2], "observing", None)) == [1, 2]
     assert out.getvalue().splitlines() == lines, "nothing is counted outside a step"
 
 

@@ -20,11 +20,10 @@ from fakequant.data.batches import example_arguments, run_batch, select_inputs
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
-from fakequant.model.analysis.in_float import unquantized
-from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
-from fakequant.model.analysis.summary import summary
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.prepare import prepare
+from fakequant.model.sensitivity import layer_sqnr, sensitivity
+from fakequant.model.summary import summary, unquantized
 from fakequant.model.training.qat import Schedule, finetune
 
 X, LABELS, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(2, dtype=torch.long), torch.full((2, 4), 2.0)

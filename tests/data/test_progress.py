@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.data import progress
+from fakequant.data import batches as tracking
 from tests.support.language_models import language_model
 
 tqdm = pytest.importorskip("tqdm")
@@ -34,14 +34,14 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stream:
-    monkeypatch.setattr(progress, "BAR_AFTER", 0.0)
+    monkeypatch.setattr(tracking, "BAR_AFTER", 0.0)
     return Stream(getattr(request, "param", True))
 
 
 def tracked(stream: Stream, *given: Any, **named: Any) -> list[Any]:
     """The items, tracked with an error stream."""
     with redirect_stderr(stream):
-        return [*progress.track(*given, **named)]
+        return [*tracking.track(*given, **named)]
 
 
 def shown(stream: Stream) -> list[str]:
@@ -73,7 +73,7 @@ def test_another_number_of_items_than_said(stream: Stream, total: int | None) ->
 
 
 def test_short_work_leaves_no_line(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BAR_AFTER", 100.0)
+    monkeypatch.setattr(tracking, "BAR_AFTER", 100.0)
     assert tracked(stream, "abcd", "calibrating", 4) == [*"abcd"]
     assert not shown(stream)
 
@@ -81,14 +81,14 @@ def test_short_work_leaves_no_line(stream: Stream, monkeypatch: pytest.MonkeyPat
 def test_false_shows_nothing_and_a_caller_that_counts_gets_lines(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
+    monkeypatch.setattr(tracking, "COUNT_EVERY", 0.0)
     told: list[str] = []
-    with progress.counting(told.append, bars=False):
+    with tracking.counting(told.append, bars=False):
         assert tracked(stream, "abc", "measuring", 3) == [*"abc"]
     assert tracked(stream, "abc", "measuring", 3, shown=False) == [*"abc"]
     assert told == ["measuring: 1 of 3", "measuring: 2 of 3"]
     assert stream.getvalue() == ""
-    with progress.counting(told.append):
+    with tracking.counting(told.append):
         assert tracked(stream, "abc", "measuring", 3) == [*"abc"]
     assert len(told) == 2
     assert shown(stream)
@@ -105,7 +105,7 @@ def test_an_error_ends_the_line(stream: Stream) -> None:
 
 
 def test_without_tqdm_a_bar_that_is_asked_for_is_one_line(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert tracked(stream, "abc", "measuring", 3) == [*"abc"]
     with pytest.warns(UserWarning, match=r"a progress bar needs tqdm: pip install fakequant\[progress\]"):
         assert tracked(stream, "abc", "measuring", 3, shown=True) == [*"abc"]
@@ -113,7 +113,7 @@ def test_without_tqdm_a_bar_that_is_asked_for_is_one_line(stream: Stream, monkey
 
 
 def test_tqdm_is_imported_when_a_bar_is_drawn() -> None:  # torch imports a part of it
-    code = "import sys, fakequant.model.calibration.calibrate; assert 'tqdm.auto' not in sys.modules"
+    code = "import sys, fakequant.model.calibrate; assert 'tqdm.auto' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_shows_the_bar() -> None:
     pytest.importorskip("ipykernel", reason="no Jupyter kernel is installed")
     nbclient = pytest.importorskip("nbclient", reason="nothing runs notebooks")
     nbformat = pytest.importorskip("nbformat", reason="nothing makes notebooks")
-    code = "import time\nfrom fakequant.data.progress import track\n"
+    code = "import time\nfrom fakequant.data.batches import track\n"
     code += "for _ in track(range(3), 'calibrating', 3): time.sleep(0.6)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

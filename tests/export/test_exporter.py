@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fakequant.errors import ExportError
 from fakequant.export import export_onnx, verify_onnx
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import Add, MatMul, Mode, quantizers

@@ -19,7 +19,7 @@ from fakequant.errors import ExportError, VerificationError
 from fakequant.export import VerifyReport, export_onnx, verify_onnx
 from fakequant.export.capability import Style
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers

@@ -20,8 +20,8 @@ from benchmarks import kinds
 from benchmarks.training import BLOCK, CNN, Step, descent
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics import products as definition
-from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.products import QuantizedOperand
+from fakequant.numerics.reference import Bins, observe_by_definition
 from fakequant.ops import dispatch, products
 from fakequant.ops.histogram import observe
 from tests.gpu import NotHere

@@ -18,7 +18,7 @@ import fakequant as fq
 from fakequant import Rule
 from fakequant.errors import CallError, ConfigError
 from fakequant.functional import fake_quantize
-from fakequant.nn.quantized.experts import QuantExperts
+from fakequant.nn.quantized.foreign import QuantExperts
 from fakequant.nn.quantized.layers import quantizes_made_by
 from tests.support.gradient_oracles import REFERENCES, Held, Reference, assert_same_gradients, exact_sums
 from tests.support.transformers_models import ARCHITECTURES

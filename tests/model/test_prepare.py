@@ -14,7 +14,7 @@ from fakequant.calibration import calibrators
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model import presets
 from fakequant.model.bake import bake_weights
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.weights import disabled

@@ -12,7 +12,7 @@ import fakequant as fq
 from fakequant import QuantSpec, fake_quantize
 from fakequant.errors import ConfigError, ExportError
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.model.weights import quantized_weights, spec_bits, weight_bits

@@ -32,8 +32,7 @@ ROOMS = {
     "export": ["export"],
     "delivery": ["delivery"],
     "streaming": ["streaming"],
-    "model/state": ["model"],
-    "model/sites": ["model"],
+    "model": ["model"],
     "ptq": ["ptq"],
 }
 """The folders of the sources, and the folders of the tests that are about them."""

@@ -12,7 +12,7 @@ from torch._inductor import config, metrics
 
 import fakequant as fq
 from fakequant.nn import Quantizer
-from fakequant.numerics import compilers
+from fakequant.numerics import division
 from fakequant.numerics.division import divide, divide_as_node, multiply, reciprocal, reciprocal_as_node
 from tests.support.bits import assert_same_bits
 
@@ -27,7 +27,7 @@ def _fresh_compiler():
 
 @pytest.fixture
 def approximate_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
 
 
 def random_bits(count, seed):
@@ -208,7 +208,7 @@ def test_a_given_amax_gets_its_gradient(approximate_on_the_cpu, text):
 
 
 def test_torch_is_not_asked_whether_it_exports():
-    """Before torch 2.13 Dynamo answers True within every torch.compile; `compilers.is_exporting` reads what it is."""
+    """Before torch 2.13 Dynamo answers True within every torch.compile; `division.is_exporting` reads what it is."""
     source = Path(fq.__file__).parent
     asking = [
         str(file)

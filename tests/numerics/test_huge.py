@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.numerics.histogram import Bins
+from fakequant.numerics.reference import Bins
 from fakequant.ops.histogram import observe
 from tests.support.bits import assert_same_bits
 

@@ -5,7 +5,7 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.numerics import compilers, reference
+from fakequant.numerics import division, reference
 from fakequant.ops import Backend, Kernels, dispatch, register_backend
 from fakequant.ops.cpu.backend import CpuBackend
 from fakequant.ops.dispatch import backends, choose, pack_bits, unpack_bits
@@ -40,7 +40,7 @@ def test_backends_refuse_other_devices_than_their_own():
         x = torch.ones(1, device="meta")
         found = backend.unsupported(x, fq.QuantSpec("int8"), codes=False)
         assert found == (None if backend.device_type is None else "the tensor is on meta")
-        assert not backend.compiles_as_node or backend.device_type in compilers.approximate_devices
+        assert not backend.compiles_as_node or backend.device_type in division.approximate_devices
 
 
 def test_the_list_is_a_copy():
@@ -140,7 +140,7 @@ class OwnBackend(Backend):
 @pytest.fixture
 def own(monkeypatch):
     monkeypatch.setattr(dispatch, "_backends", dispatch._backends)
-    monkeypatch.setattr(compilers, "approximate_devices", compilers.approximate_devices)
+    monkeypatch.setattr(division, "approximate_devices", division.approximate_devices)
     backend = OwnBackend()
     register_backend(backend, before="cpu")
     return backend

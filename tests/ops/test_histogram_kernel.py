@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fakequant.calibration import calibrators, make_calibrator
-from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.qparams import Range
+from fakequant.numerics.reference import Bins, observe_by_definition
 from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.histogram import observe, update

@@ -6,7 +6,7 @@ import torch.nn.utils.parametrize
 
 import fakequant as fq
 from fakequant.nn import Kind, LearnedRange, Quantizer
-from fakequant.nn.learned import LSQ
+from fakequant.nn.ranges import LSQ
 from fakequant.numerics import reference
 from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import load_kernels

@@ -14,7 +14,7 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics.formats.floats import TableFormat
-from fakequant.numerics.histogram import Bins
+from fakequant.numerics.reference import Bins
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.ops.backend import ColumnGrid
 from fakequant.ops.triton.backend import TritonBackend

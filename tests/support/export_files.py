@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fakequant.export import export_onnx
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.export.verification.verdict import Session
 from fakequant.export.verification.verify import Evaluator
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import Quantizer

@@ -43,7 +43,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import fakequant as fq
-from fakequant.numerics import compilers, reference
+from fakequant.numerics import division, reference
 from fakequant.ops import graph_operators
 from tests.support.exactness import differing
 
@@ -90,7 +90,7 @@ def _pretend() -> None:
     torch.version.cuda = "12.8"
     there = {"get_current_target": lambda: TARGET, "get_current_device": lambda: 0}
     _driver.set_active(types.SimpleNamespace(**there))
-    compilers.approximate_devices = frozenset({"cpu", "cuda"})
+    division.approximate_devices = frozenset({"cpu", "cuda"})
     graph_operators._found_in_backward = lambda x, dy: x  # graphs are traced with tensors of the CPU
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from fakequant.calibration.calibrator import NOTHING_OBSERVED, Calibrator, Observer, check_keys, register_calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.numerics.granularity import Granularity, block_axes, blocked
-from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, compute_dtype
+from fakequant.numerics.reference import Bins
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe, update
 from fakequant.ops.waiting import is_refused

@@ -23,8 +23,8 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.functional import fake_quantize
 from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.granularity import PerChannel
-from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, choose_qparams
+from fakequant.numerics.reference import Bins
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import join_bins, observe
 

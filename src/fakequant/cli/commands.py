@@ -86,7 +86,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceba
 def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool, task: str) -> Iterator[Recipe]:
     """The recipe, in a context that tells counts and other lines on the error stream."""
     from fakequant.cli.recipe import load_recipe
-    from fakequant.data.progress import counting
+    from fakequant.data.batches import counting
 
     errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
     with counting(lambda line: errors.print(Text(line)), bars=not quiet):
@@ -188,7 +188,7 @@ def compare(  # noqa: PLR0913  the command's options
     verbose: Verbose = False,
 ) -> None:
     """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
-    from fakequant.data.progress import say
+    from fakequant.data.batches import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
     from fakequant.ptq.comparison import USUAL_WAYS, check_axis, checked_picture

@@ -34,15 +34,15 @@ from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onn
 from fakequant.export.capability import Style
 from fakequant.files import read_whole, remove_abandoned, writable_file, write_whole
 from fakequant.ir import capture, to_text
-from fakequant.model.analysis.summary import summary
-from fakequant.model.calibration.calibrate import calibrate
-from fakequant.model.calibration.observation import check_unseen
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
-from fakequant.model.execution import set_execution
+from fakequant.model.engine import set_execution
+from fakequant.model.observation import check_unseen
 from fakequant.model.prepare import prepare, with_exceptions
 from fakequant.model.presets import find_preset
 from fakequant.model.state.checkpoint import load, remove_checkpoint, save
 from fakequant.model.state.plan import value_of
+from fakequant.model.summary import summary
 from fakequant.model.weights import evaluating
 from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution

@@ -11,7 +11,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from fakequant.data.progress import counting
+from fakequant.data.batches import counting
 from fakequant.text import visible
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeError
-from fakequant.nn.learned import straight_through
+from fakequant.nn.ranges import straight_through
 from fakequant.numerics.granularity import Granularity, PerChannel, PerTensor
 from fakequant.numerics.qparams import FLOATING, QParams, check_scale, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input

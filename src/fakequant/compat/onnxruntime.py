@@ -277,7 +277,7 @@ def export_fake_quant(
 
     >>> import tempfile
     >>> from fakequant.model.config import Config, Rule, TensorConfig
-    >>> from fakequant.model.calibration.calibrate import calibrate
+    >>> from fakequant.model.calibrate import calibrate
     >>> from fakequant.model.prepare import prepare
     >>> config = Config("per tensor", (Rule(input="uint8", weight="int8"),))
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), config)

@@ -5,7 +5,7 @@ from fakequant.delivery.encoding import DeliveredTensors, encode
 from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, delivery_formats, read, register_delivery
 from fakequant.delivery.gguf.architecture import llama_cpp_inputs, mixture
 from fakequant.delivery.verifying import DeliveryReport, verify_delivery
-from fakequant.model.calibration.calibrate import fix_global_scales
+from fakequant.model.calibrate import fix_global_scales
 
 __all__ = [
     "DeliveredTensors",

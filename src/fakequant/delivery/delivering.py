@@ -22,14 +22,14 @@ from fakequant.files import check_path, read_whole, writable_folder
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import Engine, find_engine, holders
 from fakequant.model.presets import presets
-from fakequant.model.sites.sites import site_path
+from fakequant.model.sites import site_path
 from fakequant.model.state.plan import QuantizerEntry
 from fakequant.model.state.snapshots import Content, LazyTensor, QuantizedState, lazy, snapshot, write_folder
 from fakequant.model.weights import spec_bits
-from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, quantizers
+from fakequant.nn.ranges import GLOBAL_SCALE
 from fakequant.nn.wrappers import Role, accepts_wrapped_model
 from fakequant.text import listed
 

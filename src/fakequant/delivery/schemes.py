@@ -20,7 +20,7 @@ from fakequant.delivery.format import LoadedFile, Part, Stored
 from fakequant.errors import CheckpointError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.run.outputs import record
-from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites import plan_sites
 from fakequant.model.state.plan import OwnerEntry, SiteEntry, SiteQuantizerEntry, SitesEntry, sites_entry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.nn.quantized.forms import own_class

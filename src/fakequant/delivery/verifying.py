@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Inputs, refuse_tensor, run_batch
-from fakequant.data.progress import track
+from fakequant.data.batches import Inputs, refuse_tensor, run_batch, track
 from fakequant.delivery.format import LoadedFile, decoded, format_of, without_quantizers
 from fakequant.errors import VerificationError
 from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
@@ -25,8 +24,8 @@ from fakequant.files import check_path
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import evaluating
-from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.quantizer import Kind, Mode, quantizers
+from fakequant.nn.ranges import GLOBAL_SCALE
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import Format, lowest_of, patterns_of
 

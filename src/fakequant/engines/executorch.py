@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import STATIC, Engine, register_engine
-from fakequant.model.sites.targets import Target, after_products, moves
+from fakequant.model.placement import Target, after_products, moves
 from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 from fakequant.numerics.formats import IntegerFormat, parse_format
 from fakequant.numerics.granularity import PerBlock

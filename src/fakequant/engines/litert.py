@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fakequant.engines import executorch
 from fakequant.model.engine import STATIC, Engine, register_engine
-from fakequant.model.sites.targets import Target
+from fakequant.model.placement import Target
 from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 
 

@@ -7,7 +7,7 @@ Gather, Slice or Resize.
 """
 
 from fakequant.model.engine import WEIGHTS, Engine, register_engine
-from fakequant.model.sites.targets import (
+from fakequant.model.placement import (
     ATTENTION_LAYER,
     POOLS,
     FixedRange,

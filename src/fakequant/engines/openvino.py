@@ -1,7 +1,7 @@
 """OpenVINO: Intel's processors, from ONNX files."""
 
 from fakequant.model.engine import STATIC, Engine, register_engine
-from fakequant.model.sites.targets import ATTENTION, POOLS, Target, after_products, lookups, moves, products
+from fakequant.model.placement import ATTENTION, POOLS, Target, after_products, lookups, moves, products
 
 
 def placement() -> Target:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import STATIC, Engine, register_engine
-from fakequant.model.sites.targets import (
+from fakequant.model.placement import (
     ATTENTION_LAYER,
     RECURRENT,
     FixedRange,

@@ -5,7 +5,7 @@ keeps them apart, so that a residual sum has one on the identity branch alone. S
 """
 
 from fakequant.model.engine import Engine, register_engine
-from fakequant.model.sites.targets import ATTENTION, POOLS, Target, after_products, moves, products
+from fakequant.model.placement import ATTENTION, POOLS, Target, after_products, moves, products
 
 
 def placement() -> Target:

@@ -36,7 +36,7 @@ from fakequant.export.lower import rename_inputs
 from fakequant.export.packages import require
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, read_whole, writable_file, write_in_order
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats import IntegerFormat

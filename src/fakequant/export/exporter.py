@@ -28,10 +28,9 @@ from fakequant.export.packages import require
 from fakequant.export.trace import TracedSite, check, depending, result_names, sites, to_onnx, trace, written_inputs
 from fakequant.export.verification.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
-from fakequant.model.engine import holders
-from fakequant.model.execution import simulated
+from fakequant.model.engine import holders, simulated
 from fakequant.model.run.tracing import example_named
-from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import (
     evaluating,
     in_eval_mode,

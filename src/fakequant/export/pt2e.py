@@ -35,8 +35,8 @@ from fakequant.export.exporter import active_quantizers, checked_arguments, fixe
 from fakequant.export.packages import require
 from fakequant.export.trace import TARGET, depending, known_values, quantizing_nodes, scope_of, trace
 from fakequant.model.engine import holders
-from fakequant.model.sites.targets import moves
-from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.placement import moves
+from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import raise_scales, warn_raised, warn_stale_scales
 from fakequant.nn.paths import join
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers

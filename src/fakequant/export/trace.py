@@ -41,8 +41,7 @@ from fakequant.export.capability import (
     layout,
 )
 from fakequant.export.nodes import loops, trt
-from fakequant.model.run.regions import inline_regions
-from fakequant.model.run.tracing import quiet, traced_program
+from fakequant.model.run.tracing import inline_regions, quiet, traced_program
 from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library

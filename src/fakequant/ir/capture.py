@@ -20,8 +20,7 @@ from fakequant.ir.convert import needed, operations, remove_changes_in_place, un
 from fakequant.ir.graph import Constant, Graph, Input
 from fakequant.ir.op import DYNAMIC
 from fakequant.ir.table import type_of
-from fakequant.model.run.regions import inline_regions
-from fakequant.model.run.tracing import quiet, traced_program
+from fakequant.model.run.tracing import inline_regions, quiet, traced_program
 from fakequant.nn.wrappers import fixed_ranges
 
 

@@ -19,29 +19,29 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, shown, warn_user
-from fakequant.model.analysis.in_float import (
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.engine import Engine, find_engine
+from fakequant.model.placement import Placement, Target, own_forwards, place, with_own_products
+from fakequant.model.presets import find_preset
+from fakequant.model.run.outputs import record
+from fakequant.model.sites import apply_sites, plan_sites, with_training
+from fakequant.model.summary import (
     gradients_in_float,
     left_in_float,
+    note_floats,
     operations_of,
     quantized_parameters,
     scripted,
+    warn_unregistered,
 )
-from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.engine import Engine, find_engine
-from fakequant.model.presets import find_preset
-from fakequant.model.run.outputs import record
-from fakequant.model.sites.placement import Placement, own_forwards, place, with_own_products
-from fakequant.model.sites.sites import apply_sites, plan_sites, with_training
-from fakequant.model.sites.targets import Target
-from fakequant.model.unregistered import note_floats, warn_unregistered
 from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, untied
 from fakequant.nn.integer import Execution
-from fakequant.nn.learned import has_tensor_scale
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
+from fakequant.nn.ranges import has_tensor_scale
 from fakequant.nn.sharded import share_mesh
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.numerics.formats import IntegerFormat

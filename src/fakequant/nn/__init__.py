@@ -3,16 +3,15 @@
 from fakequant.nn.device import Device
 from fakequant.nn.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.integer import Execution
-from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.products import MatrixProduct, Product, TurnedProduct
 from fakequant.nn.quantized import (  # noqa: F401  for their entries in the table of layers
     attention,
-    experts,
     foreign,
     recurrent,
 )
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer, layers, quantizes
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.ranges import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform, ScaledHadamard
 from fakequant.nn.wrappers import cached_weights, fixed_ranges
 

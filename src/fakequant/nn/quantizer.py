@@ -36,15 +36,16 @@ from fakequant.errors import (
     warn_user,
 )
 from fakequant.functional import choose_qparams
-from fakequant.nn.by_value import ByValue, params_of_call
 from fakequant.nn.device import CodeGrid, Device, DeviceTensor, Kept, plain, stored
-from fakequant.nn.learned import (
+from fakequant.nn.ranges import (
     GLOBAL_SCALE,
+    ByValue,
     LearnedRange,
     QuantizerPart,
     check_global_scale,
     learned_ranges,
     make_learned_range,
+    params_of_call,
     params_under,
     shared_by,
 )

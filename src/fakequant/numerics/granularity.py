@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.errors import ShapeError, SpecError, nearest
-from fakequant.numerics.compilers import is_watched
+from fakequant.numerics.division import is_watched
 from fakequant.numerics.formats.floats import Format
 
 Shape = Sequence[int]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, measure
-from fakequant.numerics.reference import is_less_by_plain_sums
+from fakequant.numerics.reference import Bins, Observed, is_less_by_plain_sums, observe_by_definition
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .layout import layout_of

@@ -18,7 +18,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
-from fakequant.numerics import compilers, reference
+from fakequant.numerics import division, reference
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec, Rounding
 
@@ -132,7 +132,7 @@ def register_backend(backend: Backend, *, before: str = "reference") -> None:
 
 
 def _note_devices() -> None:
-    compilers.approximate_devices = frozenset(one.device_type for one in _backends if one.compiles_as_node)
+    division.approximate_devices = frozenset(one.device_type for one in _backends if one.compiles_as_node)
 
 
 _note_devices()

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import ExportError
-from fakequant.numerics import compilers, reference
-from fakequant.numerics.compilers import is_exporting
+from fakequant.numerics import division, reference
+from fakequant.numerics.division import is_exporting
 from fakequant.numerics.formats.floats import FloatFormat, IntegerFormat
 from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
@@ -44,14 +44,14 @@ def needs_tracing(*tensors: object) -> bool:
 
 def is_compiled_as_node(x: Tensor) -> bool:
     """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
-    return torch.compiler.is_compiling() and x.device.type in compilers.approximate_devices
+    return torch.compiler.is_compiling() and x.device.type in division.approximate_devices
 
 
 def is_compiled_in_line(x: Tensor, spec: QuantSpec, params: QParams) -> bool:
     """Whether the definition has the right bits where `is_compiled_as_node` asks for a node."""
     return (
         x.dtype == torch.float32
-        and x.device.type in compilers.FUSED_DEVICES
+        and x.device.type in division.FUSED_DEVICES
         and spec.rounding is Rounding.NEAREST_EVEN
         and not spec.arithmetic.has_two_scales
         and isinstance(spec.format, (IntegerFormat, FloatFormat))
@@ -70,7 +70,7 @@ def is_compiled_in_transforms() -> bool:
 def is_recorded() -> bool:
     """Whether an exporter or torch.jit.trace records operators; an ExportError in torch.onnx.export."""
     recorded = not torch.compiler.is_compiling() and (torch._C._is_tracing() or _seen.get())
-    found = compilers.is_exporting() or recorded
+    found = division.is_exporting() or recorded
     if found:
         refuse_onnx()
     return found

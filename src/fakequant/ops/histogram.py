@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.numerics.qparams import Range, is_concrete
+from fakequant.numerics.reference import Bins, Observed, observe_by_definition
 
 from .dispatch import choose_for
 

@@ -2,7 +2,7 @@
 
 * Eager: the plan that a backend made for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
   per element is saved, and x where a scale is learned.
-* torch.compile where compilers would compute other bits (`compilers.approximate_devices`): one node of a graph, see
+* torch.compile where compilers would compute other bits (`division.approximate_devices`): one node of a graph, see
   `graph_operators.py`; or, see `is_compiled_in_line`, the definition with quotients and products as nodes, which
   Inductor writes as exact instructions. A mask is saved.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import ShapeError
-from fakequant.numerics import compilers, reference
+from fakequant.numerics import division, reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import draw_seed
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, shape_of
@@ -187,7 +187,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
         compiled = torch.compiler.is_compiling()
         # With a GELU before it, 1M elements took a CPU 4.4 to 6.3 ms as operations of torch and 2.3 to 2.8 as a node;
         # 4,000 elements 0.3 to 0.6 ms, and up to 0.13 more as a node.
-        is_large = compiled and not compilers.is_exporting() and not is_sharded(x)
+        is_large = compiled and not division.is_exporting() and not is_sharded(x)
         is_large = is_large and not is_compiled_in_transforms() and x.numel() >= _LARGE
         # As operations of torch, random words made a step of a layer of 2048 x 128 x 256 take 34 ms in place of 17.
         if is_compiled_as_node(x) or (compiled and is_stochastic) or is_large:

@@ -16,15 +16,24 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask, example_arguments, example_in
+from fakequant.data.batches import (
+    Batches,
+    Forward,
+    HeldOut,
+    Inputs,
+    KeptBatches,
+    Mask,
+    example_arguments,
+    example_in,
+    tell,
+)
 from fakequant.data.digest import digest, function_digest
-from fakequant.data.progress import tell
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder
-from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.config import find_preset
 from fakequant.model.engine import find_engine
 from fakequant.model.run.outputs import decibels
+from fakequant.model.summary import parameter_bytes
 from fakequant.model.training.fuse import fusions_of
 from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import quantizers

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import Metric, check_float_model, check_metric, measured, named
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches
-from fakequant.data.progress import track
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, track
 from fakequant.errors import CalibrationError, ConfigError, renamed
 from fakequant.model.config import Config, Rule
 from fakequant.model.presets import find_preset

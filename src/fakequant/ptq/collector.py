@@ -25,9 +25,9 @@ from fakequant.files import read_whole, remove_abandoned, writable_folder, write
 from fakequant.model.run.outputs import named_tensors
 from fakequant.model.state.plan import value_of
 from fakequant.model.weights import disabled, evaluating
-from fakequant.nn.by_value import call_again
 from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantizer import Mode
+from fakequant.nn.ranges import call_again
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
 from fakequant.ptq.results import LayerResult

@@ -14,9 +14,8 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.data.arguments import Metric, check_float_model, check_metric, named
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, track
 from fakequant.data.digest import digest, function_digest
-from fakequant.data.progress import track
 from fakequant.errors import ConfigError, shown, warn_renamed
 from fakequant.files import check_path, output_errors, writable_file
 from fakequant.model.presets import find_preset

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fakequant.data.arguments import check_float_model
 from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.errors import ConfigError
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import record

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from fakequant.data.arguments import Metric, check_metric, check_model
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask, track
 from fakequant.data.digest import digest
-from fakequant.data.progress import track
 from fakequant.distributed import Ranks, processes_of
 from fakequant.errors import ConfigError, nearest, shown
-from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import evaluating, exact_products, raise_scales, tie_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products import MatrixProduct, Product

@@ -14,7 +14,7 @@ from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import Metric
 from fakequant.data.batches import Arguments, HeldOut, KeptBatches
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
+from fakequant.model.calibrate import calibrate, ranges_of, recalibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.engine import WEIGHTS, find_engine, known_engines
 from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs
-from fakequant.data.progress import track
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, track
 from fakequant.distributed import Ranks
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.run.outputs import float_tensors

@@ -31,10 +31,10 @@ from fakequant.model.run.outputs import watching
 from fakequant.model.run.recorded import Recording, has
 from fakequant.model.run.recorder import tensors_in
 from fakequant.model.weights import off
-from fakequant.nn.by_value import ByValue, call_again, calls_now
 from fakequant.nn.functions import Trait
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.ranges import ByValue, call_again, calls_now
 from fakequant.restore import Restore, in_order, restore_after
 
 

@@ -26,15 +26,14 @@ from fakequant.data.arguments import Metric
 from fakequant.data.batches import HeldOut, Inputs, KeptBatches, Mask
 from fakequant.errors import ConfigError, FakeQuantError, FusionWarning
 from fakequant.files import output_errors, read_whole, write_whole
-from fakequant.model.analysis.summary import parameter_bytes
-from fakequant.model.calibration.calibrate import calibrate, ranges_of
+from fakequant.model.calibrate import calibrate, ranges_of
 from fakequant.model.config import Config
-from fakequant.model.engine import find_engine
-from fakequant.model.execution import set_execution
+from fakequant.model.engine import find_engine, set_execution
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.model.state.plan import value_of
+from fakequant.model.summary import parameter_bytes
 from fakequant.model.training.fuse import fuse_batch_norm
 from fakequant.model.weights import bits_of_all, disabled, evaluating, quantized_weights, score_of, weight_bits
 from fakequant.nn import cached_weights

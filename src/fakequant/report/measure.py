@@ -15,10 +15,10 @@ from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram, outside_of_transforms
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.batches import Batches, Forward, KeptBatches
-from fakequant.model.analysis.sensitivity import run_all, sensitivity
-from fakequant.model.analysis.summary import LayerSummary, summary
-from fakequant.model.execution import simulated
+from fakequant.model.engine import simulated
 from fakequant.model.run.outputs import Distance, decibels, float_tensors
+from fakequant.model.sensitivity import run_all, sensitivity
+from fakequant.model.summary import LayerSummary, summary
 from fakequant.model.weights import WeightBits, evaluating, weight_bits
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer

@@ -21,8 +21,8 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, read_whole, writable_file
-from fakequant.model.analysis.in_float import unquantized
 from fakequant.model.engine import known_engines
+from fakequant.model.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, KeptBatches, Mask, say, track
 from fakequant.data.digest import digest
-from fakequant.data.progress import say, track
 from fakequant.delivery.delivering import deliver_state, parts_of, refuse, refuse_replacing, skipped, weights_in
 from fakequant.delivery.folder import CONFIG, check_shard_size, class_of
 from fakequant.delivery.format import DeliveryFormat, delivery_format
 from fakequant.distributed import Ranks, process_number, processes_of
 from fakequant.errors import CheckpointError, ConfigError, OutputError
 from fakequant.files import check_path, locked, new_folder, output_errors
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.run.outputs import float_tensors

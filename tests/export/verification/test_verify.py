@@ -21,7 +21,7 @@ import fakequant as fq
 from fakequant.errors import ExportError, VerificationError
 from fakequant.export import export_onnx, verify_onnx
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers

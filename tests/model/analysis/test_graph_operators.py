@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fakequant as fq
-from fakequant.numerics import compilers, reference
+from fakequant.numerics import division, reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ops.graph_operators import name_of_choice, quantize_as_node
@@ -103,7 +103,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_the_strides_of_views_are_known_before_they_are_computed(view, operator, exporting, monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_exporting_flag", exporting)
-    assert compilers.is_exporting() == exporting
+    assert division.is_exporting() == exporting
     scale = None if operator.endswith("chosen") else torch.tensor(0.1)
     spec = fq.QuantSpec.parse("int8")
     by, text = name_of_choice(torch.device("cpu"), torch.float32, "int8"), spec.to_text()
@@ -164,7 +164,7 @@ def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
 
     params = fq.choose_qparams(x * 0.5, spec)
     eager = _with_gradients(given, x, params, spec)
-    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
     compiled = _with_gradients(torch.compile(given, backend="aot_eager", fullgraph=True), x, params, spec)
     for one, other in zip(compiled, eager, strict=True):
         assert (one is None) == (other is None)
@@ -179,7 +179,7 @@ def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
 def test_specifications_are_read_after_a_change_of_numbers(monkeypatch):
     """A compiler takes a number that was another one the last time for one that varies."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
 
     class Layer(torch.nn.Module):
         def forward(self, x):
@@ -216,7 +216,7 @@ def test_the_nodes_of_a_training_step_save_nothing_on_the_cpu(monkeypatch, text)
         graphs.append(graph.graph)
         return make_boxed_func(graph.forward)
 
-    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
     x = torch.randn(6, 8, requires_grad=True)
     compiled = torch.compile(
         lambda x: library.fake_quantize_dynamic(x, fq.QuantSpec.parse(text)),

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis.in_float import operations, unquantized
-from fakequant.model.analysis.summary import summary
 from fakequant.model.config import Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.run.recorded import has
-from fakequant.model.sites.sites import site_plan
+from fakequant.model.sites import site_plan
+from fakequant.model.summary import operations, summary, unquantized
 from fakequant.nn import quantizers
 from fakequant.nn.functions import Trait
 from fakequant.nn.quantizer import Mode

@@ -10,8 +10,8 @@ from torch import nn
 import fakequant as fq
 from examples.demo.digits import Net
 from examples.demo.text import Transformer
-from fakequant.model.analysis.sensitivity import ReusedOutputs
 from fakequant.model.run.outputs import Power, decibels
+from fakequant.model.sensitivity import ReusedOutputs
 from fakequant.nn import Add, Mode, QuantizedLayer
 from tests.support.bits import assert_same_bits
 from tests.support.models import images, small_net

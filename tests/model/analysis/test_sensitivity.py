@@ -11,11 +11,11 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis.sensitivity import layer_sqnr, sensitivity
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
-from fakequant.model.execution import set_execution
+from fakequant.model.engine import set_execution
 from fakequant.model.prepare import prepare
+from fakequant.model.sensitivity import layer_sqnr, sensitivity
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 from tests.support.models import images, small_net
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, CheckpointError, ConfigError, ExportError, ShapeError
-from fakequant.model.calibration.calibrate import boundaries_of
+from fakequant.model.calibrate import boundaries_of
 from fakequant.nn import Kind, quantizers
 
 TIMES = range(0, 1000, 50)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CoverageWarning
+from fakequant.model.placement import Placement, place
 from fakequant.model.run.outputs import record
-from fakequant.model.sites.placement import Placement, place
-from fakequant.model.sites.sites import SitePlan, plan_sites
+from fakequant.model.sites import SitePlan, plan_sites
 from tests.support.placements import placement_of
 from tests.support.vision import import_torchvision
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.model.config import Config
+from fakequant.model.placement import ATTENTION_LAYER, RECURRENT, Placement, place
 from fakequant.model.run.outputs import record
-from fakequant.model.sites.placement import Placement, place
-from fakequant.model.sites.sites import SitePlan, plan_sites
-from fakequant.model.sites.targets import ATTENTION_LAYER, RECURRENT
+from fakequant.model.sites import SitePlan, plan_sites
 from fakequant.model.training import qat
 from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.functions import SITE_FUNCTIONS

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from fakequant import Config, FloatFormat, Rule, Specials
 from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.prepare import prepare
 from fakequant.model.state.checkpoint import load, save
 from fakequant.model.training.qat import Scales, set_scales

@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant import qat
 from fakequant.errors import ConfigError, StaleScaleWarning
 from fakequant.model import presets
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.model.training.qat import (

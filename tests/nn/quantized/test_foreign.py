@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.analysis.in_float import operations
+from fakequant.model.summary import operations
 from fakequant.nn.quantized.layers import QuantConv3d, _named_layers, quantizes
 from tests.support.vision import import_torchvision
 

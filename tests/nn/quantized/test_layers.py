@@ -8,7 +8,7 @@ from torch import nn
 
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import INT4_WEIGHT_ONLY, INT8

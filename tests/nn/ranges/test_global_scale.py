@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, ExportError, QParamsError
 from fakequant.nn import Quantizer
-from fakequant.nn.learned import params_under
+from fakequant.nn.ranges import params_under
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 SPEC = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"

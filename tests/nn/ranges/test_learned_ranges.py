@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fakequant import Arithmetic, PerBlock, PerChannel, PerTensor, PerToken, QParams, QuantSpec, Range, choose_qparams
 from fakequant.errors import ConfigError
 from fakequant.nn import Kind, LearnedRange, Quantizer, fixed_ranges, learned_ranges, register_learned_range
-from fakequant.nn import learned as registry
-from fakequant.nn.learned import straight_through
+from fakequant.nn import ranges as registry
+from fakequant.nn.ranges import straight_through
 from tests.support.bits import assert_same_bits
 
 GRANULARITIES = [

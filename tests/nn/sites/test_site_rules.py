@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, CoverageWarning, ExportError
-from fakequant.model.sites.sites import site_plan
+from fakequant.model.sites import site_plan
 from fakequant.model.training import qat
 from tests.support.functional_models import Calls, config, example, float_network, quantized, weight
 from tests.support.vision import import_torchvision

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CheckpointError, CoverageWarning, SiteError
 from fakequant.model.config import TensorConfig
-from fakequant.model.sites.sites import SiteQuantizer, _made, site_plan
+from fakequant.model.sites import SiteQuantizer, _made, site_plan
 from tests.support.functional_models import Calls, assert_same_bits, only, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")

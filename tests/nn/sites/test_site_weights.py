@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning
-from fakequant.model.sites.sites import site_plan
+from fakequant.model.sites import site_plan
 from fakequant.nn import QuantizedLayer, quantizers
 from fakequant.nn.functions import einsum_operand
 from tests.support.bits import assert_same_bits

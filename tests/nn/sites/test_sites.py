@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, SiteError
-from fakequant.model.sites.sites import site_plan
+from fakequant.model.sites import site_plan
 from fakequant.model.training import qat
 from fakequant.nn.sites.sites import sites_of
 from tests.support.copies import pickled, saved

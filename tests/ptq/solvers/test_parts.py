@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.data import progress
+from fakequant.data import batches as tracking
 from fakequant.nn import products as windows
 from fakequant.ptq.solvers import transforms
 from fakequant.ptq.solvers.sums import InputSums
@@ -111,8 +111,8 @@ def test_the_memory_of_sums_is_that_of_the_widest_layer(layer: nn.Module, column
 
 def test_the_memory_of_sums_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
+    monkeypatch.setattr(tracking, "COUNT_EVERY", 0.0)
     model = fq.prepare(nn.Sequential(nn.Linear(1536, 4), nn.Linear(4, 4)), "int8_weight_only")
-    with progress.counting(told.append, bars=False):
+    with tracking.counting(told.append, bars=False):
         fq.ptq.improve(model, [torch.randn(8, 1536)], "fast")
     assert told == ["choosing weights, in up to 0.2 GB: 1 of 2"]

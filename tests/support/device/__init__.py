@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import Range
+from fakequant.numerics.reference import Bins, Observed
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import dispatch
 from fakequant.ops.backend import RELU, Backend, CallKind, ColumnGrid, KernelPlan

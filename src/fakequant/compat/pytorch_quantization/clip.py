@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import shown
-from fakequant.nn.learned import PreciseModule, straight_through
+from fakequant.nn.ranges import PreciseModule, straight_through
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams

@@ -27,7 +27,7 @@ from fakequant.compat.pytorch_quantization.tensor_quant import (
     tensor_quant,
 )
 from fakequant.compat.pytorch_quantization.utils import logger
-from fakequant.nn.learned import PreciseModule
+from fakequant.nn.ranges import PreciseModule
 from fakequant.numerics.formats.floats import Format, IntegerFormat
 from fakequant.numerics.granularity import PerBlock, PerChannel
 from fakequant.numerics.qparams import QParams, Range, compute_dtype

@@ -47,12 +47,12 @@ from fakequant.delivery.schemes import (
     stored,
 )
 from fakequant.errors import ExportError, warn_user
-from fakequant.model.sites.sites import site_path
+from fakequant.model.sites import site_path
 from fakequant.model.state.plan import SitesEntry, sites_entry
 from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile
 from fakequant.model.weights import merged_layers
-from fakequant.nn.learned import GLOBAL_SCALE
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.ranges import GLOBAL_SCALE
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.text import listed
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.delivery.schemes import reciprocal
 from fakequant.model.config import TensorConfig
-from fakequant.nn.learned import GLOBAL_SCALE
+from fakequant.nn.ranges import GLOBAL_SCALE
 from fakequant.numerics.granularity import PerBlock, PerChannel, PerToken
 from fakequant.numerics.spec import QuantSpec
 

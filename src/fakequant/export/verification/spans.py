@@ -25,11 +25,11 @@ from fakequant.data.again import state_before
 from fakequant.export.inputs import names_read
 from fakequant.export.verification.check import SiteCheck
 from fakequant.export.verification.verdict import Span
-from fakequant.model.execution import simulated
+from fakequant.model.engine import simulated
 from fakequant.model.weights import evaluating, exact_products
-from fakequant.nn.by_value import ByValue, call_again
 from fakequant.nn.quantized.recurrent import runs_backwards
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
+from fakequant.nn.ranges import ByValue, call_again
 from fakequant.ops.graph_operators import seen_as_operators
 from fakequant.restore import forwards_of, restore_after
 

@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
-from fakequant.data.progress import length, track
+from fakequant.data.batches import Inputs, length, refuse_tensor, run_batch, select_inputs, track
 from fakequant.errors import VerificationError
 from fakequant.export.capability import InputRecord, Parameters, SiteRecord, Style, read
 from fakequant.export.inputs import (
@@ -45,7 +44,7 @@ from fakequant.export.verification.verdict import Session, VerifyReport, Watch, 
 from fakequant.files import check_path
 from fakequant.model.run.tracing import separate
 from fakequant.model.weights import evaluating
-from fakequant.nn.by_value import bins_of_call
+from fakequant.nn.ranges import bins_of_call
 from fakequant.nn.wrappers import unwrapped
 from fakequant.restore import Restore, restore_after
 

@@ -24,7 +24,7 @@ from fakequant.distributed import (
 )
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
-from fakequant.model.calibration.calibrate import follow_values
+from fakequant.model.calibrate import follow_values
 from fakequant.model.prepare import attach
 from fakequant.model.state.placing import (
     Placed,
@@ -40,7 +40,7 @@ from fakequant.model.state.placing import (
 from fakequant.model.state.plan import LayerEntry, Plan, check_sites, restore_sites
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
-from fakequant.model.unregistered import note_floats
+from fakequant.model.summary import note_floats
 from fakequant.model.weights import mark_ranges_current, quantized_weights, share_learned, warn_stale_scales
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths

@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fakequant.data.arguments import check_model
 from fakequant.distributed import is_sharded, parallel_parameters
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
-from fakequant.model.sites.sites import site_path
+from fakequant.model.sites import site_path
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.model.state.snapshots import LazyTensor
 from fakequant.model.weights import give_values, in_eval_mode
-from fakequant.nn.learned import GLOBAL_SCALE, LearnedRange, QuantizerPart, check_global_scale
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import KEY
+from fakequant.nn.ranges import GLOBAL_SCALE, LearnedRange, QuantizerPart, check_global_scale
 from fakequant.nn.sharded import check_parts
 from fakequant.nn.stored import StoredWeight, with_stored
 from fakequant.nn.transforms import first_weights

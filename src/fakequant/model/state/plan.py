@@ -14,17 +14,16 @@ from torch import nn
 
 from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.config import TensorConfig
-from fakequant.model.sites.sites import PlannedSite, SitePlan, SiteQuantizer, apply_sites, site_path, site_plan
+from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer, apply_sites, site_path, site_plan
 from fakequant.nn.backward import GradientConfig
-from fakequant.nn.by_value import ByValue
 from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.integer import Execution
-from fakequant.nn.learned import LearnedRange, make_learned_range
 from fakequant.nn.paths import module_at
 from fakequant.nn.quantized.folded import FoldedLayer
 from fakequant.nn.quantized.forms import bypasses_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.ranges import ByValue, LearnedRange, make_learned_range
 from fakequant.nn.sites.sites import functions_of, site_keys
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from fakequant.errors import CheckpointError
 from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
 from fakequant.model.state.plan import Plan, layer_entry, plain_of, read_plan, sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
-from fakequant.model.unregistered import warn_of_new_layers, warn_unregistered
+from fakequant.model.summary import warn_of_new_layers, warn_unregistered
 from fakequant.model.weights import give_values, quantized_weights, warn_stale_scales
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer

@@ -20,9 +20,9 @@ from fakequant.data.arguments import refuse_prepared
 from fakequant.data.batches import Arguments, Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
+from fakequant.model.placement import ends_in_product
 from fakequant.model.run.outputs import Distance, Place, named_tensors, record
 from fakequant.model.run.recorded import Neighbors, find_neighbors
-from fakequant.model.sites.placement import ends_in_product
 from fakequant.model.weights import evaluating, in_eval_mode
 from fakequant.nn.quantized.folded import (
     FOLDABLE,

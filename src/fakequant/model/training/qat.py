@@ -19,8 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fakequant.data.arguments import check_model, refuse_unprepared
-from fakequant.data.batches import AmbiguousBatchError, Inputs, Mask, device_named, example_arguments, run_batch
-from fakequant.data.progress import length, track
+from fakequant.data.batches import (
+    AmbiguousBatchError,
+    Inputs,
+    Mask,
+    device_named,
+    example_arguments,
+    length,
+    run_batch,
+    track,
+)
 from fakequant.distributed import is_data_parallel, refuse_offloaded, refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, shown, warn_user
 from fakequant.model.run.outputs import record
@@ -45,7 +53,7 @@ from fakequant.nn.quantized.folded import (
 )
 from fakequant.nn.quantizer import has_no_hooks
 from fakequant.nn.sites.classes import set_class, unshielded_class
-from fakequant.nn.sites.products import OF_LAYERS
+from fakequant.nn.sites.sites import OF_LAYERS
 from fakequant.restore import attributes_of, restore_after, restore_on_error, structure_of
 from fakequant.text import module_name
 

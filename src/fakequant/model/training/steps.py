@@ -17,7 +17,7 @@ from fakequant.data.arguments import check_model, refuse_stored, refuse_unprepar
 from fakequant.data.digest import digest
 from fakequant.distributed import Ranks, all_processes, gathered, is_data_parallel, parallel_group, refuse_sharded
 from fakequant.errors import CheckpointError, ConfigError, shown
-from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.training.distillation import Distillation, labels_of_outputs

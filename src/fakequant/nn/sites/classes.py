@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.errors import ConfigError, SiteError
 from fakequant.nn.quantized.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.sites.sites import SITES, SiteMode, Sites, float_rule, pause, resume
-from fakequant.numerics.compilers import is_exporting
+from fakequant.numerics.division import is_exporting
 from fakequant.text import module_name
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
-from fakequant.numerics.reference import clip_range, dequantize, input_range, seed_of
+from fakequant.numerics.reference import Bins, Observed, clip_range, dequantize, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, VALUES, Backend, CallKind, ColumnGrid, KernelPlan, Kernels, ParameterKind
 from fakequant.ops.kernel_params import (

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
-from fakequant.numerics.reference import input_range, seed_of
+from fakequant.numerics.reference import Bins, Observed, input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, CallKind, ColumnGrid, Extras, KernelPlan, Kernels
 from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_hold, cannot_round, is_lattice, table_fields

@@ -17,9 +17,9 @@ from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs, Mask
 from fakequant.distributed import Ranks, processes_of
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, shown, warn_user
-from fakequant.model.calibration.observation import Observation, check_unseen, is_chosen, leave_in_float, observed
+from fakequant.model.observation import Observation, check_unseen, is_chosen, leave_in_float, observed
 from fakequant.model.run.recorded import warn_of_masks
-from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import (
     disabled,
     evaluating,
@@ -32,10 +32,9 @@ from fakequant.model.weights import (
     tie_scales,
     warn_of_zeros,
 )
-from fakequant.nn.by_value import By, ByValue, CallEnded, Reader, read_values
-from fakequant.nn.learned import has_tensor_scale
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.ranges import By, ByValue, CallEnded, Reader, has_tensor_scale, read_values
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of

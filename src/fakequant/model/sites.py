@@ -312,19 +312,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         for site in planned.get(owner, []):
             first = next(chain(modules[owner].parameters(), modules[owner].buffers(), model.parameters()), None)
             device = None if first is None or first.is_meta else first.device
-            held = dict[str, Quantizer]()
-            for name, plan_of in site.quantizers.items():
-                place = plan_of.group or f"{site.path}.{name}"
-                if place not in shared:
-                    quantizer = Quantizer(plan_of.tensor.spec, kind=plan_of.kind, dynamic=plan_of.tensor.dynamic)
-                    quantizer.name = f"{site.path}.{name}"
-                    if plan_of.fixed is not None:
-                        scale, zero_point = plan_of.fixed
-                        zero = torch.tensor([zero_point], dtype=torch.int32, device=device)
-                        quantizer.set_qparams(QParams(torch.tensor([scale], device=device), zero))
-                        quantizer.pinned = True
-                    shared[place] = quantizer
-                held[name] = shared[place]
+            held = {name: _made(q, f"{site.path}.{name}", shared, device) for name, q in site.quantizers.items()}
             sites[site.key] = made = Site(site.function, site.operands, held, site.weights)
             made.gradient = site.gradient
         if unknown := sorted(set(sites) - set(site_keys(steps))):
@@ -333,6 +321,19 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         add_sites(modules[owner], own.train(modules[owner].training))
     for path in plan.shielded:
         shield(modules[path])
+
+
+def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer], device: torch.device | None) -> Quantizer:
+    if planned.group is not None and planned.group in shared:
+        return shared[planned.group]
+    quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
+    quantizer.name = path
+    if planned.fixed is not None:
+        scale, zero_point = planned.fixed
+        zero = torch.tensor([zero_point], dtype=torch.int32, device=device)
+        quantizer.set_qparams(QParams(torch.tensor([scale], device=device), zero))
+        quantizer.pinned = True
+    return shared.setdefault(planned.group or path, quantizer)
 
 
 @accepts_wrapped_model

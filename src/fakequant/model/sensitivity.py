@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from fakequant.calibration.calibrator import outside_of_transforms
 from fakequant.data.again import SeveralPasses, same_bits
 from fakequant.data.arguments import Metric, check_metric, check_model, measured, refuse_unprepared
-from fakequant.data.batches import Batches, Forward, Inputs
-from fakequant.data.progress import track
+from fakequant.data.batches import Batches, Forward, Inputs, track
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.execution import simulated
+from fakequant.model.engine import simulated
 from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
-from fakequant.model.unregistered import warn_of_new_layers
+from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scales
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer

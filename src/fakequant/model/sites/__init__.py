@@ -1,1 +1,0 @@
-"""Functions in a forward that get quantizers: where, by which rules, and for which engine."""
