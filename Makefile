@@ -197,6 +197,7 @@ accuracy: setup $(PEERS)
 
 docs: setup
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/methods.py
 
 # The site, into build/site; a warning, or a page that scrolls sideways, is an error.

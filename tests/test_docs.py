@@ -13,16 +13,27 @@ from tests.support.pages import blocks
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.fixture(scope="module")
-def generate():
-    """docs/generate.py as a module."""
-    pytest.importorskip("onnxruntime")
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def script(name):
+    """A script of docs as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate():
+    """docs/generate.py as a module."""
+    pytest.importorskip("onnxruntime")
+    return script("generate")
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_measured_rows():
+    pytest.importorskip("matplotlib")
+    pictures = script("pictures")
+    assert pictures.ERRORS.read_text() == pictures.errors(), "run `make docs`"
 
 
 def test_the_page_of_formats_is_the_one_that_the_code_writes(generate):
