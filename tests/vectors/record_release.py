@@ -3,6 +3,8 @@
 Run it once for each release, and never again for the same one: what it holds is what users have.
 """
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.model.weights import quantized_weights
+from fakequant.nn.quantizer import quantizers
 from fakequant.version import __version__
 
 RELEASES = Path(__file__).with_name("releases")
@@ -32,14 +36,41 @@ class Network(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+def inputs_of(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """What each quantizer of an input gets in a run."""
+    seen = dict[str, Tensor]()
+    hooks = [
+        quantizer.register_forward_pre_hook(
+            lambda _, args, path=path: seen.update(
+                {path: args[0].detach().clone(memory_format=torch.contiguous_format)}
+            )
+        )
+        for path, quantizer in quantizers(model).items()
+        if path not in quantized_weights(model)
+    ]
+    with torch.no_grad():
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def digests(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, str]:
+    """A digest of what each quantizer gives for its weight or input: sums of products differ from CPU to CPU."""
+    given = inputs | {path: product.parameter for path, product in quantized_weights(model).items()}
+    with torch.no_grad():
+        values = {path: quantizer(given[path]) for path, quantizer in quantizers(model).items()}
+    return {path: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for path, value in values.items()}
+
+
 def record() -> None:
     folder = RELEASES / __version__
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     net, batches = Network().eval(), [torch.randint(0, 16, (4, 8)) for _ in range(3)]
     save_file(net.state_dict(), folder / "float.safetensors")
-    results = {"batch": batches[0]}
-    for preset in PRESETS:
+    inputs, results = dict[str, Tensor](), dict[str, dict[str, str]]()
+    for preset in PRESETS:  # the first one has a quantizer wherever the others have one
         again = Network().eval()
         again.load_state_dict(net.state_dict())
         fq.prepare(again, preset, batches[0], target="onnxruntime" if preset == "int8" else None)
@@ -47,9 +78,10 @@ def record() -> None:
         fq.save(again, folder / f"{preset}-packed", packed=True)
         if preset in IN_FLOATS:
             fq.save(again, folder / preset)
-        with torch.no_grad():
-            results[preset] = again(batches[0])
-    save_file(results, folder / "results.safetensors")
+        inputs = inputs or inputs_of(again, batches[0])
+        results[preset] = digests(again, inputs)
+    save_file(inputs, folder / "inputs.safetensors")
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
