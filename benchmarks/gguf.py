@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from benchmarks.accuracy.language_peers import loader
 from fakequant.calibration.lattice import search_params
-from fakequant.delivery.gguf.lattices import kind_of
+from fakequant.delivery.gguf.blocks import kind_of
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
 from tests.support.vision import import_torchvision

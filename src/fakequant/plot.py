@@ -20,7 +20,7 @@ from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.comparison import Comparison, check_axis
-from fakequant.ptq.results import Improvement
+from fakequant.ptq.judging import Improvement
 from fakequant.report.measure import distribution_of
 from fakequant.restore import restore_after, state_of
 

@@ -7,7 +7,7 @@ from torch import nn
 import fakequant as fq
 from fakequant import presets
 from fakequant.calibration.lattice import search_params, searches
-from fakequant.delivery.gguf.lattices import _SPECS
+from fakequant.delivery.gguf.blocks import _SPECS
 from fakequant.errors import ShapeError
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec

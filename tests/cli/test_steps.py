@@ -15,9 +15,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from fakequant.cli.commands import app
-from fakequant.cli.failures import failures_named
+from fakequant.cli.console import Steps, failures_named
 from fakequant.cli.inspection import preset_lines
-from fakequant.cli.steps import Steps
 from fakequant.data import batches as tracking
 from fakequant.data.batches import Batches
 from fakequant.errors import RecipeError

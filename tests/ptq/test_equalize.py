@@ -16,7 +16,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.run.recorded import having
 from fakequant.nn.functions import Trait
 from fakequant.ptq import equalize
-from fakequant.ptq.scale_folding import OutputCheck
+from fakequant.ptq.channel_scales import OutputCheck
 from tests.support.architectures import changed_alike, each_architecture, relative
 from tests.support.bits import assert_same_bits, unchanged
 from tests.support.functional_models import Calls

@@ -18,7 +18,7 @@ from fakequant.model.weights import disabled
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales
-from fakequant.ptq.scale_folding import FoldedScale
+from fakequant.ptq.channel_scales import FoldedScale
 from fakequant.ptq.weights import shared_parameters
 from tests.support.architectures import case_of, each_architecture
 from tests.support.bits import assert_same_bits, unchanged

@@ -14,8 +14,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.presets import find_preset
 from fakequant.model.weights import quantized_weights
-from fakequant.ptq.judging import OutputJudge
-from fakequant.ptq.results import TAKEN_BACK
+from fakequant.ptq.judging import TAKEN_BACK, OutputJudge
 from tests.support.bits import unchanged
 from tests.support.functional_models import Calls
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fakequant.export import Row
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,

@@ -32,7 +32,7 @@ from fakequant.report import (
     to_json,
     write_report,
 )
-from fakequant.report.advice import with_advice
+from fakequant.report.of_model import with_advice
 from fakequant.report.sections import blocks
 from fakequant.report.terminal import print_report
 from tests.support.parsed_page import Page

@@ -21,7 +21,7 @@ import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, FakeQuantError, OutputError
 from fakequant.files import locked
 from fakequant.streaming import choosing, improve_folder
-from fakequant.streaming.work import Work
+from fakequant.streaming.blocks import Work
 from tests.support import ranks
 from tests.support.streamed import Block, batches, decoder, streamed, whole, without_weights
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fakequant.export import Row, VerifyReport
 from fakequant.ptq import Compared, Comparison
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.trial import NextStep, Tried
 from fakequant.report import (
     Accuracy,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fakequant.calibration import DEFAULT_METHOD, calibrators
-from fakequant.cli.failures import Commands, failures_named
+from fakequant.cli.console import Commands, failures_named
 from fakequant.errors import RecipeError
 from fakequant.model.presets import presets as named_presets
 

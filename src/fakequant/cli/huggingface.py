@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from fakequant.cli.steps import Steps
+from fakequant.cli.console import Steps
 from fakequant.errors import RecipeError, first_line, nearest, not_imported
 from fakequant.files import read_whole
 from fakequant.model.config import Config
@@ -34,7 +34,6 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
     """The functions of a recipe for a folder that `save_pretrained` wrote.
 
     Args:
-        folder: with config.json, weights and tokenizer.
         text: a file with lines of text; the first 256 that are not empty are used.
         trust: whether Python files of the folder, which config.json names in `auto_map`, may run; None where a command
             has no such option.
@@ -84,19 +83,7 @@ def folder_functions(folder: Path, text: Path | None, trust: bool | None = False
 def improve_by_text(
     folder: Path, out: Path, text: Path | None, config: Config, steps: str, format: str, console: Console
 ) -> None:
-    """Quantize a folder a block at a time by lines of text, see `fakequant.improve_folder`.
-
-    Args:
-        folder, text: as for `folder_functions`.
-        out: the folder, or the file, that is written.
-        config, steps, format: as for `fakequant.improve_folder`.
-        console: gets the progress and the result.
-
-    Raises:
-        RecipeError: it is no such folder, or there is no text.
-        KeyboardInterrupt: with a message that says how to go on.
-        The errors of `fakequant.improve_folder`.
-    """
+    """Quantize a folder a block at a time by lines of text, see `fakequant.improve_folder`."""
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{folder} has no config.json; give a folder that save_pretrained of Hugging Face wrote")
     batches, line = [*folder_functions(folder, text, None)["calibration_batches"]()], Steps(console, 1)
@@ -117,11 +104,7 @@ def lines_of(text: Path, first: int = 0) -> list[str]:
 
 
 def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
-    """The tokenizer in a folder, which pads by the end of a text where it has no padding.
-
-    Raises:
-        RecipeError: it cannot be read.
-    """
+    """The tokenizer in a folder, which pads by the end of a text without a padding; a RecipeError if it is damaged."""
     from transformers import AutoTokenizer
 
     with reading(folder, "tokenizer", trust):
@@ -133,11 +116,7 @@ def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
 
 @contextmanager
 def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
-    """Turn what transformers raises for a folder, of many kinds, into one line.
-
-    Raises:
-        RecipeError: the folder is damaged, or needs code of its own.
-    """
+    """Turn what transformers raises for a folder, of many kinds, into a RecipeError of one line."""
     try:
         yield
     except Exception as error:  # files that are damaged, tokenizers and code of the folder raise any kind
@@ -174,8 +153,6 @@ class FolderTask:
         on: the data, in words.
         evaluate: takes a model, returns a number, larger is better.
         smaller: whether `evaluate` gives the negative of a figure of which smaller is better.
-        content: the data, as a digest.
-        why_not: why nothing is measured.
     """
 
     label: str = ""
@@ -201,10 +178,7 @@ def task_of(task: str, folder: Path, text: Path, trust: bool, model: Callable[[]
 
     Args:
         task: of `TASKS`, or "NAME=FILE". "auto" is perplexity for a model that generates text, else cosine.
-        folder: that `save_pretrained` wrote.
         text: the lines for calibration. Without FILE those behind the ones that calibrate, or these if there are none.
-        trust: whether Python files of the folder may run.
-        model: makes the float model.
 
     Raises:
         RecipeError: no such task, the file does not fit it, or the model does not. For "auto" `why_not` says so.
@@ -236,7 +210,18 @@ def _task(
         )
     if file is None and name == "accuracy":
         raise RecipeError("--task accuracy needs texts with labels: --task accuracy=FILE, CSV or JSON lines")
-    lines, where = _lines(text if file is None else file, file is None)
+    given = text if file is None else file
+    if not given.is_file():
+        raise RecipeError(
+            f"--task reads {given}, and {'this is a folder' if given.is_dir() else 'there is no such file'}"
+        )
+    lines, where = given.read_text("utf-8-sig", "replace").splitlines(), given.name
+    if not any(line.strip() for line in lines):
+        raise RecipeError(f"--task reads {given}, and it has no line of text")
+    if file is None:
+        lines, where = lines_of(text, LINES), f"{where}, behind those for calibration"
+        if not lines:
+            lines, where = lines_of(text), f"{text.name}, which calibrated, too"
     tokenizer = tokenizer_of(folder, trust)
     content = hashlib.sha256(f"{name}\0{lines}".encode("utf-8", "replace")).hexdigest()
     if name == "perplexity":
@@ -288,23 +273,6 @@ def _classes(folder: Path, trust: bool) -> tuple[Any, set[str]]:
     with reading(folder, "model", trust):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         return config, {f"{one}" for one in config.architectures or ["AutoModel"]}
-
-
-def _lines(file: Path, is_text: bool) -> tuple[list[str], str]:
-    """The lines of a file, and what they are called."""
-    if not file.is_file():
-        raise RecipeError(
-            f"--task reads {file}, and {'this is a folder' if file.is_dir() else 'there is no such file'}"
-        )
-    lines = file.read_text("utf-8-sig", "replace").splitlines()
-    if not any(line.strip() for line in lines):
-        raise RecipeError(f"--task reads {file}, and it has no line of text")
-    if not is_text:
-        return lines, file.name
-    used, rest = lines_of(file), lines_of(file, LINES)
-    return (
-        (rest, f"{file.name}, behind those for calibration") if rest else (used, f"{file.name}, which calibrated, too")
-    )
 
 
 def _perplexity(net: nn.Module, windows: Tensor) -> float:

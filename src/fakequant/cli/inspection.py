@@ -36,14 +36,22 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """List the quantizers of a checkpoint folder, an output folder of `fakequant quantize` or an ONNX file.
-
-    Raises:
-        CheckpointError: the folder has no checkpoint, or a damaged one.
-        VerificationError: the file is not an ONNX file that fakequant wrote.
-    """
+    """List the quantizers of a checkpoint folder, an output folder of `fakequant quantize` or an ONNX file."""
     if path.is_file():
-        return _inspect_onnx(path)
+        require("onnx")
+        try:
+            model = load_exported(path)
+            record = read(model)
+        except VerificationError as error:
+            raise VerificationError(f"{path}: {error}") from error
+        opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        sites = [
+            (site.quantizer or "(model)", "weight" if site.codes else "activation", site.spec, site.expressed)
+            for site in record.sites
+        ]
+        title = f"{path}: {len(sites)} quantizers, style {record.style.value}, opset {opset}, "
+        title += f"{path.stat().st_size:,} bytes, by fakequant {record.version}"
+        return Inspection(title, ("quantizer", "kind", "specification", "in ONNX"), sites)
     folder = next((f for f in (path, path / CHECKPOINT) if (f / MANIFEST).is_file()), path)
     if not folder.exists():
         raise CheckpointError(f"there is no file or folder {path}; give a checkpoint's folder or an ONNX file")
@@ -59,11 +67,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def graph_text(folder: Path) -> str:
-    """Return the text of the graph that `fakequant quantize` wrote to a folder.
-
-    Raises:
-        CheckpointError: the graph is missing or damaged.
-    """
+    """Return the text of the graph that `fakequant quantize` wrote to a folder; a CheckpointError if it is damaged."""
     candidates = [folder / GRAPH, folder.parent / GRAPH]
     path = next((candidate for candidate in candidates if folder.is_dir() and candidate.is_file()), None)
     if path is None:
@@ -78,26 +82,6 @@ def graph_text(folder: Path) -> str:
     if not text.endswith("\n"):
         raise CheckpointError(f"{path} is truncated: its last line has no end; run `fakequant quantize` again")
     return text.rstrip("\n")
-
-
-def _inspect_onnx(path: Path) -> Inspection:
-    require("onnx")
-    try:
-        model = load_exported(path)
-        record = read(model)
-    except VerificationError as error:
-        raise VerificationError(f"{path}: {error}") from error
-    opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    rows = [
-        (site.quantizer or "(model)", "weight" if site.codes else "activation", site.spec, site.expressed)
-        for site in record.sites
-    ]
-    return Inspection(
-        f"{path}: {len(rows)} quantizers, style {record.style.value}, opset {opset}, {path.stat().st_size:,} bytes, "
-        f"by fakequant {record.version}",
-        ("quantizer", "kind", "specification", "in ONNX"),
-        rows,
-    )
 
 
 _FAMILIES = {"GGUF": "GGUF, for llama.cpp", "MLX": "MLX, for Apple's machines", "MX": "Microscaling (MX)"}
@@ -151,9 +135,6 @@ def _brief(config: TensorConfig) -> str:
 def preset_text(name: str) -> str:
     """How a preset quantizes each kind of layer, with its scales.
 
-    Raises:
-        ConfigError: no preset has that name.
-
     >>> print(preset_text("int4_group32"))
     INT4_GROUP32
       weights int4 per_block(-1:32,pad), inputs stay in float
@@ -174,12 +155,7 @@ def preset_text(name: str) -> str:
 def verify_file(
     path: Path, recipe: str | Path | None, checkpoint: Path | None, text: Path | None = None, trust: bool = False
 ) -> VerifyReport:
-    """Verify an exported or delivered file; with a recipe also compare its weights and outputs with the model.
-
-    Raises:
-        VerificationError: the file cannot be read, fakequant did not write it, or it needs a recipe.
-        RecipeError, CheckpointError: the model cannot be rebuilt, or a delivered file is damaged.
-    """
+    """Verify an exported or delivered file; with a recipe also compare its weights and outputs with the model."""
     is_delivered = path.is_dir() or any(one.recognizes(path) for one in delivery_formats().values())
     if recipe is None and is_delivered:
         raise VerificationError(f"{path} is compared with its model: give the recipe of it by --recipe")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, count
@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, calibrators, find_method
-from fakequant.cli.failures import failures_named
+from fakequant.cli.console import Steps, failures_named
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, PARTS, REPORT, publish, results_folder, staged
-from fakequant.cli.steps import Steps
 from fakequant.data.batches import Batches, run_batch
 from fakequant.data.digest import NoDigestError, digest
 from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, first_line, nearest
@@ -48,8 +47,8 @@ from fakequant.nn import Execution, cached_weights
 from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
 from fakequant.ptq.collector import run_of
+from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.next_step import AdviceContext, places, unknown_gain
-from fakequant.ptq.results import LayerResult
 from fakequant.ptq.trial import Preparation
 from fakequant.report import (
     RESULTS,
@@ -132,18 +131,7 @@ def write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of `fakequant quantize`, see its help.
-
-    Args:
-        recipe: what `load_recipe` takes.
-        out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
-        execution: as for `set_execution`; the checkpoint keeps it, and it does not change the exported file.
-        unseen, style, improve: as for `calibrate`, `export_onnx` and `fakequant.ptq.improve`.
-        floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
-        rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
-        task: see `fakequant.cli.huggingface.task_of`.
-        target: where it says so by a table, it places the quantizers of inputs with fixed ranges.
-    """
+    """The arguments of `fakequant quantize`, see its help."""
 
     recipe: str | Path
     preset: str
@@ -169,10 +157,7 @@ class Job:
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
         """All that decides the quantized model, as text; "" where batches cannot be compared.
 
-        Args:
-            recipe: with the text of its files.
-            model: in float, as the recipe gives it: its weights, and its output for the first batch.
-            batches: for calibration; each is read and let go.
+        The float model counts by its weights, and its output for the first batch.
         """
         names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
         found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content, self.target]
@@ -186,14 +171,7 @@ class Job:
         return repr(found)
 
     def command(self, *, float: str | None = None, rule: str | None = None, folds: bool = False, **changed: Any) -> str:
-        """The command of this job, with other settings.
-
-        Args:
-            float: one more pattern of layers in float.
-            rule: one more "PATTERN=PRESET".
-            folds: whether the recipe is to fold batch normalisations first.
-            changed: other preset=, method= or improve=.
-        """
+        """The command of this job, with other settings."""
         floats, rules = (*self.floats, *filter(None, [float])), (*self.rules, *filter(None, [rule]))
         job = replace(self, floats=floats, rules=rules, **changed)
         words = ["fakequant", "quantize", str(job.recipe), "--out", str(job.out)]
@@ -210,11 +188,7 @@ class Job:
         return head + shlex.join(words)
 
     def config(self) -> Config:
-        """The preset with the exceptions from it.
-
-        Raises:
-            ConfigError: an unknown preset, or a rule that is no "PATTERN=PRESET".
-        """
+        """The preset with the exceptions from it; a ConfigError if a rule is no "PATTERN=PRESET"."""
         rules: dict[str, str] = {}
         for rule in self.rules:
             pattern, equals, preset = rule.rpartition("=")
@@ -236,11 +210,7 @@ class Job:
         return Preparation(target=self.target).target_for(config)
 
     def unknown_gain(self) -> str:
-        """A sentence where the target is not known to run a preset of the job.
-
-        Raises:
-            ConfigError: an unknown target.
-        """
+        """A sentence where the target is not known to run a preset of the job."""
         presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
         return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
 
@@ -268,12 +238,7 @@ def folder_in(out: Path) -> Path:
 
 
 class Unfinished:
-    """The folder `unfinished` in the folder of the results, see `folder_in`.
-
-    Args:
-        out: the folder of the results.
-        source: the recipe, as an absolute path.
-    """
+    """The folder `unfinished` in the folder of the results, see `folder_in`."""
 
     def __init__(self, out: Path, source: str) -> None:
         self.folder, self.source, self.settings = folder_in(out), source, ""
@@ -287,12 +252,7 @@ class Unfinished:
         return (self.folder / _STATE).is_file()
 
     def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """The model as an earlier call of the same job left it; None if there is none that can be read.
-
-        Args:
-            model: in float.
-            settings: all that decides the quantized model, as text; a state of other settings is not used, nor of "".
-        """
+        """The model as an earlier call with the same `settings` left it; None if there is none that can be read."""
         self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
             state = json.loads(read_whole(self.folder / _STATE))
@@ -339,13 +299,7 @@ class Unfinished:
 
 
 def held_before(out: Path, source: str, title: str) -> str:
-    """A line on what a folder held before this run; "" of an earlier call of the same command and of an empty folder.
-
-    Args:
-        out: the folder of the results.
-        source: the recipe, as an absolute path.
-        title: of this run's report.
-    """
+    """A line on what a folder held before this run; "" of an earlier call of this command and of an empty folder."""
     ours = {Path(part).parts[0] for part in PARTS}
     names = sorted(path.name for path in out.iterdir() if path != folder_in(out) and not path.name.startswith("."))
     if (out / RESULTS).is_file():
@@ -363,11 +317,7 @@ def held_before(out: Path, source: str, title: str) -> str:
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:
-    """Raise if a folder holds the results of another recipe, or what another recipe left.
-
-    Raises:
-        ConfigError: it does; says which, and what to do.
-    """
+    """Raise a ConfigError if a folder holds the results of another recipe, or what another recipe left."""
     found = ""
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""
@@ -502,8 +452,7 @@ def _write(
 ) -> tuple[ReportData, list[str], ExportError | None, bool]:
     """Save, export, verify and report a model.
 
-    Returns:
-        The report, the names of what was written, the error of the export, and whether the file computes the same.
+    Returns the report, the names of what was written, the error of the export, and whether the file computes the same.
     """
     recipe, steps, example = progress.recipe, progress.steps, example_of(model, progress.recipe.first_batch())
     with steps.step("saving the checkpoint"):
@@ -602,32 +551,26 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     else:
         why = f"{recipe.path.name} does not define evaluate(model): give a function, larger is better."
         progress.missing[Section.ACCURACY] = recipe.task.why_not or why
-    works: dict[str, Callable[[Job, Config, _Progress, nn.Module], None]] = {"calibrating": _prepare_and_calibrate}
-    if job.improve is not None:
-        works["choosing weights"] = _improve
-    if job.train and recipe.offers("train"):
-        works["fine-tuning"] = _train
-    for name, work in works.items():
+    optional = (job.improve is not None, "choosing weights"), (job.train and recipe.offers("train"), "fine-tuning")
+    for name in ("calibrating", *(name for is_wanted, name in optional if is_wanted)):
         with steps.step(name, done=name in kept.done) as wanted:
-            if wanted:
-                work(job, config, progress, model)
-                kept.keep(name, model, progress.accuracy, progress.improvement)
-                progress.page(config, f"{name} is done, and the file is not exported")
+            if not wanted:
+                continue
+            if name == "calibrating":
+                _prepare_and_calibrate(job, config, progress, model)
+            elif name == "fine-tuning":
+                recipe.train(model)
+                progress.measure(model, config.name, f"{job.method}, then fine-tuned")
+            else:
+                with progress.named(model):
+                    found = improve(model, recipe.calibration_batches(), job.improve or _IMPROVE[0])
+                progress.improvement = found.layers
+                progress.remarks.append(f"Weights chosen by {job.improve} steps: {'; '.join(found.conclusions)}.")
+                steps.note(str(found) if job.verbose else "\n".join(found.conclusions))
+                progress.measure(model, config.name, f"{job.method}, then improved")
+            kept.keep(name, model, progress.accuracy, progress.improvement)
+            progress.page(config, f"{name} is done, and the file is not exported")
     return model.eval()
-
-
-def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
-    with progress.named(model):
-        found = improve(model, progress.recipe.calibration_batches(), job.improve or _IMPROVE[0])
-    progress.improvement = found.layers
-    progress.remarks.append(f"Weights chosen by {job.improve} steps: {'; '.join(found.conclusions)}.")
-    progress.steps.note(str(found) if job.verbose else "\n".join(found.conclusions))
-    progress.measure(model, config.name, f"{job.method}, then improved")
-
-
-def _train(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
-    progress.recipe.train(model)
-    progress.measure(model, config.name, f"{job.method}, then fine-tuned")
 
 
 def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:

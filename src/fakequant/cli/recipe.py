@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fakequant.cli.failures import LOADED
+from fakequant.cli.console import LOADED
 from fakequant.cli.huggingface import FolderTask, folder_functions, task_of
 from fakequant.data.arguments import NamedMetric
 from fakequant.errors import OutputError, RecipeError
@@ -28,13 +28,7 @@ _REQUIRED = ("model", "calibration_batches")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The functions of a recipe; each result is checked.
-
-    Attributes:
-        path: the file, or the folder.
-        functions: its functions, by name.
-        task: what `evaluate` measures.
-    """
+    """The functions of a recipe; each result is checked."""
 
     path: Path
     functions: dict[str, Callable[..., Any]]
@@ -69,22 +63,14 @@ class Recipe:
         return NamedMetric(self.evaluate, self.task.name, self.task.smaller) if self.offers("evaluate") else None
 
     def model(self) -> nn.Module:
-        """Return a new float model with trained weights.
-
-        Raises:
-            RecipeError: `model()` did not return a module.
-        """
+        """Return a new float model with trained weights; a RecipeError if it is no module."""
         model = self.functions["model"]()
         if not isinstance(model, nn.Module):
             raise self._wrong("model()", model, "a torch.nn.Module")
         return model
 
     def calibration_batches(self) -> Iterable[Any]:
-        """Return the batches for calibration, from the first.
-
-        Raises:
-            RecipeError: `calibration_batches()` did not return an iterable, or twice the same generator.
-        """
+        """Return the batches for calibration; a RecipeError if they are none, or twice the same generator."""
         batches = self.functions["calibration_batches"]()
         if not isinstance(batches, Iterable):
             raise self._wrong("calibration_batches()", batches, "a list, a data loader or a generator of batches")
@@ -104,21 +90,13 @@ class Recipe:
         return batches
 
     def first_batch(self) -> Any:
-        """Return the first calibration batch.
-
-        Raises:
-            RecipeError: there is no batch.
-        """
+        """Return the first calibration batch; a RecipeError if there is none."""
         for batch in self.calibration_batches():
             return batch
         raise RecipeError(f"{self.path}: calibration_batches() returned no batch; return at least one")
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return the metric of a model; larger is better.
-
-        Raises:
-            RecipeError: `evaluate(model)` did not return a finite number.
-        """
+        """Return the metric of a model, larger is better; a RecipeError if it is no finite number."""
         metric = self.functions["evaluate"](model)
         try:
             value = float(metric)
@@ -141,17 +119,9 @@ def load_recipe(
 ) -> Recipe:
     """Execute a recipe file as `python FILE` does: it can import the files in its folder.
 
-    Args:
-        path: a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
-            `train(model)`; or `package.module:function`, whose function makes the model and whose module defines the
-            others; or a folder that `save_pretrained` of Hugging Face wrote.
-        text: a file with lines of text, by which such a folder is calibrated.
-        trust: whether Python files of such a folder may run.
-        task: what is measured of the model of such a folder, see `fakequant.cli.huggingface.task_of`.
-
-    Raises:
-        RecipeError: there is no such file, folder or module, or it lacks a function.
-        Any error that the file itself raises.
+    In place of a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
+    `train(model)`, it may be `package.module:function`, whose function makes the model and whose module defines the
+    others, or a folder that `save_pretrained` of Hugging Face wrote.
     """
     file = Path(path)
     if (file / "config.json").is_file():
@@ -173,7 +143,18 @@ def load_recipe(
             f"there is no recipe file {file}; give the path of a Python file that defines model(), or "
             "package.module:function"
         )
-    return Recipe(file, _functions(str(file), vars(_execute(file))))
+    spec = spec_from_file_location("fakequant_recipe", file)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"{file} is not a Python file; its name must end in .py")
+    module = module_from_spec(spec)
+    # Pickle and dataclasses look the module up by name. Its functions may import files of the folder when called.
+    sys.modules[spec.name] = module
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    LOADED.add(f"{spec.origin}")  # absolute, as in tracebacks
+    spec.loader.exec_module(module)
+    return Recipe(file, _functions(str(file), vars(module)))
 
 
 def _of_module(name: str) -> Recipe:
@@ -216,21 +197,6 @@ def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[...,
     return functions
 
 
-def _execute(file: Path) -> ModuleType:
-    spec = spec_from_file_location("fakequant_recipe", file)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"{file} is not a Python file; its name must end in .py")
-    module = module_from_spec(spec)
-    # Pickle and dataclasses look the module up by name. Its functions may import files of the folder when called.
-    sys.modules[spec.name] = module
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    LOADED.add(f"{spec.origin}")  # absolute, as in tracebacks
-    spec.loader.exec_module(module)
-    return module
-
-
 STARTER = '''"""A recipe for fakequant: the model and its data. Replace every part that is marked EDIT.
 
     fakequant quantize {name} --out quantized
@@ -271,11 +237,7 @@ def calibration_batches():
 
 
 def write_starter(path: Path) -> None:
-    """Write a recipe that runs as it is.
-
-    Raises:
-        OutputError: the file exists, or cannot be written.
-    """
+    """Write a recipe that runs as it is; an OutputError if the file exists."""
     if path.exists():
         raise OutputError(f"{path} exists; give another name, or remove it first")
     write_whole(writable_file(path), STARTER.replace("{name}", path.name).encode())

@@ -32,9 +32,6 @@ def results_folder(directory: Path) -> Iterator[Path]:
 
     One process at a time has it; temporary folders of processes that were killed are removed. If the work fails, new
     folders that are still empty are removed.
-
-    Raises:
-        OutputError: the folder or one of its files cannot be written, or another process works in it.
     """
     made = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     try:
@@ -55,11 +52,7 @@ def results_folder(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Create a temporary folder for the files of a run inside the folder that `publish` writes.
-
-    Raises:
-        OutputError: the temporary folder cannot be created.
-    """
+    """Create a temporary folder for the files of a run inside the folder that `publish` writes."""
     folder = out / f"{_RUN}{secrets.token_hex(8)}"
     try:
         with output_errors(folder, "to "):
@@ -70,17 +63,10 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Replace the files of the previous run; other files stay.
+    """Replace the files of the previous run; other files stay, and all where the disk is full.
 
     A file of an earlier run that the new run does not have is removed. A symbolic link is followed: its target is
     written. An existing file keeps its permissions.
-
-    Args:
-        new: the folder from `staged` with the new files.
-        out: the folder of the results.
-
-    Raises:
-        OutputError: a file cannot be written; where it is the disk that is full, the old files are unchanged.
     """
     checkpoint = out / CHECKPOINT
     with output_errors(out, "to "):

@@ -1,7 +1,6 @@
 """Files that other programs load, with the codes of a model: written, read back, and verified by these programs."""
 
-from fakequant.delivery.delivering import deliver
-from fakequant.delivery.encoding import DeliveredTensors, encode
+from fakequant.delivery.delivering import DeliveredTensors, deliver, encode
 from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, delivery_formats, read, register_delivery
 from fakequant.delivery.gguf.architecture import llama_cpp_inputs, mixture
 from fakequant.delivery.verifying import DeliveryReport, verify_delivery

@@ -87,12 +87,7 @@ def written_in(folder: Path) -> dict[str, str] | None:
 
 
 class Folder:
-    """A folder with `config.json` and tensors, read when they are asked for; nothing in it is executed.
-
-    Attributes:
-        config: the content of `config.json`.
-        quantization: what it says of quantization.
-    """
+    """A folder with `config.json` and tensors, which are read when asked for; nothing is executed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,14 +95,11 @@ class Folder:
         inner = self.config.get("text_config")  # of models of several modalities; the third name is of older files
         places = [self.config, inner if isinstance(inner, dict) else {}]
         said = [one.get(key) for key in ("quantization_config", "compression_config") for one in places]
-        self.quantization: Any = next((one for one in said if one), None) or self._of_2023()
-
-    def _of_2023(self) -> dict[str, Any]:
-        """The quantization in a file of its own, as AutoGPTQ and AutoAWQ wrote it in 2023."""
+        # AutoGPTQ and AutoAWQ wrote a file of its own in 2023.
         for file, method, key in (("quantize_config.json", "gptq", "bits"), ("quant_config.json", "awq", "w_bit")):
-            if (self.path / file).is_file() and key in (values := self.json(file)):
-                return {"quant_method": method, **values}
-        return {}
+            if not any(said) and (path / file).is_file() and key in (values := self.json(file)):
+                said.append({"quant_method": method, **values})
+        self.quantization: Any = next((one for one in said if one), {})
 
     def json(self, name: str) -> dict[str, Any]:
         content = read_folder(self.path)[name]
@@ -121,11 +113,7 @@ class Folder:
         return values
 
     def tensors(self) -> ShardedTensors:
-        """All tensors by name, of one file or of the shards that the index names.
-
-        Raises:
-            CheckpointError: there are none in this form, as where a folder has pickles alone, or shards are damaged.
-        """
+        """All tensors by name, of one file or of shards by the index; a CheckpointError if there are none."""
         if (self.path / WEIGHTS).is_file():
             held: Any = read_folder(self.path)[WEIGHTS]
             return ShardedTensors(self.path, dict.fromkeys(held, WEIGHTS))
@@ -167,14 +155,7 @@ class ShardedTensors(Mapping[str, Tensor]):
 
 
 def class_of(path: Path, cure: str) -> Any:
-    """The class of transformers that the `config.json` of a folder names; code in the folder is not run.
-
-    Args:
-        cure: what to do where there is none, for the message.
-
-    Raises:
-        CheckpointError: transformers is not installed, cannot import the class, or does not have it.
-    """
+    """The class of transformers that the `config.json` of a folder names; code in the folder is not run."""
     names = Folder(path).config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     try:
@@ -196,11 +177,7 @@ def class_of(path: Path, cure: str) -> Any:
 
 
 def build(path: Path) -> nn.Module:
-    """A model of transformers by the `config.json` of a folder, in eval mode; code in the folder is not run.
-
-    Raises:
-        CheckpointError: transformers is not installed, or does not know the architecture.
-    """
+    """A model of transformers by the `config.json` of a folder, in eval mode; code in the folder is not run."""
     cls, config = class_of(path, "give the float model: fakequant.read(path, model)"), Folder(path).config
     from transformers.initialization import no_init_weights
 
@@ -225,11 +202,7 @@ def _plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_counts(values: Any, tensors: int, path: Path) -> None:
-    """Raise where a configuration has more layers than its files have tensors, or another count that no model has.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Raise where a configuration has more layers than its files have tensors, or another count that no model has."""
     named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
     for key, value in named.items():
         check_counts(value, tensors, path)
@@ -241,12 +214,7 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
 def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
     """A model that a function makes, of which the files can hold the weights; before, it is made without memory.
 
-    Args:
-        make: as a configuration says.
-        size: of the files at the path, in bytes.
-
-    Raises:
-        CheckpointError: the configuration is of a larger model, or damaged.
+    A CheckpointError if the configuration is of a larger model, or damaged.
     """
     with torch.device("meta"):
         outline = make()
@@ -277,7 +245,6 @@ class FileNames:
     """How files of an architecture hold the tensors of a model: of stacked experts one for each.
 
     Args:
-        model: of any kind; one of transformers says by itself how it is stored.
         held: the names in a file, where it is read: that of a model with a head has the base model below a prefix.
 
     Attributes:
@@ -300,14 +267,7 @@ class FileNames:
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
-        """A tensor of a model from what files hold.
-
-        Args:
-            name: in the model.
-            pieces: by their names in files.
-            shape: of the tensor.
-            channels: of a stack [experts, ...] the axis of the rows; None where it is no stack.
-        """
+        """A tensor of a model from what files hold; `channels`: in a stack [experts, ...] the axis of rows."""
         (first, *others) = pieces.values()
         if not others:
             return first

@@ -212,11 +212,7 @@ def delivery_formats() -> dict[str, DeliveryFormat]:
 
 
 def delivery_format(name: str) -> DeliveryFormat:
-    """The format of a name.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The format of a name; a CheckpointError if there is none."""
     known = delivery_formats()
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(f"unknown format {name!r:.80}{nearest(str(name), list(known))}")
@@ -224,11 +220,7 @@ def delivery_format(name: str) -> DeliveryFormat:
 
 
 def format_of(path: Path) -> DeliveryFormat:
-    """The format that recognizes a file or folder.
-
-    Raises:
-        CheckpointError: there is nothing, or no format does.
-    """
+    """The format that recognizes a file or folder; a CheckpointError if none does."""
     try:
         is_there = path.exists()
     except OSError as error:
@@ -263,8 +255,6 @@ class WeightSlot(NamedTuple):
     """A weight of a layer.
 
     Attributes:
-        path: of the layer.
-        kind: the class of the float layer.
         classes: that class and its bases, by name; for a stack of experts, that of a single expert.
         attribute: the name of the weight's quantizer.
         input: the name of the quantizer of what it multiplies; "" where there is none.
@@ -364,14 +354,10 @@ class LayeredWriter:
     """The tensors of a model by their names in files, of stacked experts one for each.
 
     Args:
-        state: of the model.
-        model: that is delivered.
-        parts: of it.
         stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
         with_tables: whether tables and tied weights are codes, too, a tied one under its first name.
 
     Attributes:
-        tensors: of the file.
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and what is tied.
         pieces: for each coded weight the names that it has in files.
@@ -426,28 +412,27 @@ class LayeredWriter:
         if self._made[0] != name:
             self._made = name, {}
         fields = self._made[1]
-        if field not in fields:
-            fields[field] = self._field(name, field)
-        return fields[field]
-
-    def _field(self, name: str, field: str) -> dict[str, Tensor]:
+        if field in fields:
+            return fields[field]
         state = self.state
         if field == "values":
-            coded = name in self.in_float
-            return self._names.split(name, state.weights[name].values() if coded else state.tensors[name])
-        if field == "codes":
-            return self._names.split(name, state.weights[name].codes)
-        part = self.coded[name]
-        spec = part.operands["weight"].spec
-        groups = spec.granularity.group_shape(part.shape)
-        if field == "zero_point" and spec.symmetric:
-            return self._names.split(name, torch.zeros(groups, dtype=torch.int32, device="cpu"))
-        found = self._params(name, "zero_point" if field == "zero_point" else "scale")
-        if field in ("scale_codes", "shared"):
-            codes, shared = spec.scale.split(found, self.under.get(name))
-            assert shared is not None
-            found = codes if field == "scale_codes" else shared.expand(*groups[:-1], 1)
-        return self._names.split(name, found)
+            found = state.weights[name].values() if name in self.in_float else state.tensors[name]
+        elif field == "codes":
+            found = state.weights[name].codes
+        else:
+            part = self.coded[name]
+            spec = part.operands["weight"].spec
+            groups = spec.granularity.group_shape(part.shape)
+            if field == "zero_point" and spec.symmetric:
+                found = torch.zeros(groups, dtype=torch.int32, device="cpu")
+            else:
+                found = self._params(name, "zero_point" if field == "zero_point" else "scale")
+            if field in ("scale_codes", "shared"):
+                codes, shared = spec.scale.split(found, self.under.get(name))
+                assert shared is not None
+                found = codes if field == "scale_codes" else shared.expand(*groups[:-1], 1)
+        fields[field] = self._names.split(name, found)
+        return fields[field]
 
     def _params(self, name: str, one: str) -> Tensor:
         """The scales or zero points [groups, axes kept] of a coded weight."""
@@ -460,8 +445,7 @@ class LayeredWriter:
     def merge_scales(self, names: Sequence[str]) -> None:
         """Write scales of several weights that are under a scale of the tensor all under the largest, unchanged.
 
-        Raises:
-            ExportError: their scales are not numbers under it.
+        An ExportError if the scales are no numbers under it.
         """
         spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
         if not spec.scale.is_under_a_tensor:
@@ -538,11 +522,7 @@ def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder; each access reads its tensors.
-
-    Raises:
-        CheckpointError: the file is damaged; an access may raise it, too.
-    """
+    """The state in a file or folder; each access reads its tensors; a CheckpointError where it is damaged."""
     with _damage(format, path):
         state = format.decode(path, model)
     tensors, weights = (

@@ -51,7 +51,6 @@ class CodedWeight:
     """A weight [out, in] that a file holds as codes.
 
     Attributes:
-        spec: of the weight.
         codes: in the storage of the format.
         scale: [out, groups].
         zero_point: the same; None without one.
@@ -76,14 +75,9 @@ class LayerTensors:
     """The tensors of a file that belong to one weight.
 
     Attributes:
-        folder: with its configuration.
-        tensors: of the folder.
-        base: the path of the layer in the file.
         shape: of the weight, [out, in].
-        path: the path of the layer in the model.
         classes: the names of the layer's class and its bases; for experts, those of a single expert.
         is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
-        key: the name of the weight in the file.
         experts: how many the tensor has where the file has a whole stack; else 0.
         inputs_first: whether the model has the inputs of such a stack before its outputs.
         used: the names of the tensors that were read.
@@ -106,11 +100,7 @@ class LayerTensors:
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
-        """What reads a tensor; its shape becomes the first of the given shapes.
-
-        Raises:
-            CheckpointError: there is none, or it is of another dtype or shape.
-        """
+        """What reads a tensor in the first shape; a CheckpointError if it is missing, or of another dtype or shape."""
         key, allowed = join(self.base, end), (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder.path} lacks {key}; it is damaged, or of another model or version")
@@ -138,11 +128,7 @@ class LayerTensors:
         return lambda: unpack(packed(), 4, columns).to(torch.uint8)
 
     def groups(self, size: object) -> Groups:
-        """The groups for the group size of a configuration; -1 is one group.
-
-        Raises:
-            CheckpointError: it is no valid group size.
-        """
+        """The groups for the size in a configuration, -1 for one group; a CheckpointError if it is no valid size."""
         columns = self.shape[1]
         if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
             self.refuse(f"group_size is {size!r:.40}, not a number of inputs or -1")
@@ -157,14 +143,10 @@ class LayerTensors:
         Groups of one input each say any order, where a permutation cannot.
 
         Args:
-            groups: as they are stored.
             index: the group of each input; None where they are in order.
 
         Returns:
             The order of the inputs, their groups in it, and the stored group of each of these.
-
-        Raises:
-            CheckpointError: an input is in a group that does not exist.
         """
         plain = torch.arange(self.shape[1], device="cpu")
         if index is None:
@@ -200,11 +182,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The weight as the file codes it; None if the file has it in float.
-
-        Raises:
-            CheckpointError: tensors that this reader does not know.
-        """
+        """The weight as the file codes it, None for float; a CheckpointError for unknown tensors."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(

@@ -228,11 +228,7 @@ def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
 
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
-    """A scheme of a file, completed with the defaults of omitted arguments.
-
-    Raises:
-        CheckpointError: arguments that this reader does not know.
-    """
+    """A scheme of a file with the defaults of omitted arguments; a CheckpointError if this reader does not know one."""
     scheme: Args = {"targets": [str(target) for target in group["targets"]]}
     for role in ROLES.values():
         if (given := group.get(role)) is None:
@@ -261,15 +257,7 @@ def config_of(
     """The configuration for a tensor that has these arguments.
 
     Files do not say how a program computes the scales of dynamic integers. vLLM 0.32 has one rule for INT8 per token,
-    and compressed-tensors 0.20, in transformers, another one for all.
-
-    Args:
-        args: the arguments in a scheme, see `normalized`.
-        scales: the dtype of the scales in the file.
-        half_range: whether INT8 per token has the rule of transformers, too.
-
-    Raises:
-        CheckpointError: arguments that this reader does not know.
+    and compressed-tensors 0.20, in transformers, another one for all; `half_range` takes that for INT8 per token, too.
     """
     bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
     places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
@@ -296,11 +284,7 @@ def config_of(
 
 
 def groups_of(folder: Folder) -> list[Args]:
-    """The schemes of a folder.
-
-    Raises:
-        CheckpointError: there are none, or they have arguments that this reader does not know.
-    """
+    """The schemes of a folder; a CheckpointError if there are none, or this reader does not know them."""
     given = folder.quantization
     if not given.get("config_groups"):
         raise CheckpointError(f"{folder.path} holds no codes: its quantization_config has no config_groups")
@@ -330,11 +314,7 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of a file, whose work is bounded: no repeats of what repeats, and few choices.
-
-    Raises:
-        CheckpointError: another one, or none.
-    """
+    """A pattern of a file, whose work is bounded: no repeats of what repeats, and few choices."""
     try:
         if len(pattern) > _LONG:
             raise CheckpointError(f"{len(pattern)} characters")
@@ -455,9 +435,6 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
     """The calls of attention of a language model, with quantizers of some operands.
 
     A float model runs once with two tokens, by which its calls are found; a prepared one has them.
-
-    Raises:
-        CheckpointError: no call of attention is found.
     """
     if quantizers(model):
         return sites_entry(model)

@@ -7,25 +7,18 @@ calibration data than by rounding to nearest.
 from importlib import import_module
 from typing import Any
 
-from fakequant.ptq.advice import Advice
-from fakequant.ptq.allocation import search
-from fakequant.ptq.comparison import Ways, compare
-from fakequant.ptq.reconstruction import find_blocks, reconstruct
-from fakequant.ptq.solvers.problem import descend, gptq
-
-from .advice import advise
-from .allocation import Allocation, Score, Scores, scores, verify
-from .comparison import Comparison
-from .corrections import reestimate_batch_norm
-from .equalization import Equalization, EqualizedPair, equalize
-from .improvement import STEPS, improve
-from .reconstruction import PRESETS, Preset, reconstruct_block
-from .results import Improvement, LayerResult
-from .rotation import Rotated, Rotations, rotate
-from .scale_folding import FoldedScale, FoldedScales, fold_scales
-from .solvers.adaround import adaround
-from .solvers.sums import InputSums
-from .trial import Compared
+from fakequant.ptq.advice import Advice, advise
+from fakequant.ptq.allocation import Allocation, Score, Scores, scores, search, verify
+from fakequant.ptq.channel_scales import Equalization, EqualizedPair, FoldedScale, FoldedScales, equalize, fold_scales
+from fakequant.ptq.comparison import Comparison, Ways, compare
+from fakequant.ptq.corrections import reestimate_batch_norm
+from fakequant.ptq.improvement import STEPS, improve
+from fakequant.ptq.judging import Improvement, LayerResult
+from fakequant.ptq.reconstruction import PRESETS, Preset, find_blocks, reconstruct, reconstruct_block
+from fakequant.ptq.rotation import Rotated, Rotations, rotate
+from fakequant.ptq.solvers.problem import adaround, descend, gptq
+from fakequant.ptq.solvers.sums import InputSums
+from fakequant.ptq.trial import Compared
 
 __all__ = [
     "PRESETS",

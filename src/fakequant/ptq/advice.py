@@ -21,7 +21,6 @@ from fakequant.data.batches import (
     Forward,
     HeldOut,
     Inputs,
-    KeptBatches,
     Mask,
     example_arguments,
     example_in,
@@ -58,14 +57,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """How models of a search are made.
-
-    Args:
-        preparation: what `prepare` gets.
-        held: the numbers of the batches that judge; none if a single batch does both.
-        count: of all batches.
-        inputs, forward, mask: as for `calibrate`.
-    """
+    """How models of a search are made; `held` are the numbers of the batches that judge, none for a single batch."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -130,12 +122,7 @@ TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 
 
 class SizeClass(NamedTuple):
-    """Presets of one kind that give models of one size.
-
-    Attributes:
-        bytes: of all parameters, of the smallest.
-        presets: their names.
-    """
+    """Presets of one kind that give models of one size; `bytes` are all parameters of the smallest."""
 
     bytes: int
     presets: tuple[str, ...]
@@ -145,7 +132,6 @@ def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> l
     """Presets by size, the smallest first, and of one size by kind.
 
     Args:
-        bytes_of: the bytes of all parameters, by preset.
         kinds: the presets of each kind, the one first that engines run faster.
 
     >>> [size.presets for size in sizes_of({"a": 100, "b": 112, "c": 200, "d": 201}, ["d", "abc"])]
@@ -166,13 +152,10 @@ class SearchOrder:
     """The search for the smallest model that meets a floor.
 
     Args:
-        sizes: the smallest first.
         static: presets whose inputs get ranges by calibration.
-        floor: of the score, larger is better.
         has_metric: whether the score is a metric of the user's, in which decibels mean nothing.
 
     Attributes:
-        rows: what was measured, by way.
         met: the number of the smallest size that meets the floor; that of all sizes if none does.
     """
 
@@ -274,7 +257,6 @@ class TriedVariant:
 
     Attributes:
         measured: its figures; `bits` count codes and scales of the quantized weights.
-        bytes: of all parameters, quantized or not.
         score: the metric, without one the signal over the error of the output in dB; -inf where it failed.
     """
 
@@ -493,7 +475,19 @@ def advise(  # noqa: PLR0913  all but the first two by name
     folder = None if work is None else writable_folder(work)
     given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
     held_out = HeldOut.of(given, EVERY)
-    preparation = _preparation(model, held_out.made, inputs, forward, target)
+    placed, example, folds = places(target), None, False
+    if forward is not None and placed:
+        raise ConfigError(
+            f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
+            "called with a batch; give inputs= in its place"
+        )
+    if forward is None:
+        example = next(iter(held_out.made))
+        example = example_in(model, example) if inputs is None else example
+    if placed:
+        with evaluating(model):
+            folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
+    preparation = Preparation(example, inputs, target, folds)
     scorer = None if metric is None else named(metric)
     trials = Trials(model, held_out, scorer, preparation, mask, times=False)
     trials.check()
@@ -513,36 +507,8 @@ def advise(  # noqa: PLR0913  all but the first two by name
         return search.advice(code, target, str(held_out), interrupted)
 
 
-def _preparation(
-    model: nn.Module, made: KeptBatches, inputs: Inputs | None, forward: Forward | None, target: str | None
-) -> Preparation:
-    """What `prepare` gets for a target, with the first batch as the example."""
-    if forward is not None:
-        if places(target):
-            raise ConfigError(
-                f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
-                "called with a batch; give inputs= in its place"
-            )
-        return Preparation(target=target)
-    first = next(iter(made))
-    example = example_in(model, first) if inputs is None else first
-    if not places(target):
-        return Preparation(example, inputs, target)
-    with evaluating(model):
-        folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
-    return Preparation(example, inputs, target, folds)
-
-
 class _VariantSearch:
-    """The trials of `advise`, and what they found.
-
-    Args:
-        trials: make and measure models.
-        kinds: the names of presets, see `Engine`.
-        floor: of the score.
-        progress: whether to say before each trial what may follow.
-        metric: of the trials, with its name.
-    """
+    """The trials of `advise`, and what they found."""
 
     def __init__(
         self,
@@ -576,22 +542,24 @@ class _VariantSearch:
         self._folder, self._known = folder, kept_rows(folder / _ROWS, fingerprint)
 
     def run(self) -> bool:
-        """Try what the ladder asks for; returns whether an interrupt ended it.
-
-        Raises:
-            KeyboardInterrupt: before the first result.
-            ConfigError: every way failed.
-        """
+        """Try what the ladder asks for; returns whether an interrupt ended it."""
         rows = self.ladder.rows
         try:
             for way, follows in self.ladder.ways():
                 if (row := self._known.get(way)) is None:
-                    best = self.ladder.answer
-                    so_far = (
-                        "" if best is None else f"; best so far: {told(best, self.ladder.score(best), self._metric)}"
-                    )
+                    best, folder, how = self.ladder.answer, self._folder, dict[str, Any]()
+                    so_far = f"; best so far: {told(best, self.ladder.score(best), self._metric)}" if best else ""
                     tell(f"trying {shown_way(way)}{so_far}; {follows}", self._progress)
-                    row = self._measured(way)
+                    if folder is not None and way.steps:
+                        how["checkpoint"] = folder / f"improve-{'-'.join(way)}"
+                    try:
+                        row = self.trials.of(way, **how)
+                    except Exception as error:  # a user's metric, and torch, may raise anything
+                        row = Compared(*way, failed=first_line(error))
+                    if folder is not None:
+                        keep_row(folder / _ROWS, row)
+                    if how:
+                        remove_finished(how["checkpoint"])
                 rows[way] = row
         except KeyboardInterrupt:
             if self.ladder.answer is None:
@@ -601,18 +569,6 @@ class _VariantSearch:
             way, row = next(iter(rows.items()))
             raise ConfigError(f"nothing could be measured; {shown_way(way)}: {row.failed}")
         return False
-
-    def _measured(self, way: Variant) -> Compared:
-        own = None if self._folder is None or not way.steps else self._folder / f"improve-{'-'.join(way)}"
-        try:
-            row = self.trials.of(way, **({} if own is None else {"checkpoint": own}))
-        except Exception as error:  # a user's metric, and torch, may raise anything
-            row = Compared(*way, failed=first_line(error))
-        if self._folder is not None:
-            keep_row(self._folder / _ROWS, row)
-            if own is not None:
-                remove_finished(own)
-        return row
 
     def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:
         """The answer, with the code that makes it and its reason."""

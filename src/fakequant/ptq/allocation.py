@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from numbers import Real
@@ -194,13 +193,16 @@ class Scores:
             tried = torch.stack([one + own[name].loss for one, name in zip(shifted, own, strict=True)])
             best, chosen = tried.min(0)
             taken.append(chosen)
-        found, least = [], float("inf")
-        for place in torch.nonzero(best.isfinite()).flatten().tolist():
-            if float(best[place]) < least:
-                least = float(best[place])
-                found.append(self._traced(place, groups, sizes, taken))
-        kept: list[Allocation] = []
-        for point in found:
+        kept, least = list[Allocation](), float("inf")
+        for end in torch.nonzero(best.isfinite()).flatten().tolist():
+            if float(best[end]) >= least:
+                continue
+            least, place, choices = float(best[end]), end, dict[str, str]()
+            for (group, own), size, chosen in zip(groups[::-1], sizes[::-1], taken[::-1], strict=True):
+                name = list(own)[int(chosen[place])]
+                choices |= dict.fromkeys(group, name)
+                place -= size[name]
+            point = self.predict({layer: choices[layer] for layer in self.layers})
             if not kept or point.loss < kept[-1].loss:
                 kept.append(point)
         return kept
@@ -260,15 +262,6 @@ class Scores:
             raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
         return fitting[0]
 
-    def _traced(self, place: int, groups: Any, sizes: list[dict[str, int]], taken: list[Tensor]) -> Allocation:
-        """The mix that led to a place of the last table."""
-        choices: dict[str, str] = {}
-        for (group, own), size, chosen in zip(reversed(groups), reversed(sizes), reversed(taken), strict=True):
-            name = list(own)[int(chosen[place])]
-            choices |= dict.fromkeys(group, name)
-            place -= size[name]
-        return self.predict({layer: choices[layer] for layer in self.layers})
-
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for own in self.layers.values() for name in own))
         rows = [["layer", "weights", *names]]
@@ -305,11 +298,7 @@ def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) 
 
     Args:
         model: in float, in eval mode; its first floating output holds logits.
-        batches: those to compare on.
         axis: of the classes; None for the last one of up to three.
-
-    Raises:
-        ConfigError: there are no logits, or they have more axes than three and the axis is not given.
     """
     with torch.no_grad(), batches.one_pass(model):
         wanted = [_logits(batches.run(model, batch), axis) for batch in batches]
@@ -342,14 +331,7 @@ def losses_alone(
 ) -> dict[tuple[str, str], Tensor]:
     """What quantizing one layer alone adds to a loss, by layer and choice, as errors in directions of their own.
 
-    A layer that lowers the loss counts as 0.
-
-    Args:
-        model: in float.
-        quantized: calibrated copies by choice.
-        layers: names of those to try.
-        loss: called as loss(model), smaller is better.
-        progress: whether to show a progress bar.
+    The smaller loss(model), the better. A layer that lowers the loss counts as 0.
     """
     with evaluating(model):
         before = measured(loss, model)
@@ -382,7 +364,14 @@ def arriving_errors(
         ConfigError: no output depends on a layer by a gradient, or all are 0.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
-    energies = {place: energy for place, energy in _energies(model, batches).items() if energy}
+    outputs = Distance()  # values that are infinite, as those of a mask are, have no error
+    with batches.one_pass(model):
+        for number, batch in batches.numbered.items():
+            found = named_tensors(batches.run(model, batch))
+            if any(bool(y.isnan().any()) for y in found.values()):
+                raise _nan(number)
+            outputs.add(found, found)
+    energies = {place: energy for place, energy in outputs.energies.items() if energy}
     if not energies:
         raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
     least = min(energies.values())
@@ -399,18 +388,6 @@ def arriving_errors(
     return {key: torch.cat(values) * (len(torch.cat(values)) * share) ** 0.5 for key, values in parts.items()}
 
 
-def _energies(model: nn.Module, batches: KeptBatches) -> dict[Place, float]:
-    """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
-    found = Distance()
-    with torch.no_grad(), batches.one_pass(model):
-        for number, batch in batches.numbered.items():
-            outputs = named_tensors(batches.run(model, batch))
-            if any(bool(y.isnan().any()) for y in outputs.values()):
-                raise _nan(number)
-            found.add(outputs, outputs)
-    return found.energies
-
-
 def _nan(number: int) -> CalibrationError:
     return CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
 
@@ -422,11 +399,7 @@ def _add_errors(
     parts: dict[tuple[str, str], list[Tensor]],
     drawn: tuple[int, Mapping[Place, float]],
 ) -> None:
-    """Add the errors of one batch that arrive in random directions of its outputs.
-
-    Args:
-        drawn: the seed of the directions, and the factor of those of each output.
-    """
+    """Add the errors of one batch that arrive in random directions of its outputs; `drawn`: seed, factors."""
     seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
 
@@ -436,7 +409,14 @@ def _add_errors(
         calls.append((errors, y))
         return y.clone()  # which the model may write into
 
-    with _outputs_replaced(layers, see), torch.inference_mode(mode=False), torch.enable_grad():
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, args, kwargs, y, name=name: see(name, LayerCall(args, kwargs).first, y), with_kwargs=True
+        )
+        for name, layer in layers.items()
+    ]
+    undo = restore_after(lambda: [hook.remove() for hook in hooks])
+    with undo, torch.inference_mode(mode=False), torch.enable_grad():
         found = {place: y for place, y in named_tensors(call()).items() if y.requires_grad and place in weights}
         result, scales = [*found.values()], [weights[place] for place in found]
         if not result:
@@ -453,31 +433,13 @@ def _add_errors(
             sums = {key: torch.zeros(examples, dtype=torch.float64, device="cpu") for key in parts}
             for (errors, _), gradient in zip(calls, gradients, strict=True):
                 for key, error in errors.items() if gradient is not None else ():
-                    sums[key] += _by_example((gradient * error).double(), examples)
+                    values = (gradient * error).double()
+                    if values.numel() and values.dim() and len(values) == examples:
+                        sums[key] += values.reshape(examples, -1).sum(1).cpu()
+                    else:  # the first axis does not hold the examples
+                        sums[key][0] += values.sum().cpu()
             for key, values in sums.items():
                 parts[key].append(values)
-
-
-@contextmanager
-def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Replace what layers give by see(name, input, output)."""
-    hooks = [
-        layer.register_forward_hook(
-            lambda _, args, kwargs, y, name=name: see(name, LayerCall(args, kwargs).first, y), with_kwargs=True
-        )
-        for name, layer in layers.items()
-    ]
-    with restore_after(lambda: [hook.remove() for hook in hooks]):
-        yield
-
-
-def _by_example(values: Tensor, examples: int) -> Tensor:
-    """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
-    if not values.numel():
-        return torch.zeros(examples, dtype=torch.float64, device="cpu")
-    if values.dim() and len(values) == examples:
-        return values.reshape(examples, -1).sum(1).cpu()
-    return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
 
 
 @torch.no_grad()
@@ -575,6 +537,15 @@ def _scores(
         parameter = _parameter(layers[name])
         weights[name] = 0 if parameter in seen else layers[name].weight.numel()
         seen |= set() if parameter is None else {parameter}
+    holders = dict[nn.Parameter, list[str]]()
+    for name in siblings:
+        if (parameter := _parameter(layers[name])) is not None:
+            holders.setdefault(parameter, []).append(name)
+    tied = {name: [name] for name in siblings}
+    for group in (*siblings.values(), *holders.values()):
+        joined = list(dict.fromkeys(other for name in group for other in tied[name]))
+        tied |= dict.fromkeys(joined, joined)
+    ties = [list(group) for group in dict.fromkeys(map(tuple, tied.values()))]
     in_float, seen = dict[str, int](), {own for layer in reached if (own := _parameter(layers[layer])) is not None}
     for path, module in model.named_modules():
         rest = set(module.parameters(recurse=False)) - seen
@@ -591,7 +562,7 @@ def _scores(
     return Scores(
         found,
         weights,
-        _ties(layers, siblings),
+        ties,
         arriving,
         products,
         _left(model, reached, ran),
@@ -605,25 +576,8 @@ def _parameter(layer: nn.Module) -> nn.Parameter | None:
     return layer._parameters.get("weight")
 
 
-def _ties(layers: Mapping[str, Any], siblings: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """The groups of layers that get one choice: they read the same tensor, or hold the same parameter."""
-    holders: dict[nn.Parameter, list[str]] = {}
-    for name in siblings:
-        if (parameter := _parameter(layers[name])) is not None:
-            holders.setdefault(parameter, []).append(name)
-    found = {name: [name] for name in siblings}
-    for group in (*siblings.values(), *holders.values()):
-        joined = list(dict.fromkeys(other for name in group for other in found[name]))
-        found |= dict.fromkeys(joined, joined)
-    return [list(group) for group in dict.fromkeys(map(tuple, found.values()))]
-
-
 def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
-    """Why layers with weights of two axes or more have no scores.
-
-    Args:
-        recording: of the first batch.
-    """
+    """Why layers with weights of two axes or more have no scores."""
     matrices = {
         name: module
         for name, module in model.named_modules()
@@ -741,26 +695,21 @@ def search(  # noqa: PLR0913  all but the first three by name
     trials, found = Trials(model, held_out), _scores(model, held_out.made, choices, progress=progress)
     trials.check()
     if metric is None or floor is None:
-        mix = found.allocate(bits=bits, size=size, loss=loss)
-    else:
-        mix = _smallest(trials, found.curve(), metric, floor)
-    return _measured(trials, mix)
+        return _measured(trials, found.allocate(bits=bits, size=size, loss=loss))
 
-
-def _smallest(trials: Trials, curve: list[Allocation], metric: Metric, floor: float) -> Allocation:
-    """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
-
+    # The first point of the curve that keeps the floor, by bisection: larger points are taken to be no worse.
     def score(mix: Allocation) -> float:
         return score_of(metric, _quantized(trials, mix))
 
-    best = replace(curve[-1], metric=score(curve[-1]))
-    if best.metric is None or not best.metric >= floor:
-        asked, found = (named(metric).shown(value) for value in (floor, best.metric or 0.0))
+    curve = found.curve()
+    largest = score(curve[-1])
+    if not largest >= floor:
+        asked, most = (named(metric).shown(value) for value in (floor, largest))
         raise ConfigError(
-            f"no mix of these choices keeps {asked:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
-            f"gives {found:.6g}; give other choices or another floor"
+            f"no mix of these choices keeps {asked:.6g}: the largest, {curve[-1].bits_per_weight:.2f} bits per weight, "
+            f"gives {most:.6g}; give other choices or another floor"
         )
-    low, high = 0, len(curve) - 1
+    best, low, high = replace(curve[-1], metric=largest), 0, len(curve) - 1
     while low < high:
         middle = (low + high) // 2
         value = score(curve[middle])
@@ -768,4 +717,4 @@ def _smallest(trials: Trials, curve: list[Allocation], metric: Metric, floor: fl
             high, best = middle, replace(curve[middle], metric=value)
         else:
             low = middle + 1
-    return best
+    return _measured(trials, best)

@@ -30,7 +30,7 @@ from fakequant.nn.quantizer import Mode
 from fakequant.nn.ranges import call_again
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.problem import structured_zeros
 from fakequant.ptq.solvers.sums import (
@@ -101,10 +101,6 @@ class ChosenLayersFolder:
     Args:
         folder: None keeps nothing.
         run: what the run depends on, by name, as texts. A folder that holds another run is refused.
-
-    Raises:
-        CheckpointError: the folder holds another run, or a damaged file.
-        OutputError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
@@ -115,11 +111,7 @@ class ChosenLayersFolder:
                 self._read(path)
 
     def get(self, number: int, name: str, product: MatrixProduct) -> tuple[InputChoice, Choice] | None:
-        """What was chosen for a layer as the number-th one, or None.
-
-        Raises:
-            CheckpointError: the file is damaged, or holds another layer.
-        """
+        """What was chosen for a layer as the number-th one, or None; a CheckpointError if the file is damaged."""
         if self._folder is None or not (path := self._path(self._folder, number)).exists():
             return None
         found = self._read(path)
@@ -217,11 +209,6 @@ def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) ->
     Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
     them.
 
-    Args:
-        model: before the run.
-        batches: all of them.
-        steps: their names.
-
     Raises:
         NoDigestError: a batch holds an object that is not plain.
 
@@ -305,9 +292,6 @@ class Collector:
     """What the layers of a model get at their stages, and the sums over it.
 
     Args:
-        layers: what multiplies, by the path of the weight's quantizer.
-        batches: of this process, with their masks.
-        recorded: of the same model and batches.
         processes: they choose together; the first one chooses transforms and ranges of inputs.
         halves: whether the sums of layers of up to 2,048 columns are kept for two halves of the rows.
     """
@@ -342,7 +326,20 @@ class Collector:
         product, choice = self._layers[stage.name], self._ahead.choice(stage, wanted, self._processes)
         if choice is None:
             names = [stage.name, *self._alike(stage)]
-            choice, *others = self._choose_together(names, stage, wanted, steps_of)
+
+            def sums() -> Iterator[tuple[str, Iterable[InputSums]]]:
+                for name in names:
+                    at, other = (one and one._replace(name=name) for one in (stage, wanted))
+                    assert at is not None
+                    found = self.sums(at, other)
+                    yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
+
+            def solve(given: tuple[str, Iterable[InputSums]], together: Ranks) -> Choice:
+                name, own = given[0], self._layers[given[0]]
+                return choose(own.row_name(name), own, given[1], steps_of(name), together)
+
+            shared = self._processes.share(sums(), solve)  # processes share the weights
+            choice, *others = (on_device(one, product.tensor.device) for one in shared)
             self._ahead = ChoicesForSiblings.of(stage, wanted, dict(zip(names[1:], others, strict=True)))
         if not any(choice.rows):
             return own, None
@@ -361,24 +358,6 @@ class Collector:
         if without:
             remarks.append(f"{without} of its {len(choice.rows)} experts got no tokens, and keep the nearest values")
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
-
-    def _choose_together(
-        self, names: Sequence[str], stage: Stage, wanted: Stage | None, steps_of: StepsOf
-    ) -> list[Choice]:
-        """What loses least for weights that get the inputs of a stage; processes share the weights."""
-
-        def sums() -> Iterator[tuple[str, Iterable[InputSums]]]:
-            for name in names:
-                at, other = (one and one._replace(name=name) for one in (stage, wanted))
-                assert at is not None
-                found = self.sums(at, other)
-                yield name, found if self._layers[name].is_stack else [*found]  # a stack makes them one by one
-
-        def solve(given: tuple[str, Iterable[InputSums]], together: Ranks) -> Choice:
-            name, product = given[0], self._layers[given[0]]
-            return choose(product.row_name(name), product, given[1], steps_of(name), together)
-
-        return [on_device(own, self._layers[stage.name].tensor.device) for own in self._processes.share(sums(), solve)]
 
     def _alike(self, stage: Stage) -> list[str]:
         """The layers after that of a stage that will get the same inputs, as they are now; none for one process."""
@@ -481,7 +460,12 @@ class Collector:
         if not all(self._processes.all(is_alike)):  # a process has none, or rows that cannot be compared with its own
             others = {}
         with_drift = any(self._processes.all(bool(others)))
-        calls = self._calls(stage, own, others) if with_drift or seen is None else []
+        calls = list[_Call]()
+        for number, many in own.items() if with_drift or seen is None else ():
+            for place, inputs in enumerate(many):
+                with call_again(stage.calls[number][place].bins):
+                    rounded = product.quantized_inputs(inputs)
+                calls.append(_Call(number, inputs, rounded, others[number][place] if others else None))
         if product.is_stack:  # one matrix at a time
             for place in product.reads:
                 one = self._sums(stage, calls, (place,))
@@ -497,22 +481,6 @@ class Collector:
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, stage.all_calls, seen
         yield self._with_drift(stage, calls, seen, self._added(stage, wanted)) if with_drift else stacked(seen.sums)
-
-    def _calls(
-        self,
-        stage: Stage,
-        own: Mapping[int, Sequence[tuple[Tensor, ...]]],
-        others: Mapping[int, Sequence[tuple[Tensor, ...]]],
-    ) -> list[_Call]:
-        def rounded(number: int, call: int) -> Sequence[Tensor]:
-            with call_again(stage.calls[number][call].bins):
-                return self._layers[stage.name].quantized_inputs(own[number][call])
-
-        return [
-            _Call(number, inputs, rounded(number, call), others[number][call] if others else None)
-            for number, calls in own.items()
-            for call, inputs in enumerate(calls)
-        ]
 
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""

@@ -155,12 +155,7 @@ _AXES = {"bits": "bits per weight, with scales", "milliseconds": "milliseconds o
 
 
 def checked_picture(path: str | os.PathLike[str], over: str) -> Path:
-    """Check that `Comparison.plot` can draw a file, and create its folder.
-
-    Raises:
-        ConfigError: another `over`, a file of a kind that matplotlib does not write, or matplotlib is not installed.
-        OutputError: the file cannot be written.
-    """
+    """Check that `Comparison.plot` can draw a file, and create its folder."""
     check_axis(over)
     if find_spec("matplotlib") is None:
         raise ConfigError("a plot needs matplotlib, not installed here; run pip install 'fakequant[report]'")
@@ -251,7 +246,15 @@ def compare(  # noqa: PLR0913  all but the first three by name
     if told is not None:
         warn_renamed("told= of compare", "on_row=")
         on_row = told
-    tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
+    ways = ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways)
+    names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
+    methods = [find_method(method) for method in ways.methods]
+    for step in ways.steps:
+        if not isinstance(step, str | None):
+            raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')
+        checked_steps(step or "fast")
+    every = [Variant(name, method, step or "") for name, method, step in product(names, methods, ways.steps)]
+    tried = [way for way in every if way.method == methods[0] or has_static_inputs(way.preset)]
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
@@ -276,15 +279,3 @@ def compare(  # noqa: PLR0913  all but the first three by name
         result.rows.append(row)
     result.rows.sort(key=best_first)
     return result
-
-
-def _combined(ways: Ways) -> list[Variant]:
-    names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
-    methods = [find_method(method) for method in ways.methods]
-    for step in ways.steps:
-        if not isinstance(step, str | None):
-            raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')
-        checked_steps(step or "fast")
-    ways = Ways(names, methods, ways.steps)
-    found = [Variant(name, method, step or "") for name, method, step in product(*ways)]
-    return [way for way in found if way.method == ways.methods[0] or has_static_inputs(way.preset)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
-from fakequant.ptq.judging import EVERY_OF_CHOICES, OutputJudge
-from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.judging import EVERY_OF_CHOICES, MISSED, Improvement, LayerResult, OutputJudge, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.transforms import memory
 from fakequant.ptq.stream import (
@@ -179,14 +178,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
     """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
 
     Args:
-        model: the model, or a module that is called with the inputs of a part.
-        weights: by the paths of their quantizers.
-        held_out: the batches, by those that choose and those that judge.
-        steps: in their order.
-        processes: that choose together.
-        finished: what an earlier run chose.
         floats: what the float model is called with where that is something else, by the same numbers.
-        metric, progress: see `improve`.
         undo: gets what restores the weights after an error, as first; None: nothing does, and the error of the output
             is not measured.
     """
@@ -215,7 +207,11 @@ def improved(  # noqa: PLR0913  all but the first five by name
             undone = judge.keep_what_helps(changed, choices.state_of)
             judge.put_into(result, "improve")
             result.take_back(names[path] for path, part in choices.parts.items() if part in undone)
-        result.notes += _by_value(layers.values(), steps)
+        own_inputs = [one.input_quantizer for one in layers.values() if one.input_quantizer is not None]
+        by = {one.by_value.name for one in own_inputs if one.by_value is not None}
+        if by and (left := [f'"{step}"' for step in steps if step in ("input", *TRANSFORMS)]):
+            where = f"inputs with ranges by {', '.join(sorted(by))}"
+            result.notes.append(f"{', '.join(left)}: left out for {where}; call improve before calibrate with by=")
         if stages.parted:
             first = layer_of(stages.parted)
             result.notes.append(f'"drift" was left out from {first} on: the float model calls other layers')
@@ -231,12 +227,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
 def judge_of(
     model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
 ) -> OutputJudge:
-    """The judge of what is chosen. If a process holds no batch back, nothing goes back, and those that choose measure.
-
-    Args:
-        recorded: how the model calls its layers; it also says whether outputs repeat.
-        metric: judges before the error does.
-    """
+    """The judge of choices. If a process holds no batch back, nothing goes back, and those that choose measure."""
     is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
     batches = held_out.held if is_apart else held_out.measuring
@@ -244,15 +235,7 @@ def judge_of(
 
 
 class _LayerLoop:
-    """Chooses one layer after the other, or takes what an earlier run chose.
-
-    Args:
-        layers: what is chosen, by the paths of the quantizers.
-        steps: their names.
-        collector: chooses.
-        finished: what an earlier run chose.
-        fixed: parameters that stay, with the reason.
-    """
+    """Chooses one layer after the other, or takes what an earlier run chose."""
 
     def __init__(
         self,
@@ -319,17 +302,6 @@ def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[
     ]
 
 
-def _by_value(products: Iterable[MatrixProduct], steps: Sequence[str]) -> list[str]:
-    """What is left out where a value of the batch chooses the range of an input."""
-    own = [one.input_quantizer for one in products if one.input_quantizer is not None]
-    held = {one.by_value.name for one in own if one.by_value is not None}
-    left = [f'"{step}"' for step in steps if step in ("input", *TRANSFORMS)]
-    if not held or not left:
-        return []
-    where = f"inputs with ranges by {', '.join(sorted(held))}"
-    return [f"{', '.join(left)}: left out for {where}; call improve before calibrate with by="]
-
-
 def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
     """For each quantizer, the digest of its weight and its format; none where one process is alone."""
     if processes.group is None:
@@ -364,17 +336,10 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
-class _LookedAt(NamedTuple):
-    layers: dict[str, MatrixProduct]
-    """What is chosen."""
-    recorded: CallOrder
-    fixed: dict[nn.Parameter, str]
-    result: Improvement
-    """With a row for each other weight."""
-
-
-def _looked_at(model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches) -> _LookedAt:
-    """Run all batches, to see how the model calls its layers, and which products are what they seem."""
+def _looked_at(
+    model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches
+) -> tuple[dict[str, MatrixProduct], CallOrder, dict[nn.Parameter, str], Improvement]:
+    """Run all batches: which weights are chosen, their calls, parameters that stay, and a row for each other weight."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)
@@ -397,7 +362,7 @@ def _looked_at(model: nn.Module, weights: Mapping[str, Product], batches: KeptBa
         ]
     )
     layers = {path: own for path, own in layers.items() if path not in others}
-    return _LookedAt(layers, recorded.of(layers), fixed, result)
+    return layers, recorded.of(layers), fixed, result
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:

@@ -50,9 +50,6 @@ _BLOCKS = "MXFP4", "NVFP4"
 def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
     """The presets to try by how an engine multiplies, see `Engine`; None for no engine in particular.
 
-    Raises:
-        ConfigError: there is none; the nearest are offered.
-
     >>> kinds_of("vllm")
     (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
     """
@@ -321,9 +318,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
     are at most twelve changes, however many layers there are.
 
     Args:
-        model: calibrated.
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
-        known: what was measured before.
 
     Returns:
         What was tried; None where the model gives no floats that could have an error.
@@ -506,7 +501,19 @@ class _Changes:
 
     def of_size(self) -> Iterator[Change]:
         """A large layer with the weights of the others, if these have fewer bits."""
-        sizes = {path: found for path, layer in self.model.named_modules() if (found := _sizes(layer)) is not None}
+        sizes = dict[str, tuple[int, int]]()  # elements and bits of layers that are quantized, or could be
+        for path, layer in self.model.named_modules():
+            elements = bits = 0
+            form = None if isinstance(layer, QuantizedLayer) else quantized_class(layer)
+            held = layer.products() if isinstance(layer, QuantizedLayer) else form.products_of(layer) if form else ()
+            for weight in held:
+                if (parameter := weight.parameter) is not None:
+                    found = weight_bits(weight)
+                    in_float = 8 * parameter.numel() * parameter.element_size()
+                    elements += parameter.numel()
+                    bits += in_float if found is None else found.codes + found.scales
+            if elements:
+                sizes[path] = elements, bits
         largest = max(sizes, key=lambda path: sizes[path][1], default=None)
         if largest is None or self.made_by is None or not self.fresh:
             return
@@ -561,20 +568,3 @@ class _Changes:
         return calibrate(
             self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
         )
-
-
-def _sizes(layer: nn.Module) -> tuple[int, int] | None:
-    """The elements and the bits of the weights of a layer that is quantized or could be; None for others."""
-    if isinstance(layer, QuantizedLayer):
-        weights = layer.products()
-    elif (form := quantized_class(layer)) is not None:
-        weights = form.products_of(layer)
-    else:
-        return None
-    elements = bits = 0
-    for weight in weights:
-        if (parameter := weight.parameter) is not None:
-            found = weight_bits(weight)
-            elements += parameter.numel()
-            bits += 8 * parameter.numel() * parameter.element_size() if found is None else found.codes + found.scales
-    return (elements, bits) if elements else None

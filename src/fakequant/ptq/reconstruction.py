@@ -34,8 +34,7 @@ from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.improvement import judge_of
-from fakequant.ptq.judging import EVERY_OF_CHOICES
-from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.judging import EVERY_OF_CHOICES, MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import Choice, write
 from fakequant.ptq.solvers.problem import WeightGrid, of_elements
 from fakequant.ptq.solvers.sums import MOST_DRIFT
@@ -63,12 +62,7 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
 
 
 class LearnedWeight:
-    """A weight, its rounding and the factors of its ranges.
-
-    Args:
-        weight: of a layer; its quantizer is as calibrated, or follows the weight.
-        mode: how rounding is learned; None for nearest.
-    """
+    """A weight, its rounding and the factors of its ranges; `mode` says how rounding is learned, None for nearest."""
 
     def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
         parameter = weight.parameter
@@ -185,11 +179,7 @@ PRESETS = {
 
 
 def preset_of(given: str | Preset) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """The preset of a name; a ConfigError if the name is unknown."""
     if isinstance(given, Preset):
         return given
     if given not in PRESETS:
@@ -326,7 +316,17 @@ class _Learning:
 
     def run(self, iterations: int, seed: int) -> tuple[float, float]:
         """Learn, and go back to the best values; the loss before and after."""
-        groups = self._groups()
+        preset, groups = self._preset, list[_AtOneRate]()
+        if preset.rounding:
+            ends = (-0.5, 0.5) if preset.rounding == "offset" else (-math.inf, math.inf)
+            groups.append(_AtOneRate([learned.rounding for learned in self._learned.values()], preset.reach, *ends))
+        if preset.ranges:
+            groups.append(_AtOneRate([learned.factor for learned in self._learned.values()], preset.ranges, 0.2, 1.2))
+        for quantizer in self._steps:
+            scale: Any = quantizer.learned.step  # type: ignore[union-attr]
+            size = float(scale.detach().abs().mean())
+            groups.append(_AtOneRate([scale], preset.inputs * size, float(scale.detach().min()) * 0.2))
+        groups = [group for group in groups if group.tensors]
         tensors = [tensor for group in groups for tensor in group.tensors]
         before = best = self.loss()
         kept = [tensor.detach().clone() for tensor in tensors]
@@ -336,49 +336,33 @@ class _Learning:
         ]
         order = torch.cat(rounds)[:iterations].tolist()  # all inputs in a drawn order, again and again
         options = [{"params": group.tensors, "lr": 0.0} for group in groups]
-        optimizer = torch.optim.SGD(options, lr=1.0) if self._preset.sign else torch.optim.Adam(options)
+        optimizer = torch.optim.SGD(options, lr=1.0) if preset.sign else torch.optim.Adam(options)
         unit = max(1, sum(learned.rounding.numel() for learned in self._learned.values())) / max(before, 1e-30)
         for step, number in enumerate(order):
-            self._step(tensors, self._examples[number], unit, step / iterations)
+            with torch.enable_grad():
+                values = {name: learned.soft() for name, learned in self._learned.items()}
+                loss = self._error(values, *self._examples[number]) * unit
+                if preset.rounding == "relaxed":
+                    undecided = sum(learned.undecided(step / iterations) for learned in self._learned.values())
+                    loss = loss + _REGULARIZER * undecided
+                # Not backward(), which would leave gradients in the block's biases.
+                found = torch.autograd.grad(loss, tensors, allow_unused=True)
+            for tensor, gradient in zip(tensors, found, strict=True):
+                gradient = torch.zeros_like(tensor) if gradient is None else gradient
+                tensor.grad = gradient.sign() if preset.sign else gradient
             for group, options_of in zip(groups, optimizer.param_groups, strict=True):
-                options_of["lr"] = group.rate / iterations * (2 - 2 * step / iterations if self._preset.sign else 1)
+                options_of["lr"] = group.rate / iterations * (2 - 2 * step / iterations if preset.sign else 1)
             optimizer.step()
             for group in groups:
                 for tensor in group.tensors:
                     tensor.data.clamp_(group.lowest, group.highest)
             is_checked = (step + 1) % max(1, iterations // _CHECKS) == 0 or step + 1 == iterations
-            if is_checked and (loss := self.loss()) < best:
-                best, kept = loss, [tensor.detach().clone() for tensor in tensors]
+            if is_checked and (now := self.loss()) < best:
+                best, kept = now, [tensor.detach().clone() for tensor in tensors]
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.data.copy_(value)
             tensor.grad = None
         return before, best
-
-    def _step(self, tensors: list[Tensor], example: tuple[Arguments, Tensor], unit: float, progress: float) -> None:
-        """Set the gradients of one input's loss."""
-        with torch.enable_grad():
-            values = {name: learned.soft() for name, learned in self._learned.items()}
-            loss = self._error(values, *example) * unit
-            if self._preset.rounding == "relaxed":
-                loss = loss + _REGULARIZER * sum(learned.undecided(progress) for learned in self._learned.values())
-            # Not backward(), which would leave gradients in the block's biases.
-            found = torch.autograd.grad(loss, tensors, allow_unused=True)
-        for tensor, gradient in zip(tensors, found, strict=True):
-            gradient = torch.zeros_like(tensor) if gradient is None else gradient
-            tensor.grad = gradient.sign() if self._preset.sign else gradient
-
-    def _groups(self) -> list[_AtOneRate]:
-        preset, groups = self._preset, []
-        if preset.rounding:
-            ends = (-0.5, 0.5) if preset.rounding == "offset" else (-math.inf, math.inf)
-            groups.append(_AtOneRate([learned.rounding for learned in self._learned.values()], preset.reach, *ends))
-        if preset.ranges:
-            groups.append(_AtOneRate([learned.factor for learned in self._learned.values()], preset.ranges, 0.2, 1.2))
-        for quantizer in self._steps:
-            step: Any = quantizer.learned.step  # type: ignore[union-attr]
-            size = float(step.detach().abs().mean())
-            groups.append(_AtOneRate([step], preset.inputs * size, float(step.detach().min()) * 0.2))
-        return [group for group in groups if group.tensors]
 
     def write(self) -> None:
         """Put the values into the weights."""
@@ -444,7 +428,19 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     weights = calibrated_weights(model, "reconstruct")
     data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
     held_out, preset = HeldOut.of(data.kept(), EVERY_OF_CHOICES, judge), preset_of(preset)
-    found = find_blocks(model) if blocks is None else _named(model, blocks)
+    found, modules = find_blocks(model), dict(model.named_modules())
+    if blocks is not None:
+        if isinstance(blocks, str) or not blocks:
+            raise ConfigError(f"blocks={blocks!r}: give a list of names, such as {[*found][:2]}")
+        for name in blocks:
+            if name not in modules:
+                raise ConfigError(f"the model has no module {name!r} for blocks={nearest(str(name), [*modules])}")
+            if not quantized_weights(modules[name]):
+                raise ConfigError(f"the block {name!r} holds no quantized weights; leave it out")
+        found = {name: modules[name] for name in blocks}
+        for name, block in found.items():
+            if inner := [other for other in blocks if other != name and found[other] in {*block.modules()}]:
+                raise ConfigError(f"the block {inner[0]!r} is inside of {name!r}; leave one of them out")
     result, others, alone = Improvement(), list[str](), Ranks(None)
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
@@ -528,23 +524,6 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
                 look(f"{name}.{key}" if name else key, child, is_item=is_container)
 
     look("", model, is_item=False)
-    return found
-
-
-def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    if isinstance(names, str) or not names:
-        raise ConfigError(f"blocks={names!r}: give a list of names, such as {[*find_blocks(model)][:2]}")
-    for name in names:
-        if name not in modules:
-            raise ConfigError(f"the model has no module {name!r} for blocks={nearest(str(name), [*modules])}")
-        if not quantized_weights(modules[name]):
-            raise ConfigError(f"the block {name!r} holds no quantized weights; leave it out")
-    found = {name: modules[name] for name in names}
-    for name, block in found.items():
-        for other, inner in found.items():
-            if name != other and inner in set(block.modules()):
-                raise ConfigError(f"the block {other!r} is inside of {name!r}; leave one of them out")
     return found
 
 

@@ -20,7 +20,7 @@ from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.quantized.layers import is_convolution, is_linear, is_table, subtracts_mean, without_mean
 from fakequant.nn.quantizer import has_no_hooks
 from fakequant.nn.transforms import hadamard
-from fakequant.ptq.scale_folding import OutputCheck
+from fakequant.ptq.channel_scales import OutputCheck
 from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_on_error, state_of_parts
 from fakequant.text import listed, table
@@ -61,10 +61,6 @@ class Streams(NamedTuple):
 
 def follow(model: nn.Module, recording: Recording) -> Streams:
     """Follow the results of linear layers, convolutions, embeddings and parameters.
-
-    Args:
-        model: as it ran.
-        recording: of the run.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), torch.ones(1, 4)
@@ -183,12 +179,23 @@ class _StreamWalk:
             alone = len(known) == 1 and not divides and not any(self._shapes[value] for value in others)
             return self._values[known[0]] if alone else None
         if has(name, Trait.SUMS):
-            return self._sum(call, known)
-        if has(name, Trait.HEADS):
-            return self._attention(name, call, known)
-        return None
-
-    def _attention(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
+            added = [self._values[value] for value in known]
+            groups = [self.root(value.group) for value in added]
+            if len(known) < len(call.inputs) or any(value.norm is not None or value.head for value in added):
+                return None
+            first = groups[0]
+            for other in groups[1:]:
+                if other is not first:
+                    self._into[other] = first
+                    first.makers |= other.makers
+                    first.readers |= other.readers
+                    first.norms |= other.norms
+                    first.read_by += other.read_by
+            for value in added:
+                self._drop_heads(value)
+            return _Value(first)
+        if not has(name, Trait.HEADS):
+            return None
         values = {operand.name for operand in SITE_FUNCTIONS[name].operands if operand.reduction == -2}
         number = next((value for operand, value in call.operands.items() if operand in values), None)
         for one in known:
@@ -199,23 +206,6 @@ class _StreamWalk:
             return None
         self.root(value.group).read_by.append("attention")
         return value._replace(head=self._shapes[number][-1])
-
-    def _sum(self, call: FunctionCall, known: list[int]) -> _Value | None:
-        values = [self._values[value] for value in known]
-        groups = [self.root(value.group) for value in values]
-        if len(known) < len(call.inputs) or any(value.norm is not None or value.head for value in values):
-            return None
-        first = groups[0]
-        for other in groups[1:]:
-            if other is not first:
-                self._into[other] = first
-                first.makers |= other.makers
-                first.readers |= other.readers
-                first.norms |= other.norms
-                first.read_by += other.read_by
-        for value in values:
-            self._drop_heads(value)
-        return _Value(first)
 
     def _group_of(self, maker: nn.Module | nn.Parameter) -> Residual:
         if maker not in self._of:
@@ -328,17 +318,7 @@ def rotate(
 
 
 class _Rotation:
-    """Rotates streams and heads of a model; a row for each, with the reason if it cannot.
-
-    Args:
-        model: a float model.
-        outputs: what its output is checked by.
-        kind: of rotations, one of `KINDS`.
-        seed: of the random numbers.
-
-    Attributes:
-        restore: takes all changes back.
-    """
+    """Rotates streams and heads of a model; a row for each, with the reason if it cannot."""
 
     def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, seed: int) -> None:
         recording = record(model, outputs.run)
@@ -477,11 +457,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
-    """The parameters of makers, each with the axis of the channels.
-
-    Raises:
-        _WidthError: a maker with another number of channels.
-    """
+    """The parameters of makers, each with the axis of the channels."""
     found: list[tuple[nn.Parameter, int]] = []
     for maker in makers:
         if isinstance(maker, nn.Parameter):
@@ -510,10 +486,6 @@ def _form_of(norm: nn.Module, width: int) -> _Form | None:
     """The form of a normalisation; None if it does not commute with rotations when its weight multiplies by 1.
 
     A LayerNorm commutes with them if the mean of its input is 0. Other classes are tried with random inputs.
-
-    Args:
-        norm: the module.
-        width: the channels of its input.
     """
     weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
     gain = weight.detach().double().clone()

@@ -42,8 +42,6 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer.
 
     Attributes:
-        args: positional ones.
-        kwargs: those by name.
         writes: how often the first one had been written in place before the call; None where torch does not count.
         autocast: the device type and the dtype of autocast around the call; None where it is off.
         bins: those of values by which ranges are chosen.
@@ -107,7 +105,6 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
     """For each layer whose result is added to a value of its shape, where that value is seen before the layer runs.
 
     Args:
-        recording: of one run.
         layers: the paths of modules, by the names of layers.
 
     >>> from fakequant.model.run.outputs import record
@@ -244,9 +241,6 @@ class CallOrder:
 
         A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
         be with the change.
-
-        Args:
-            processes: they run the same model, each with its own batches.
         """
         own = {name for counted in self.counts for name, count in counted.items() if count > 1}
         repeated = set().union(*processes.all(own))
@@ -255,13 +249,7 @@ class CallOrder:
 
 
 def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
-    """Run all batches once and count the calls of the layers.
-
-    Args:
-        model: as it will run.
-        layers: by name.
-        batches: of the run; the first one is recorded.
-    """
+    """Run all batches once and count the calls of the layers."""
     found = CallOrder()
     last: dict[str, int] = {}
     readers: dict[Any, tuple[LayerCall, list[str]]] = {}  # with the tensor, whose id stays its own while it is kept
@@ -354,10 +342,9 @@ class Stage(NamedTuple):
 
     def is_like(self, other: Stage | None) -> bool:
         """Whether all batches call the same layer as often."""
-        return other is not None and self._counts() == other._counts()
-
-    def _counts(self) -> tuple[str, dict[int, int]]:
-        return self.name, {number: len(calls) for number, calls in self.calls.items()}
+        if other is None or self.name != other.name or self.calls.keys() != other.calls.keys():
+            return False
+        return all(len(calls) == len(other.calls[number]) for number, calls in self.calls.items())
 
 
 def check_side_by_side(
@@ -367,14 +354,7 @@ def check_side_by_side(
     recorded: CallOrder,
     see: Callable[[Stage], object] = id,
 ) -> None:
-    """Run the first two batches side by side, and compare their results with those of the recorded runs.
-
-    Args:
-        see: gets the stages.
-
-    Raises:
-        ConfigError: they are others.
-    """
+    """Run the first two batches side by side; a ConfigError if their results are not those of the recorded runs."""
     results: dict[int, Any] = {}
 
     def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
@@ -403,8 +383,6 @@ class Stream:
     """The stages of one run over all batches; a context, because threads wait in it.
 
     Args:
-        model: what runs; in the mode and with the quantizers that it has at the time.
-        layers: where to stop, by name.
         batches: all of them stay in memory, with what their forward pass needs at a stage.
         recorded: of the same model and these batches, or more.
 
@@ -548,11 +526,7 @@ class _BatchThread:
             self._ends.put(None)
 
     def go(self) -> None:
-        """Run until the last call of the next layer, or to the end.
-
-        Raises:
-            Exception: what the forward pass raised.
-        """
+        """Run until the last call of the next layer, or to the end."""
         self.may_go, self.at = False, None
         with restore_after(self._state()):  # a batch finds what it finds alone, random numbers too
             self._own()
@@ -607,10 +581,7 @@ class FloatTwin:
     """The first stage of each layer in the quantized model, with that of the float model.
 
     Args:
-        model: with its quantizers on.
-        layers: where to stop, by name.
         parts: the module that a layer changes, by the name of the layer.
-        batches, recorded: as for `Stream`.
         with_float: the layers for which the float model runs; it does not run without any.
         floats: the batches of the float model where they are others, by the same numbers.
     """
@@ -654,16 +625,18 @@ class FloatTwin:
                 if not stage.is_like(wanted):
                     self._float, wanted, self.parted = None, None, stage.name  # the stream ends with the context
                 present = self._parts[stage.name]
-                self._values = {part: own for part, own in self._values.items() if part is present or self._runs(part)}
+                later = self._float
+                self._values = {
+                    part: own
+                    for part, own in self._values.items()
+                    if part is present or (later is not None and any(map(later.will_run, self._names[part])))
+                }
             if stage.is_first:
                 yield stage, wanted if stage.name in self._with_float else None
             else:
                 self.reached_later[stage.name] = None
             for seen in filter(None, (stage, wanted)):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
-
-    def _runs(self, part: nn.Module) -> bool:
-        return self._float is not None and any(map(self._float.will_run, self._names[part]))
 
     def in_float(self, run: Callable[[], T]) -> T:
         """What a function gives while the model is that in float."""

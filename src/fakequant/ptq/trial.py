@@ -108,11 +108,7 @@ class Compared:
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
-    """The rows in a file of `compare`; lines start after the header.
-
-    Raises:
-        ConfigError: a line is damaged; the message has its number and the reason.
-    """
+    """The rows in a file of `compare`; lines start after the header."""
     rows = []
     for number, line in enumerate(lines, 2):
         try:
@@ -125,10 +121,7 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
 def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
     """The rows of a file, by way; a new file gets the fingerprint, and whether metrics are shown with the other sign.
 
-    The last line may be cut off by a kill.
-
-    Raises:
-        ConfigError: the file has another fingerprint, or is damaged.
+    The last line may be cut off by a kill. A ConfigError if the file has another fingerprint, or is damaged.
     """
     header = json.dumps({"fingerprint": fingerprint} | ({"negated": True} if negated else {}))
     with output_errors(file):
@@ -157,7 +150,6 @@ class Preparation(NamedTuple):
     """What `prepare` gets besides the preset.
 
     Attributes:
-        example: one input of the model; None for none.
         inputs: which part of the example the model gets.
         target: the engine that runs the models; None for none.
         folds: whether batch normalisations go into the layers before them first.
@@ -190,16 +182,7 @@ LAYERS_ALONE = Preparation()
 
 
 class Trials:
-    """Quantized copies of a float model, made by some batches and judged by others.
-
-    Args:
-        model: in float; it stays as it is.
-        batches: those that make the copies, and those that judge them.
-        metric: called as metric(model); None for none.
-        preparation: of each copy.
-        mask: which tokens count.
-        times: whether a forward pass is timed, too.
-    """
+    """Quantized copies of a float model, made by some batches and judged by others; `times`: a pass is timed."""
 
     def __init__(
         self,
@@ -375,14 +358,11 @@ class ChangeTrials:
 
     Args:
         model: each change leaves it as it was, also after an error or an interrupt.
-        batches: those that make a change, and those that judge it.
         metric: called as metric(model), larger is better, for changes that help by the error of the output.
-        score: the metric of the unchanged model.
 
     Attributes:
         error: of the output before each change, as a share of its energy.
         bytes: of all weights before each change.
-        score: the metric before each change; None without one, and before it is needed.
     """
 
     def __init__(
@@ -403,12 +383,9 @@ class ChangeTrials:
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
     def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:
-        """Before a comparison, calibrate the model with the batches that make the change.
+        """Before a comparison, calibrate the model in place with the batches that make the change, by its method.
 
         Otherwise the comparison of a change that calibrates again would measure the batches, not the change.
-
-        Args:
-            ranges: calibrates the model's inputs in place with the given batches, by its own method.
         """
         self._ranges, self._first, self._second = ranges, None, None
 

@@ -24,14 +24,7 @@ COMPUTED = "the forward computes it, several functions read it, or it is no para
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
-    """The quantized weights of a model, by the path of their quantizer.
-
-    Args:
-        caller: the function that works on them, for messages.
-
-    Raises:
-        ConfigError: it is no model, or has no quantized weights.
-    """
+    """The quantized weights of a model, by the path of their quantizer; a ConfigError if there are none."""
     check_model(model, caller, f"{caller}(model, batches)")
     refuse_sharded(model, f"call {caller} on")
     refuse_stored(model, f"call {caller} on")
@@ -44,12 +37,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
-    """The same of a model whose inputs have ranges.
-
-    Raises:
-        ConfigError: it is no model, or has no quantized weights.
-        CalibrationError: an input that is quantized is not calibrated, or a weight holds NaN or inf (names the layer).
-    """
+    """The same of a model whose inputs have ranges; a CalibrationError if not, or if a weight holds NaN or inf."""
     weights = prepared_weights(model, caller)
     active = {name: own for name, own in quantizers(model).items() if own.mode is not Mode.OFF}
     if missing := [name for name, quantizer in active.items() if quantizer.needs_calibration]:
@@ -64,11 +52,7 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
-    """The paths of quantizers of weights of functions that no single parameter holds, such as `self.weight.T`.
-
-    Args:
-        weights: the paths of the others.
-    """
+    """The paths of quantizers of weights of functions that no single parameter holds, such as `self.weight.T`."""
     return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 
@@ -76,7 +60,6 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
     """The parameters that no algorithm may change, because more than one layer reads them, and why.
 
     Args:
-        model: as it ran.
         recording: of a run, which shows what reads a weight outside of its layer.
 
     >>> from fakequant.model.run.outputs import record

@@ -8,7 +8,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from fakequant.report.advice import advised, with_advice
 from fakequant.report.data import (
     RESULTS,
     Accuracy,
@@ -27,12 +26,14 @@ from fakequant.report.data import (
 )
 from fakequant.report.measure import Measured, distributions, measure, with_ranges
 from fakequant.report.of_model import (
+    advised,
     comparison_of,
     environment,
     layers_left,
     report,
     report_pair,
     sizes,
+    with_advice,
 )
 from fakequant.report.page import render, write_report
 

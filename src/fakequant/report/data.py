@@ -15,7 +15,7 @@ from fakequant.export import VerifyReport
 from fakequant.files import writable_file, write_whole
 from fakequant.model.state.plan import UnexpectedValue, mapping_of, value_of
 from fakequant.ptq.comparison import Comparison
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.trial import NextStep
 
 

@@ -41,12 +41,6 @@ def first_examples(model: nn.Module, batch: Any, output: Any, run: Forward) -> t
 
     A batch is cut only where the first dimension of all its tensors and of all outputs is the same, and where the model
     takes the smaller one and gives that many rows; else it is left whole.
-
-    Args:
-        model: a prepared model.
-        batch: what the model gets.
-        output: what the model gave for it.
-        run: called as run(model, batch).
     """
     whole = "Each layer is measured alone on the whole first batch."
     rows, found = _rows(tree_leaves(batch)), float_tensors(output)
@@ -100,13 +94,7 @@ def distribution_of(
 ) -> Distribution | None:
     """The picture of a histogram, with the ranges and what each of them costs; None if all values are equal.
 
-    Args:
-        name: of the tensor.
-        histogram: its counts.
-        ranges: by calibrator.
-        spec: how the tensor is quantized.
-        params: those of the model, whose range is shown as "chosen".
-        bins: the number of bars.
+    The range of `params`, those of the model, is shown as "chosen".
     """
     lowest, highest = histogram.range.lo.min().double().item(), histogram.range.hi.max().double().item()
     if lowest == highest:
@@ -251,30 +239,6 @@ def measure(
     data = Batches(batches, "report", forward=forward, progress=progress)
     watched = {name: _Watched(quantizer) for name, quantizer in quantizers(model).items()}
     described = {layer.name: layer for layer in summary(model).layers}
-    order, first, few = _run(model, data, watched)
-    own: dict[str, dict[str, _Watched]] = {name: {} for name in (*order, *described)}
-    for name, one in watched.items():
-        own.setdefault(layer_of(name), {})[name] = one
-    values, alone_on = {}, ""
-    if alone:
-        part, alone_on = first_examples(model, *first, data.call)
-        values = {s.layer: s.value for s in sensitivity(model, [part], forward=data.call, progress=progress)}
-    bits, ran = _bits(model), [item for layer in own.values() for item in layer.items()]
-    return Measured(
-        [
-            _layer(described[name], [*quantized.values()], values.get(name), bits.get(name))
-            for name, quantized in own.items()
-            if name in described
-        ],
-        _distributions(ran),
-        [_channels(name, one, w) for name, one in ran if (w := one.weight) is not None and w.dim() >= 2],
-        alone_on,
-        Batches(few, "report", forward=data.call).kept(),
-    )
-
-
-def _run(model: nn.Module, data: Batches, watched: dict[str, _Watched]) -> tuple[list[str], tuple[Any, Any], list[Any]]:
-    """Show all batches to what watches; the layers in order, the first batch with its output, and some batches."""
     order, first, few = dict[str, None](), list[tuple[Any, Any]](), list[Any]()
 
     def after(number: int, batch: Any, output: Any) -> None:
@@ -288,19 +252,31 @@ def _run(model: nn.Module, data: Batches, watched: dict[str, _Watched]) -> tuple
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(lambda *_, name=name: order.setdefault(layer_of(name)))
         run_all(model, data, after)
-    return [*order], first[0], few
-
-
-def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:
-    """The bits of the quantized weights of each layer, and their bytes in float."""
-    found: dict[str, tuple[WeightBits, int]] = {}
+    own: dict[str, dict[str, _Watched]] = {name: {} for name in (*order, *described)}
+    for name, one in watched.items():
+        own.setdefault(layer_of(name), {})[name] = one
+    values, alone_on = {}, ""
+    if alone:
+        part, alone_on = first_examples(model, *first[0], data.call)
+        values = {s.layer: s.value for s in sensitivity(model, [part], forward=data.call, progress=progress)}
+    bits = dict[str, tuple[WeightBits, int]]()  # of the quantized weights of each layer, and their bytes in float
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLayer):
-            for weight in layer.products():
-                if (bits := weight_bits(weight)) is not None and weight.parameter is not None:
-                    before, size = found.get(name, (WeightBits(0, 0, 0), 0))
-                    found[name] = before.plus(bits), size + bits.elements * weight.parameter.element_size()
-    return found
+        for weight in layer.products() if isinstance(layer, QuantizedLayer) else ():
+            if (found := weight_bits(weight)) is not None and weight.parameter is not None:
+                before, size = bits.get(name, (WeightBits(0, 0, 0), 0))
+                bits[name] = before.plus(found), size + found.elements * weight.parameter.element_size()
+    ran = [item for layer in own.values() for item in layer.items()]
+    return Measured(
+        [
+            _layer(described[name], [*quantized.values()], values.get(name), bits.get(name))
+            for name, quantized in own.items()
+            if name in described
+        ],
+        _distributions(ran),
+        [_channels(name, one, w) for name, one in ran if (w := one.weight) is not None and w.dim() >= 2],
+        alone_on,
+        Batches(few, "report", forward=data.call).kept(),
+    )
 
 
 def _layer(

@@ -1,12 +1,13 @@
-"""The report of a model in one call."""
+"""The report of a model in one call, with what to do next: its code to paste, and what it says was tried."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from fakequant.data.arguments import Metric, check_metric, check_model
 from fakequant.data.arguments import measured as value_of
-from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.batches import Batches, Forward, Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.export import VerifyReport
@@ -27,19 +28,13 @@ from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.comparison import Comparison
-from fakequant.ptq.results import Improvement
+from fakequant.ptq.judging import Improvement
+from fakequant.ptq.next_step import USUAL, AdviceContext, next_step
 from fakequant.ptq.trial import read_rows
-from fakequant.report.advice import advised, with_advice
-from fakequant.report.data import (
-    Accuracy,
-    ReportData,
-    Section,
-    Size,
-    read_results,
-    write_results,
-)
-from fakequant.report.measure import measure
+from fakequant.report.data import Accuracy, ReportData, Section, Size, checked_in, read_results, write_results
+from fakequant.report.measure import Measured, measure
 from fakequant.report.page import render_pair, write_page, write_report
+from fakequant.report.sections import BAD_LOSS, FAIR, ranked
 
 _PACKAGES = (
     *("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors"),
@@ -75,15 +70,6 @@ def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Siz
     return found
 
 
-def _installed(packages: Sequence[str]) -> str:
-    """The distributions that are installed, with their versions."""
-    found = []
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return ", ".join(found) or f"not installed: pip install {packages[0]}"
-
-
 def environment() -> dict[str, str]:
     """Return the versions, the machine, the compiler, and for each backend whether it works or why it does not.
 
@@ -98,7 +84,12 @@ def environment() -> dict[str, str]:
             values[package] = "not installed" if package != "fakequant" else "from source, not installed"
     for engine in dict.fromkeys(known_engines().values()):
         if engine.packages:
-            values[f"engine {engine.name}"] = _installed(engine.packages)
+            found = list[str]()
+            for package in engine.packages:
+                with suppress(PackageNotFoundError):
+                    found.append(f"{package} {version(package)}")
+            missing = f"not installed: pip install {engine.packages[0]}"
+            values[f"engine {engine.name}"] = ", ".join(found) or missing
     for backend in backends():
         reason = backend.unavailable()
         values[f"backend {backend.name}"] = "available" if reason is None else f"not available: {reason}"
@@ -235,3 +226,103 @@ def report_pair(first: str | os.PathLike[str], second: str | os.PathLike[str], p
     """
     target = writable_file(path)
     return write_page(target, render_pair(read_results(Path(first)), read_results(Path(second))))
+
+
+def advised(
+    model: nn.Module,
+    data: ReportData,
+    measured: Measured,
+    metric: Metric | None = None,
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    known: AdviceContext = USUAL,
+) -> ReportData:
+    """The report of a model with the next step, which is tried on the model first; see `ptq/next_step.py`.
+
+    Args:
+        model: calibrated; it is as it was afterwards.
+        data: the measurements.
+        measured: those of its layers.
+        metric: of the last row of `data.accuracy`, called as metric(model).
+        inputs, forward: as for `calibrate`.
+        known: the command and the target, for a page that a command writes.
+    """
+    if data.next or not all(check.passed for check in data.verifications):
+        return with_advice(data)
+    # Without inputs= only the model says which items of a tuple it takes.
+    first = next(iter(measured.batches))
+    known_call = forward is None and (inputs is not None or not isinstance(first, (tuple, list)))
+    given = {name: value for name, value in (("inputs", inputs), ("forward", forward)) if value is not None}
+    known = replace(
+        known,
+        lost=data.lost if len(data.accuracy) > 1 else None,
+        worst=measured.worst,
+        metric=metric,
+        score=data.accuracy[data.reported].value if metric is not None and data.accuracy else None,
+        improved=bool(data.improvement),
+        arguments="".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
+        call=example_arguments(first, inputs) if known_call else None,
+    )
+    return with_advice(replace(data, advice=next_step(model, measured.batches, known)))
+
+
+def with_advice(data: ReportData) -> ReportData:
+    """The report with the next step, unless it has one; what was tried is in its `advice`."""
+    if data.next:
+        return data
+    text, code = _next(data)
+    return replace(data, next=text, code=code)
+
+
+def _wrong(check: VerifyReport) -> str:
+    """What is wrong with a file, or with what runs it, and what to do; "" where it passed."""
+    title = Path(check.path).name
+    if not check.exact:
+        names = [row.name or "its root" for row in checked_in(check) if row.differing or row.fault]
+        place = f" at {names[0]}" if names else ""
+        return f"{title} is not the model{place}: export it again, and verify it before you deploy it."
+    if check.passed:
+        return ""
+    if check.as_deployed is not False:
+        return f"{title} is the model, but not in every program: see Verification."
+    cure = "see Verification; no setting that was tried helps"
+    cure = f"run it with {check.restored_by}" if check.restored_by is not None else cure
+    return f"{title} is the model, but ONNX Runtime's default session is not: {cure}."
+
+
+def _next(data: ReportData) -> tuple[str, str]:
+    """What to do next, and its code."""
+    export = "" if data.source else _EXPORT  # a command exports by itself
+    if said := next(filter(None, map(_wrong, data.verifications)), ""):
+        return said, export
+    advice = data.advice
+    if advice is not None and advice.best is not None:
+        best = advice.tried[advice.best]
+        found = [f"the error of the output goes from {advice.error:.2e} to {best.after:.2e} of its energy"]
+        if best.bytes != advice.bytes:
+            found.append(f"the weights from {advice.bytes:,} to {best.bytes:,} bytes")
+        if best.metric is not None and advice.metric is not None:
+            sign = -1 if any(row.negated for row in data.accuracy) else 1
+            found.append(f"the metric from {sign * advice.metric:.6g} to {sign * best.metric:.6g}")
+        return f"{best.what}: {', '.join(found)}, {advice.judged}.", best.code
+    if advice is not None and not advice.little:
+        return (
+            f"The error of the output is {advice.error:.2e} of its energy, and no change that was tried lowers it "
+            "clearly. What is left, and was not tried, is training, or more bits.",
+            "",
+        )
+    worst = ranked(data)
+    if advice is None and worst and (worst[0].worst < FAIR or data.lost > BAD_LOSS):
+        what = "What helps was not tried: by advise=False, or without floats to compare."
+        return f"{worst[0].name} hurts most. {what}", ""
+    if not data.verifications:
+        said = "the file was not verified, see Verification" if data.source else "export the model and verify the file"
+        return f"Nothing stands out: {said}.", export
+    if not data.accuracy:
+        said = "Nothing stands out, but your metric was not measured: measure it before you deploy the file."
+        return f"{said} {data.missing.get(Section.ACCURACY, '')}", ""
+    return "Nothing stands out: the file is ready to be deployed.", ""
+
+
+_EXPORT = 'fq.export_onnx(model, example, "model.onnx")\nprint(fq.verify_onnx("model.onnx", model, batches))'

@@ -10,9 +10,19 @@ from html import escape
 from pathlib import Path
 
 from fakequant.files import writable_file, write_whole
-from fakequant.report.advice import BAD_LOSS, FAIR_LOSS
 from fakequant.report.data import OPTIONAL, Layer, ReportData, Section, accuracy_cells, checked_in, verdict_of
-from fakequant.report.sections import SECTIONS, decibels, folded, grade, measured, paragraphs, ranked, table
+from fakequant.report.sections import (
+    BAD_LOSS,
+    FAIR_LOSS,
+    SECTIONS,
+    decibels,
+    folded,
+    grade,
+    measured,
+    paragraphs,
+    ranked,
+    table,
+)
 from fakequant.text import breakable
 
 STYLE = """

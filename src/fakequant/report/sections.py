@@ -10,7 +10,6 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from fakequant.export import VerifyReport
 from fakequant.export.verification.verdict import OPTIMISED_ERROR
 from fakequant.ptq.trial import Compared
 from fakequant.report.data import (
@@ -33,6 +32,8 @@ _WIDTH, _HEIGHT = 300, 70
 WORST = 10
 BAD, FAIR = 20.0, 30.0
 """Below these ratios in dB the noise is a tenth, or a thirtieth, of the signal's size; the colours change there."""
+FAIR_LOSS, BAD_LOSS = 0.01, 0.05
+"""Shares of the float model's metric: up to the first a loss is small, above the second it is large."""
 _LONGEST = 60.0
 _HEADER = ("layer", "type", "input; weight", "alone, dB", "input, dB", "weight, dB", "bits", "share")
 _WORTH = 1.0
@@ -63,7 +64,6 @@ def curve(points: Sequence[tuple[str, float, float]], best: Sequence[str], metri
     Args:
         points: name, bits and metric of each form.
         best: the names of the best forms, by bits.
-        metric: its name.
         sign: by which a figure of the metric is shown.
     """
     wide, high, left, bottom = 420, 220, 46, 30
@@ -343,41 +343,42 @@ def _left(data: ReportData) -> str:
 
 
 def _verification(data: ReportData) -> str:
-    return "".join(map(_verified, data.verifications))
-
-
-def _verified(check: VerifyReport) -> str:
-    found = checked_in(check)
-    elements, differing = sum(row.elements for row in found), sum(row.differing for row in found)
-    if check.passed:
-        said = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
-    elif check.exact:
-        fails = "does not run it" if getattr(check, "failed", []) else "that loads it computes something else"
-        lost = "ONNX Runtime loses more by default than quantization does" if check.as_deployed is False else ""
-        said = f'<p class="bad">Exact, but {lost or f"a program {fails}"}.</p>'
-    elif found:
-        said = (
-            f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '
-            f"and {sum(bool(row.fault) for row in found)} quantizers or outputs have another fault.</p>"
-        )
-    else:
-        said = '<p class="bad">Nothing was compared.</p>'
-    rows = [(readable(one.name), one.spec, f"{one.elements:,}", f"{one.differing:,}", one.fault) for one in found]
-    shown = table(("quantizer", "specification", "elements", "differing", ""), rows, numbers=(2, 3)) if rows else ""
-    if len(rows) > WORST and check.exact:
-        shown = f"<details><summary>{len(rows)} quantizers</summary>{shown}</details>"
-    notes = list(check.not_run)
-    if check.inputs:  # a file of the first form has these sentences among its notes
-        source = "of calibration" if check.inputs == "given" else f"of {check.inputs}"
-        notes.insert(0, f"Compared in {check.runtime} on {check.counted} {source}.")
-    notes += [f"Against torch, whose sums may have another order, {row}" for row in check.outputs]
-    notes += [f"By ONNX Runtime's default optimisations, {row}" for row in check.optimised]
-    if check.optimised_error is not None:
-        notes.append(f"ONNX Runtime fails with its default optimisations: {check.optimised_error}; {OPTIMISED_ERROR}")
-    notes += check.deployment if check.inputs else []
-    notes += getattr(check, "failed", [])  # of a delivery
-    notes += [f"The outputs of {name} are not those of the model." for name in getattr(check, "far", [])]
-    return f"<h3>{escape(Path(check.path).name)}</h3>{said}{paragraphs(notes)}{shown}"
+    parts = list[str]()
+    for check in data.verifications:
+        found = checked_in(check)
+        elements, differing = sum(row.elements for row in found), sum(row.differing for row in found)
+        if check.passed:
+            said = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
+        elif check.exact:
+            fails = "does not run it" if getattr(check, "failed", []) else "that loads it computes something else"
+            lost = "ONNX Runtime loses more by default than quantization does" if check.as_deployed is False else ""
+            said = f'<p class="bad">Exact, but {lost or f"a program {fails}"}.</p>'
+        elif found:
+            said = (
+                f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '
+                f"and {sum(bool(row.fault) for row in found)} quantizers or outputs have another fault.</p>"
+            )
+        else:
+            said = '<p class="bad">Nothing was compared.</p>'
+        rows = [(readable(one.name), one.spec, f"{one.elements:,}", f"{one.differing:,}", one.fault) for one in found]
+        shown = table(("quantizer", "specification", "elements", "differing", ""), rows, numbers=(2, 3)) if rows else ""
+        if len(rows) > WORST and check.exact:
+            shown = f"<details><summary>{len(rows)} quantizers</summary>{shown}</details>"
+        notes = list(check.not_run)
+        if check.inputs:  # a file of the first form has these sentences among its notes
+            source = "of calibration" if check.inputs == "given" else f"of {check.inputs}"
+            notes.insert(0, f"Compared in {check.runtime} on {check.counted} {source}.")
+        notes += [f"Against torch, whose sums may have another order, {row}" for row in check.outputs]
+        notes += [f"By ONNX Runtime's default optimisations, {row}" for row in check.optimised]
+        if check.optimised_error is not None:
+            notes.append(
+                f"ONNX Runtime fails with its default optimisations: {check.optimised_error}; {OPTIMISED_ERROR}"
+            )
+        notes += check.deployment if check.inputs else []
+        notes += getattr(check, "failed", [])  # of a delivery
+        notes += [f"The outputs of {name} are not those of the model." for name in getattr(check, "far", [])]
+        parts.append(f"<h3>{escape(Path(check.path).name)}</h3>{said}{paragraphs(notes)}{shown}")
+    return "".join(parts)
 
 
 def _environment(data: ReportData) -> str:

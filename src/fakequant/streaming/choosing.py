@@ -36,11 +36,10 @@ from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.ptq.collector import TRANSFORMS
 from fakequant.ptq.improvement import check_same, checked_steps, improved
-from fakequant.ptq.results import Improvement, LayerResult
+from fakequant.ptq.judging import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after
-from fakequant.streaming.blocks import BlockCall, blocks_of, calls_of, in_place_of
-from fakequant.streaming.work import Work
+from fakequant.streaming.blocks import BlockCall, Work, blocks_of, calls_of, in_place_of
 from fakequant.text import listed, module_name
 
 _CURE = "give a model on the meta device with load="
@@ -52,8 +51,6 @@ class ModelSource:
     """A float model on the meta device, and where its weights come from.
 
     Args:
-        model: the model.
-        load: gives the tensors of a module.
         device: where modules have their weights; None: where `load` gives them.
         files: of the weights, with their sizes and times of change.
     """
@@ -69,12 +66,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
-        """The model of a folder of transformers, or one on the meta device with a function that loads it.
-
-        Raises:
-            ConfigError: a model with weights, or one without a function.
-            CheckpointError: no folder of transformers, or the package or Accelerate is missing.
-        """
+        """The model of a folder of transformers, or one on the meta device with a function that loads it."""
         if isinstance(source, nn.Module):
             if load is None or not all(parameter.is_meta for parameter in source.parameters()):
                 raise ConfigError(
@@ -87,11 +79,7 @@ class ModelSource:
 
     @contextmanager
     def loaded(self, path: str, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """A context in which a module has its weights; modules in it may stay empty.
-
-        Raises:
-            CheckpointError: a tensor that is not given, or that has another shape.
-        """
+        """A context in which a module has its weights; modules in it may stay empty."""
         parts, skipped = dict(module.named_modules(remove_duplicate=False)), {*without}
         inside = tuple(f"{name}." for name, part in parts.items() if part in skipped)
         places: dict[int, tuple[Tensor, _Places]] = {}  # of each tensor without values, or on another device
@@ -282,11 +270,7 @@ _CALLER = "improve_folder"
 
 
 class Blocks:
-    """The blocks of a prepared model, chosen one after the other.
-
-    Attributes:
-        quantized: which blocks have quantizers.
-    """
+    """The blocks of a prepared model, chosen one after the other; `quantized` says which have quantizers."""
 
     def __init__(
         self,
@@ -368,8 +352,7 @@ class Blocks:
     def begin(self) -> str:
         """Find the calls of all blocks, and the hidden states before the first one.
 
-        Returns:
-            A digest of the weights outside of the blocks, the arguments of blocks, and masks.
+        Returns a digest of the weights outside of the blocks, the arguments of blocks, and masks.
         """
         model, paths = self._source.model, [*self._blocks]
         with self._source.loaded("", model, self._blocks.values()), evaluating(model), _without_cache(model):

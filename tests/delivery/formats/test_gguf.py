@@ -8,8 +8,7 @@ import torch
 
 import fakequant as fq
 from fakequant.delivery import deliver, read, verify_delivery
-from fakequant.delivery.gguf.blocks import LAYOUTS, GgufFile
-from fakequant.delivery.gguf.lattices import spec_of
+from fakequant.delivery.gguf.blocks import LAYOUTS, GgufFile, spec_of
 from fakequant.delivery.gguf.llama_cpp import ABSENT, LlamaCpp, is_there
 from fakequant.errors import CheckpointError, ExportError
 from tests.support import llama_cpp_files

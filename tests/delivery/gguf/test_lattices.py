@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.delivery.gguf.blocks import LAYOUTS, pack, unpack
-from fakequant.delivery.gguf.lattices import from_blocks, kind_of, spec_of, to_blocks
+from fakequant.delivery.gguf.blocks import LAYOUTS, from_blocks, kind_of, pack, spec_of, to_blocks, unpack
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.state.weight_codes import WeightCodes
 from tests.support.gguf_blocks import BLOCKS, numbers_of

@@ -18,8 +18,7 @@ from fakequant.delivery.gguf.architecture import (
     llama_cpp_inputs,
     mixture,
 )
-from fakequant.delivery.gguf.blocks import LAYOUTS, GgufFile
-from fakequant.delivery.gguf.lattices import kind_of, spec_of
+from fakequant.delivery.gguf.blocks import LAYOUTS, GgufFile, kind_of, spec_of
 from fakequant.delivery.gguf.llama_cpp import LlamaCpp
 from fakequant.errors import ConfigError, ExportError
 from tests.support import llama_cpp_files

@@ -7,8 +7,7 @@ import pytest
 
 import fakequant as fq
 from fakequant.delivery import deliver, read
-from fakequant.delivery.gguf.blocks import GgufFile
-from fakequant.delivery.gguf.lattices import spec_of
+from fakequant.delivery.gguf.blocks import GgufFile, spec_of
 from fakequant.errors import CheckpointError
 from tests.support.language_models import language_model, prepared
 

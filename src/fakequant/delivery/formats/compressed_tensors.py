@@ -15,7 +15,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,18 @@ class CompressedTensors(LayeredFormat):
         dtype = dtype_of(state, model)
         _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype)
         said = _quantization(groups, calls, writer.ignored)
+        # The configuration must not give a weight another scheme than it has.
+        folder: Any = SimpleNamespace(quantization=said, path=self.name)
         for name, bases in writer.pieces.items():
-            _check_said(said, bases, writer.coded[name])
+            part = writer.coded[name]
+            expected = normalized({"targets": [], **cast("Scheme", scheme_of(part))}, None)
+            for base in dict.fromkeys((bases[0], bases[-1])):
+                found = scheme_for(folder, (base, part.path), ("Linear",))
+                if found is None or {**found, "targets": []} != expected:
+                    raise ExportError(
+                        f"compressed-tensors cannot say in config.json how {base} is quantized: programs would take "
+                        f"{found}; give layers whose names are alike one preset"
+                    )
         return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said, dtype)}
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files:
@@ -169,7 +179,23 @@ class CompressedTensors(LayeredFormat):
             *(spec, fields["codes"], scale, fields.get("zero_point")),
             *(configs.get("input"), configs.get("output"), ranges),
         )
-        return _in_order(module, scheme, coded) if scheme["weights"].get("actorder") in _ORDERED else coded
+        if scheme["weights"].get("actorder") not in _ORDERED:
+            return coded
+        # Groups have their inputs anywhere, as `weight_g_idx` says; -1 in it says in order.
+        index = None
+        if module.has("weight_g_idx"):
+            index = module.get("weight_g_idx", torch.int32, module.shape[1:])().long()
+            index = None if bool((index == -1).all()) else index
+        order, granularity, of_groups = module.in_order(module.groups(scheme["weights"]["group_size"]), index)
+        point = coded.zero_point
+        return replace(
+            coded,
+            spec=spec.replace(granularity=granularity),
+            codes=lambda: coded.codes()[:, order],
+            scale=lambda: scale()[:, of_groups],
+            zero_point=None if point is None else (lambda: point()[:, of_groups]),
+            transform=permutation(order),
+        )
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
         given = folder.quantization.get("kv_cache_scheme")
@@ -205,23 +231,6 @@ class CompressedTensors(LayeredFormat):
         if is_of_transformers(model):
             owners = sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
             yield engine_of(path, model, groups_of(folder), missed_cache(map(model.get_submodule, owners)))
-
-
-def _in_order(module: LayerTensors, scheme: Scheme, coded: CodedWeight) -> CodedWeight:
-    """A weight whose groups have their inputs anywhere, as `weight_g_idx` says; -1 in it says in order."""
-    index = module.get("weight_g_idx", torch.int32, module.shape[1:])().long() if module.has("weight_g_idx") else None
-    if index is not None and bool((index == -1).all()):
-        index = None
-    order, granularity, of_groups = module.in_order(module.groups(scheme["weights"]["group_size"]), index)
-    point = coded.zero_point
-    return replace(
-        coded,
-        spec=coded.spec.replace(granularity=granularity),
-        codes=lambda: coded.codes()[:, order],
-        scale=lambda: coded.scale()[:, of_groups],
-        zero_point=None if point is None else (lambda: point()[:, of_groups]),
-        transform=permutation(order),
-    )
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:
@@ -269,21 +278,6 @@ def _pattern(bases: Sequence[str]) -> str:
         several = r"\d+" if all(map(str.isdecimal, ones)) else f"({'|'.join(map(re.escape, ones))})"
         found.append(re.escape(ones[0]) if len(ones) == 1 else several)
     return f"re:{'[.]'.join(found)}$"
-
-
-def _check_said(said: Mapping[str, Any], bases: Sequence[str], part: Part) -> None:
-    """Raise if the configuration of a file gives a weight another scheme than it has, before the file appears."""
-    folder: Any = SimpleNamespace(quantization=said, path=CompressedTensors.name)
-    own = scheme_of(part)
-    assert not isinstance(own, str), own
-    expected = normalized({"targets": [], **own}, None)
-    for base in dict.fromkeys((bases[0], bases[-1])):
-        found = scheme_for(folder, (base, part.path), ("Linear",))
-        if found is None or {**found, "targets": []} != expected:
-            raise ExportError(
-                f"compressed-tensors cannot say in config.json how {base} is quantized: programs would take {found}; "
-                "give layers whose names are alike one preset"
-            )
 
 
 def _quantization(

@@ -1,6 +1,6 @@
 """GGUF: one file for llama.cpp and the programs that are built on it; transformers reads it, too.
 
-Codes are written as they are, in blocks that hold their scales: `delivery/gguf/lattices.py` has the types.
+Codes are written as they are, in blocks that hold their scales: `delivery/gguf/blocks.py` has the types.
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ from fakequant.delivery.gguf.architecture import (
     has_cache,
     inputs_for,
 )
-from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, content, is_gguf, require_gguf
-from fakequant.delivery.gguf.lattices import kind_of, to_blocks
+from fakequant.delivery.gguf.blocks import (
+    LAYOUTS,
+    Array,
+    GgufFile,
+    GgufTensor,
+    content,
+    is_gguf,
+    kind_of,
+    require_gguf,
+    to_blocks,
+)
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.presets import LLAMA_CPP_CACHE
 from fakequant.model.state.snapshots import Files, Made, QuantizedState, lazy, shared_names

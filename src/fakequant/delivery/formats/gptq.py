@@ -1,14 +1,22 @@
-"""GPTQ: 2 to 8 bits in groups of inputs; a layer may permute its inputs first (`desc_act`).
+"""GPTQ, AWQ and AutoRound: integers in groups of inputs; a layer may permute its inputs first (`desc_act` of GPTQ).
 
-Version 1 stores zero points minus one, modulo the number of codes; version 2 as they are. Source: AutoGPTQ, GPTQModel.
+Version 1 of GPTQ stores zero points minus one, modulo the number of codes; version 2 as they are. AWQ has 4 bits, in
+the layout "gemm" of AutoAWQ. AutoRound has the layouts of both, which `packing_format` names. Sources: AutoGPTQ,
+GPTQModel, compressed-tensors 0.20, AutoRound 0.16.
 """
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fakequant.delivery.layered import FLOATS, CodedWeight, Groups, LayeredFormat, LayerTensors, permutation
+from fakequant.delivery.folder import CONFIG, Folder
+from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors, Read, permutation
 from fakequant.errors import warn_user
 from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.spec import QuantSpec
@@ -42,7 +50,15 @@ class Gptq(LayeredFormat):
         groups, half = module.groups(size), 1 << bits - 1
         packed = module.get("qweight", torch.int32, (-(-columns * bits // 32), rows))
         scale = module.get("scales", FLOATS, (groups.count, rows))
-        points = _points(module, groups, bits, _VERSIONS[layout])
+        words_of_points = module.get("qzeros", torch.int32, (groups.count, -(-rows * bits // 32)))()
+        points, add = unpack(words_of_points.contiguous().view(torch.uint8), bits, rows).T, _VERSIONS[layout]
+        if given.get("sym") and bool((points + (1 - add) == half).all()):
+            warn_user(
+                f"{module.folder.path} says that its zero points are those of version {2 - add}, and they are of "
+                f"version {1 + add}, as sym says; they are read so: mend checkpoint_format in its configuration"
+            )
+            add = 1 - add
+        points = points + add & (1 << bits) - 1  # [out, groups]
         is_symmetric = bool(given.get("sym")) and bool((points == half).all())
         index = module.get("g_idx", torch.int32, (columns,))().long() if module.has("g_idx") else None
         order, granularity, of_groups = module.in_order(groups, index)
@@ -62,15 +78,73 @@ class Gptq(LayeredFormat):
         )
 
 
-def _points(module: LayerTensors, groups: Groups, bits: int, add: int) -> Tensor:
-    """The zero points [out, groups]."""
-    rows, path, is_symmetric = module.shape[0], module.folder.path, module.folder.quantization.get("sym")
-    words = module.get("qzeros", torch.int32, (groups.count, -(-rows * bits // 32)))()
-    points = unpack(words.contiguous().view(torch.uint8), bits, rows).T
-    if is_symmetric and bool((points + (1 - add) == 1 << bits - 1).all()):
-        warn_user(
-            f"{path} says that its zero points are those of version {2 - add}, and they are of "
-            f"version {1 + add}, as sym says; they are read so: mend checkpoint_format in its configuration"
-        )
-        add = 1 - add
-    return points + add & (1 << bits) - 1
+_WORD, _BITS = 8, 4
+"""Codes of 4 bits in an int32."""
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The place in a word of each of its eight outputs."""
+
+
+class Awq(LayeredFormat):
+    """4 bits in groups of inputs, with zero points."""
+
+    name = "awq"
+
+    def coded(self, module: LayerTensors) -> CodedWeight | None:
+        if not module.has("qweight"):
+            return None
+        given = module.folder.quantization
+        version, bits = str(given.get("version", "gemm")).lower(), given.get("bits", given.get("w_bit", _BITS))
+        if version != "gemm" or bits != _BITS:
+            module.refuse(f"codes have {bits!r:.20} bits in the layout {version!r:.20}; this reader knows 4 in 'gemm'")
+        rows, columns = module.shape
+        groups = module.groups(given.get("group_size", given.get("q_group_size", 128)))
+        if rows % _WORD:
+            module.refuse(f"codes are in words of {_WORD} outputs, which do not divide {rows}")
+        codes, scales = _outputs(module, "qweight", columns), module.get("scales", FLOATS, (groups.count, rows))
+        points = _outputs(module, "qzeros", groups.count) if module.has("qzeros") else None
+        signed = (lambda: codes().view(torch.int8) - 8) if points is None else codes
+        spec = QuantSpec("uint4" if points else "int4", groups.granularity, scale=FLOATS[scales().dtype])
+        return CodedWeight(spec, signed, lambda: scales().T, points)
+
+
+def _outputs(module: LayerTensors, end: str, count: int) -> Read:
+    """What unpacks words [count, out / 8] into integers [out, count]."""
+    rows = module.shape[0]
+    words = module.get(end, torch.int32, (count, rows // _WORD))
+
+    def read() -> torch.Tensor:
+        packed = unpack(words().contiguous().view(torch.uint8), _BITS, rows).to(torch.uint8)
+        return packed.unflatten(-1, (-1, _WORD))[..., _PLACES].flatten(-2).T.contiguous()
+
+    return read
+
+
+_METHODS = {"auto-round", "intel/auto-round"}
+_GPTQ = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_gptq": "gptq"}
+"""What GPTQ calls a layout: AutoRound's first one has zero points as they are."""
+_AWQ = "auto_round:auto_awq"
+
+
+class AutoRound(LayeredFormat):
+    """2 to 8 bits in groups of inputs, in the layouts of GPTQ and AWQ."""
+
+    name = "auto-round"
+
+    def recognizes(self, path: Path) -> bool:
+        found = Folder(path).quantization if (path / CONFIG).is_file() else None
+        return isinstance(found, dict) and found.get("quant_method") in _METHODS
+
+    def coded(self, module: LayerTensors) -> CodedWeight | None:
+        given: dict[str, Any] = module.folder.quantization
+        layout, kind = str(given.get("packing_format", "auto_round")), str(given.get("data_type", "int"))
+        turned = next((key for key in given if "rotation" in key or "hadamard" in key if given[key]), None)
+        if turned or kind != "int" or (given.get("act_bits") or 16) < 16 or not (layout in _GPTQ or layout == _AWQ):
+            what = f"{turned} of inputs" if turned else f"{kind} in the layout {layout!r:.60}"
+            module.refuse(f"weights have {what}; this reader knows int in {', '.join(_GPTQ)}, {_AWQ}, and float inputs")
+        folder = copy(module.folder)
+        folder.quantization = {
+            **{key: given[key] for key in ("bits", "group_size", "sym") if key in given},
+            "checkpoint_format": _GPTQ.get(layout),
+            "dynamic": given.get("extra_config"),  # layers may have groups of their own
+        }
+        return (Awq() if layout == _AWQ else Gptq()).coded(replace(module, folder=folder))

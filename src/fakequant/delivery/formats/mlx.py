@@ -28,7 +28,6 @@ from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, d
 from fakequant.delivery.layered import FLOATS, CodedWeight, LayeredFormat, LayerTensors
 from fakequant.errors import CheckpointError, ExportError, ShapeError, SpecError, VerificationError
 from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState
-from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.formats.packing import pack, unpack, viewed
 from fakequant.numerics.granularity import PerBlock
@@ -108,7 +107,12 @@ class Mlx(LayeredFormat):
         values["quantization"] = values["quantization_config"]
         rope = values.get("rope_parameters")
         if isinstance(rope, dict):  # the name in transformers 5; mlx-lm 0.32 reads those before it
-            values = {**_rotary(rope.get("full_attention", rope), rope.get("sliding_attention")), **values}
+            full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+            old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+            old |= {"rope_local_base_freq": local["rope_theta"]} if local and "rope_theta" in local else {}
+            scaling = {key: one for key, one in full.items() if key != "rope_theta"}
+            old["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+            values = {**old, **values}
         return {WEIGHTS: writer.tensors, CONFIG: json.dumps(values, indent=2).encode()}
 
     def recognizes(self, path: Path) -> bool:
@@ -170,8 +174,16 @@ class Mlx(LayeredFormat):
             held = state.weights[name]
             (key,) = names.split(name, torch.empty(held.shape, device="meta"))
             values[name] = partial(_by_mlx, mx, arrays, key.removesuffix(".weight"), _layout(held.spec, held.shape))
-        twice = [name for name in values if _is_rounded_twice(state.weights[name].spec)]
-        near = [name for name in twice if _is_near(state.weights[name], values[name]())]
+        near = list[str]()  # weights whose products of codes and scales MLX rounds, and the model does not
+        for name in values:
+            held = state.weights[name]
+            spec = held.spec
+            if spec.format.has_zero_point and spec.offset is None and spec.scale.format is None and _shift(spec) > 0:
+                theirs = values[name]()
+                scale = held.scale.reshape(len(theirs), -1).abs()
+                most = scale.repeat_interleave(theirs.shape[1] // scale.shape[1], 1) * 2.0 ** (spec.format.bits - 23)
+                if bool(((held.values().float() - theirs).abs() <= most).all()):
+                    near.append(name)
         if near:
             notes.append(
                 f"The values of {len(near)} weights with float32 scales are those of MLX up to rounding: it rounds "
@@ -200,11 +212,7 @@ class Mlx(LayeredFormat):
 
 
 class _MlxLm(nn.Module):
-    """A folder as mlx-lm runs it on a CPU; called as its model is.
-
-    Raises:
-        ValueError: mlx-lm does not have the architecture.
-    """
+    """A folder as mlx-lm runs it on a CPU, called as its model is; a ValueError if mlx-lm lacks the architecture."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -297,14 +305,6 @@ def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
     return unpack(viewed(stored, torch.uint8), bits, columns)
 
 
-def _rotary(rope: Mapping[str, Any], local: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings of rotary embeddings, and of those of layers with a window, by their names before transformers 5."""
-    scaling = {key: one for key, one in rope.items() if key != "rope_theta"}
-    found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    found |= {"rope_local_base_freq": local["rope_theta"]} if local and "rope_theta" in local else {}
-    return {**found, "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
-
-
 def _said(values: Any) -> _Layout | str:
     """The layout in a configuration, or what is wrong with it."""
     if not isinstance(values, dict):
@@ -321,11 +321,7 @@ def _said(values: Any) -> _Layout | str:
 
 
 def _layout_in(module: LayerTensors, weight: Tensor | None) -> _Layout:
-    """The layout of a weight in a file: as said of it by its path, else by the shapes, as mlx-lm finds it.
-
-    Raises:
-        CheckpointError: shapes or a configuration of no layout, or a tensor is missing.
-    """
+    """The layout of a weight in a file: as said of it by its path, else by the shapes, as mlx-lm finds it."""
     columns, said = module.shape[1], module.folder.config["quantization"].get(module.base)
     scales = module.tensors.get(f"{module.base}.scales")
     for end, one in (("weight", weight), ("scales", scales)):
@@ -366,18 +362,6 @@ def _spec_in(module: LayerTensors, layout: _Layout) -> QuantSpec:
 def _check_finite(module: LayerTensors, end: str, values: Tensor) -> None:
     if not bool(values.isfinite().all()):
         module.refuse(f"{end} are not finite; the file is damaged")
-
-
-def _is_rounded_twice(spec: QuantSpec) -> bool:
-    """Whether MLX rounds products of codes and scales, and the model does not."""
-    return spec.format.has_zero_point and spec.offset is None and spec.scale.format is None and _shift(spec) > 0
-
-
-def _is_near(held: WeightCodes, theirs: Tensor) -> bool:
-    """Whether values are those of the codes up to the roundings of MLX and of the model."""
-    scale = held.scale.reshape(len(theirs), -1).abs()
-    most = scale.repeat_interleave(theirs.shape[1] // scale.shape[1], 1) * 2.0 ** (held.spec.format.bits - 23)
-    return bool(((held.values().float() - theirs).abs() <= most).all())
 
 
 def _by_mlx(mx: Any, arrays: Mapping[str, Any], base: str, layout: _Layout) -> Tensor:

@@ -117,7 +117,13 @@ class TorchAo(LayeredFormat):
         if left := [end for end in ("act_quant_scale", "act_pre_scale") if module.has(f"_weight_{end}")]:
             module.refuse(f"weight has {left[0]}, which this reader does not know")
         if kind == NVFP4:
-            return _nvfp4(module, data["block_size"])
+            (rows, columns), block = module.shape, data["block_size"]
+            if block != 16 or columns % 16:
+                module.refuse(f"block_size is {block!r:.40} for {columns} inputs; NVFP4 has groups of 16")
+            scale = module.get("_weight_scale", E4M3.storage, (rows, columns // 16))
+            shared = module.get("_weight_per_tensor_scale", torch.float32, (1,), ())
+            codes = module.fours("_weight_qdata", rows, columns)
+            return CodedWeight(NVFP4_SPEC, codes, lambda: scale().float() * shared())
         target = "int8" if kind == INT8 else data["target_dtype"]["_data"] if kind == INTX else E4M3
         if kind != FP8 and target not in {f"int{n}" for n in range(2, 9)}:
             module.refuse(f"target_dtype is {target!r:.40}; this reader knows int2 to int8")
@@ -235,13 +241,3 @@ def _described(part: Part, kind_of_weight: torch.dtype) -> dict[str, Any]:
         data = {**given, "block_size": block[1], "orig_dtype": dtype}
     names = [end.removeprefix("_weight_") for end in _stored(part, part.shape, torch.float32)]
     return {"_type": kind, "_data": data, "_tensor_data_names": names}
-
-
-def _nvfp4(module: LayerTensors, block: object) -> CodedWeight:
-    rows, columns = module.shape
-    if block != 16 or columns % 16:
-        module.refuse(f"block_size is {block!r:.40} for {columns} inputs; NVFP4 has groups of 16")
-    scale = module.get("_weight_scale", E4M3.storage, (rows, columns // 16))
-    shared = module.get("_weight_per_tensor_scale", torch.float32, (1,), ())
-    codes = module.fours("_weight_qdata", rows, columns)
-    return CodedWeight(NVFP4_SPEC, codes, lambda: scale().float() * shared())

@@ -25,8 +25,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fakequant.delivery.format import WeightSlot, float_names, weight_slots
-from fakequant.delivery.gguf.blocks import LAYOUTS, Array, GgufFile, GgufTensor, require_gguf
-from fakequant.delivery.gguf.lattices import for_rows, from_blocks, kind_of, spec_of
+from fakequant.delivery.gguf.blocks import (
+    LAYOUTS,
+    Array,
+    GgufFile,
+    GgufTensor,
+    for_rows,
+    from_blocks,
+    kind_of,
+    require_gguf,
+    spec_of,
+)
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
 from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig, register_preset
 from fakequant.model.prepare import quantizers_of
@@ -54,18 +63,14 @@ class Architecture:
     """The form in which llama.cpp stores models of one architecture.
 
     Args:
-        name: as llama.cpp names it.
         interleaved: the layers that make queries and keys: the last parts of the path, and the attribute of the
             configuration that counts the heads. In the file the rows of a head's two halves alternate.
         norms_from_one: whether norms multiply by 1 + weight; the file then holds 1 + weight.
         activation: the function that llama.cpp computes between the matrices.
         pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
-        describe: adds metadata beside the usual.
         extra: more tensors by name, made from the configuration.
         rotaries: types of rotary positions that its graph computes.
         rotary_keys: more of their keys that the file says.
-        refuse: names the parts of a configuration that a file cannot hold; "" if there are none.
-        tokenizer: adds the tokenizer of a model to the metadata.
         parts: tensors whose rows the file has in several tensors: the end of the name, and those of the parts.
         vectors: the ends of names of matrices with one row, which the file has as vectors.
         in_transformers: whether transformers builds the model of a file.
@@ -96,11 +101,7 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 
 
 def architecture_of(model: Any) -> Architecture:
-    """The architecture of a model.
-
-    Raises:
-        CheckpointError: the architecture is unknown, or a file cannot describe the model's computation.
-    """
+    """The architecture of a model; a CheckpointError if it is unknown, or a file cannot describe the computation."""
     import_module(_TABLE)
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -197,11 +198,7 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
 
 
 def check_settings(file: GgufFile, architecture: Architecture, config: Any) -> None:
-    """Raise where a file says anything else of a model than one that is written of a configuration.
-
-    Raises:
-        CheckpointError: the key or tensor, with both values.
-    """
+    """Raise where a file says anything else of a model than one that is written of a configuration."""
     writer, begin = require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
     _describe_settings(writer, architecture, config)
     built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
@@ -247,11 +244,7 @@ class GgufNames:
         self._architecture, self._config = architecture, config
 
     def of(self, name: str) -> list[str]:
-        """The names in the file of a tensor of the model, in the order of its rows; mostly one.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """The names in the file of a tensor, in the order of its rows, mostly one; a CheckpointError without one."""
         parts = self._architecture.parts
         names = [name.removesuffix(end) + own for end, all in parts.items() if name.endswith(end) for own in all]
         found = [self._names.get_name(one, try_suffixes=(".weight", ".bias")) for one in names or [name]]
@@ -410,11 +403,7 @@ _BLOCK, _BOUND = 32, 127
 
 
 def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
-    """How llama.cpp quantizes the inputs of a product with a weight.
-
-    Raises:
-        ShapeError: no type of GGUF holds the weight.
-    """
+    """How llama.cpp quantizes the inputs of a product with a weight."""
     return LLAMA_CPP_INPUTS[LAYOUTS[kind_of(weight, shape)].weights]
 
 

@@ -54,11 +54,7 @@ def bindings() -> Any:
 
 
 class LlamaCpp(nn.Module):
-    """A file as llama.cpp runs it on a CPU, in one thread, with a cache in "f32" or "f16"; called as its model is.
-
-    Raises:
-        VerificationError: llama.cpp does not load the file.
-    """
+    """A file as llama.cpp runs it on a CPU, in one thread, with a cache in "f32" or "f16"; called as its model is."""
 
     def __init__(self, path: Path, cache: str = "f32") -> None:
         super().__init__()
@@ -75,25 +71,25 @@ class LlamaCpp(nn.Module):
         """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments change none."""
         if attention_mask is not None and not bool(attention_mask.all()):
             raise VerificationError("it is given no padded rows; give batches without padding")
-        return {"logits": torch.stack([self._logits(row) for row in input_ids.tolist()])}
-
-    def _logits(self, ids: list[int]) -> Tensor:
-        lib, params = self._lib, self._lib.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = max(_LEAST_CONTEXT, len(ids))
-        params.n_threads = params.n_threads_batch = 1
-        params.type_k = params.type_v = self._cache
-        params.flash_attn_type, params.offload_kqv, params.op_offload = 0, False, False
-        context = lib.llama_init_from_model(self._model, params)
-        batch = lib.llama_batch_init(len(ids), 0, 1)
-        try:
-            batch.n_tokens = len(ids)
-            for place, token in enumerate(ids):
-                batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
-                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
-            if status := lib.llama_decode(context, batch):
-                raise VerificationError(f"llama.cpp does not run {len(ids)} tokens: llama_decode gives {status}")
-            shape = len(ids), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-            return torch.from_numpy(np.ctypeslib.as_array(lib.llama_get_logits(context), shape).copy())
-        finally:
-            lib.llama_batch_free(batch)
-            lib.llama_free(context)
+        lib, rows = self._lib, list[Tensor]()
+        for ids in input_ids.tolist():
+            params = lib.llama_context_default_params()
+            params.n_ctx = params.n_batch = params.n_ubatch = max(_LEAST_CONTEXT, len(ids))
+            params.n_threads = params.n_threads_batch = 1
+            params.type_k = params.type_v = self._cache
+            params.flash_attn_type, params.offload_kqv, params.op_offload = 0, False, False
+            context = lib.llama_init_from_model(self._model, params)
+            batch = lib.llama_batch_init(len(ids), 0, 1)
+            try:
+                batch.n_tokens = len(ids)
+                for place, token in enumerate(ids):
+                    batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
+                    batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+                if status := lib.llama_decode(context, batch):
+                    raise VerificationError(f"llama.cpp does not run {len(ids)} tokens: llama_decode gives {status}")
+                shape = len(ids), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+                rows.append(torch.from_numpy(np.ctypeslib.as_array(lib.llama_get_logits(context), shape).copy()))
+            finally:
+                lib.llama_batch_free(batch)
+                lib.llama_free(context)
+        return {"logits": torch.stack(rows)}

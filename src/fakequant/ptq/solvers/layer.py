@@ -16,9 +16,8 @@ from fakequant.model.weights import mark_range_current
 from fakequant.nn.products import Matrix, MatrixProduct
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
-from fakequant.ptq.results import LayerResult, joined_result
-from fakequant.ptq.solvers.adaround import adaround
-from fakequant.ptq.solvers.problem import Problem, WeightGrid, descend, gptq_and_loss, structured_zeros
+from fakequant.ptq.judging import LayerResult, joined_result
+from fakequant.ptq.solvers.problem import Problem, WeightGrid, adaround, descend, gptq_and_loss, structured_zeros
 from fakequant.ptq.solvers.sums import InputSums, parts_of_outputs
 from fakequant.ptq.solvers.transforms import Parts, searched_params
 from fakequant.text import module_name
@@ -56,12 +55,8 @@ def choose(
     """The values of one weight that lose least, never more than the nearest ones.
 
     Args:
-        name: of the weight.
-        product: in float.
         sums: for each matrix of the weight those over the rows of its inputs. A matrix without rows keeps the nearest
             values.
-        steps: names of `fakequant.ptq.STEPS`.
-        processes: that share the matrices.
 
     Raises:
         CalibrationError: the sums have no solution (names the layer).
@@ -242,8 +237,6 @@ class _HeldOut:
     Half of the rows have twice the noise, so that they get twice the damping. A few outputs tell as much as all.
 
     Args:
-        weight: [out, ...], the groups of a convolution one after the other.
-        sums: of all rows.
         nearest: the grid of the quantizer as it is.
         ranges: for each half that by searched ranges.
     """
@@ -257,20 +250,14 @@ class _HeldOut:
         self._nearest, self._ranges = [nearest.rows(rows)] * 2, [grid.rows(rows) for grid in ranges]
         some = sums.of_outputs(part)
         self._usual, self._halves = Problem(self._weight, some).damping, some.halves
-        self._about_means = dict[int, InputSums]()
+        self._about_means = list[InputSums]()
         self._judges = [Problem(self._weight, half) for half in reversed(self._halves)]
         self._chance = min(columns, sums.count) ** 0.5 / sums.count
         """The share of an error by which it may fall on few rows by chance."""
         self._is_few = _is_few(sums)
 
     def best(self, steps: Sequence[str], solver: str, *, with_bias: bool) -> _How:
-        """How values lose least on rows that did not choose them. With many rows only the damping is in question.
-
-        Args:
-            steps: names of `fakequant.ptq.STEPS`.
-            solver: that of these which solves; "" for none.
-            with_bias: whether the bias may make good the mean of the error.
-        """
+        """How values lose least on rows that did not choose them. With many rows only the damping is in question."""
 
         def rounded(_: InputSums, grid: WeightGrid) -> Tensor:
             return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
@@ -295,11 +282,6 @@ class _HeldOut:
             dampings[damping] = self._lost_by(found._replace(damping=damping))
         return found._replace(damping=min(dampings, key=dampings.__getitem__))
 
-    def _about_mean(self, half: InputSums) -> InputSums:
-        if id(half) not in self._about_means:
-            self._about_means[id(half)] = half.about_mean()
-        return self._about_means[id(half)]
-
     def _lost_by(self, how: _How) -> float:
         """The error of solved values on the rows of the other halves."""
         assert how.damping is not None
@@ -313,9 +295,11 @@ class _HeldOut:
     def _lost(
         self, with_bias: bool, grids: Sequence[WeightGrid], make: Callable[[InputSums, WeightGrid], Tensor]
     ) -> float:
-        total = 0.0
-        for judge, half, grid in zip(self._judges, self._halves, grids, strict=True):
-            values = make(self._about_mean(half) if with_bias else half, grid)
+        if with_bias and not self._about_means:
+            self._about_means = [half.about_mean() for half in self._halves]
+        total, given = 0.0, self._about_means if with_bias else self._halves
+        for judge, half, own, grid in zip(self._judges, self._halves, given, grids, strict=True):
+            values = make(own, grid)
             total += judge.loss(values)
             if with_bias:
                 shift, count = Problem(self._weight, half).missed_mean(values), judge.sums.count
@@ -324,11 +308,7 @@ class _HeldOut:
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:
-    """Fix the codes of chosen values of a weight, with their scales.
-
-    Raises:
-        CalibrationError: they are not those of codes, because the weight has a dtype that cannot hold them.
-    """
+    """Fix the codes of chosen values of a weight, with their scales; a CalibrationError if they do not fit."""
     spec, values = product.quantizer.spec, choice.values
     codes = library.quantize(values, choice.params, spec)
     if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):

@@ -226,10 +226,6 @@ class InputSums:
         """The mean of x [groups, columns]."""
         return self.total / max(self.count, 1)
 
-    def wanted_mean(self) -> Tensor:
-        """The mean of x in the float model [groups, columns]."""
-        return self.mean() if self.drift is None else self.mean() + self.drift.total / max(self.count, 1)
-
 
 class HalvedSums:
     """Sums over rows as they come, for all rows or for two halves of them.
@@ -238,7 +234,6 @@ class HalvedSums:
     A row in the middle goes by the number of its positive values, which is the same in whichever process the row is.
 
     Args:
-        parts: the sums to add to: one, or two halves.
         whole: the sums over all rows without their drift, if they are known.
 
     >>> gathered = HalvedSums([InputSums(), InputSums()])
@@ -353,9 +348,6 @@ def stacked(parts: Sequence[InputSums]) -> InputSums:
     """The sums of all groups, for a layer whose groups have different inputs.
 
     Each group is weighted as if it had as many rows as the largest group, so that its mean error counts.
-
-    Args:
-        parts: the sums of each group.
     """
     seen = [part for part in parts if part.count]
     if len(parts) == 1 or not seen:

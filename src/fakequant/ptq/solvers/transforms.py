@@ -44,7 +44,6 @@ class Parts:
     Errors of two parts are taken to be independent: the sums have no products of their columns.
 
     Args:
-        count: the number of parts.
         shares_scales: whether all inputs of an output channel have one scale.
 
     >>> parts = Parts(2, shares_scales=False)
@@ -115,9 +114,6 @@ def memory(products: Iterable[MatrixProduct]) -> int:
 
     They are up to 4 matrices of float64 with a row and a column for each column of a weight, and 4 more of up to 2,048
     columns for two halves of the rows: 0.27 GB for 2,048.
-
-    Args:
-        products: the layers.
     """
     most = 0
     for product in products:
@@ -156,11 +152,7 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Par
     A scale of the tensor above those of the groups stays, because layers that servers merge have it in common.
 
     Args:
-        weight: [out, ...].
-        spec: of its quantizer.
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
-        parts: the parts that the weight is searched in.
-        scale: of the weight as it is.
     """
     apart = rows_are_apart(weight, spec)
     if searches(spec) and parts.count == 1 and (len(moments) == 1 or apart):
@@ -249,10 +241,6 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
     beyond the range of the others count, as they will for new data. The batch with the largest values judges too, by
     the range of all batches, because clipping costs most there. A multiple must win clearly, because layers err
     together: a range that is too small costs the model more than it costs the layer.
-
-    Args:
-        layers: the products that get the inputs; their quantizers are alike.
-        inputs: of each batch and call.
 
     Returns:
         The found parameters, the error with the first layer's present ones, and the error with the found ones.

@@ -1,8 +1,9 @@
-"""What users see of errors and warnings: a line in place of a traceback, and the batch on which a model failed."""
+"""The lines that a command prints: the steps of a job with their times, and errors and warnings without tracebacks."""
 
 from __future__ import annotations
 
 import re
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text
 from torch import nn
 from typer.core import TyperGroup
 
-from fakequant.data.batches import BatchError, batch_of, described, locate, one_line
+from fakequant.data.batches import BatchError, batch_of, counting, described, locate, one_line
 from fakequant.errors import FakeQuantError, RecipeError
 from fakequant.text import visible
 
@@ -44,10 +47,16 @@ class Commands(TyperGroup):
             _print(str(interrupt) or "interrupted", "bold red")
             raise typer.Exit(130) from None
         except Exception as error:  # of code in a recipe, which is named; all others are raised
-            lines = _of_the_recipe(error)
+            lines, trace = list[str](), error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename not in LOADED:
+                trace = trace.tb_next
+            if isinstance(error, SyntaxError) and error.filename in LOADED:
+                lines = traceback.format_exception_only(error)
+            elif trace is not None:  # from the recipe's line on
+                lines = traceback.format_exception(type(error), error, trace, chain=False)
             if not lines:
                 raise
-            _print(lines, "bold red")
+            _print("".join(lines).rstrip(), "bold red")
             raise typer.Exit(1) from error
 
 
@@ -78,29 +87,15 @@ def with_options(text: str) -> str:
     return text
 
 
-def _of_the_recipe(error: Exception) -> str:
-    """The traceback of a recipe's error, from the recipe's line on; "" for any other error."""
-    if isinstance(error, SyntaxError) and error.filename in LOADED:
-        return "".join(traceback.format_exception_only(error)).rstrip()
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename not in LOADED:
-        trace = trace.tb_next
-    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
-
-
 def _print(text: str, style: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(visible(text, keep="\n"), style=style))
 
 
 @contextmanager
 def failures_named(model: nn.Module, verbose: bool = False) -> Iterator[None]:
-    """Turn an error of a recipe's model into one that names the batch, its shapes and the layer.
+    """Turn an error of a recipe's model into a RecipeError that names the batch and the layer; not if `verbose`.
 
-    Args:
-        verbose: whether to raise the model's own error instead, for its traceback.
-
-    Raises:
-        RecipeError: the model failed on a batch. Errors that arise outside of the model stay as they are.
+    Errors that arise outside of the model stay as they are.
     """
     try:
         yield
@@ -119,3 +114,62 @@ def failures_named(model: nn.Module, verbose: bool = False) -> Iterator[None]:
         raise RecipeError(
             f"{which} failed{where}: {one_line(cause)}; correct the batch or the model (-v shows the traceback)"
         ) from cause
+
+
+class Steps:
+    """The steps of a job, printed as "[3/6] exporting ... 12 s"."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total = console, total
+        self.begun = 0
+        self._line_is_open = False
+
+    @contextmanager
+    def step(self, what: str, done: bool = False) -> Iterator[bool]:
+        """Print the step when it begins, and its time when it ends without an error; gives whether to work.
+
+        There is no work where an earlier run did it (`done`).
+        """
+        self.begun += 1
+        if done:
+            self.console.print(Text(f"[{self.begun}/{self.total}] {what}: done before"))
+            yield False
+            return
+        head, started = f"[{self.begun}/{self.total}] {what} ...", time.perf_counter()
+        self.console.print(Text(head), end="")
+        self._line_is_open = True
+        try:
+            with counting(self.note, bars=not self.console.quiet):
+                yield True
+        except BaseException:
+            self._close_line()
+            raise
+        took = duration(time.perf_counter() - started)
+        if self._line_is_open and not self.console.is_terminal:
+            self.console.print(Text(f" {took}"))
+        else:  # a progress bar wiped the line, or notes came after it
+            self.console.control(Control(ControlType.CARRIAGE_RETURN))
+            self.console.print(Text(f"{head} {took}"))
+        self._line_is_open = False
+
+    def note(self, text: str) -> None:
+        """Print lines of their own."""
+        self._close_line()
+        self.console.print(Text(visible(text, keep="\n")), soft_wrap=True)  # a path in a pipe stays whole
+
+    def _close_line(self) -> None:
+        if self._line_is_open:
+            self.console.print()
+        self._line_is_open = False
+
+
+def duration(seconds: float) -> str:
+    """Format a time for reading.
+
+    >>> duration(0.04), duration(12.3), duration(754)
+    ('0.0 s', '12 s', '12 min 34 s')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
