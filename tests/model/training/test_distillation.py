@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.training.distillation import Distillation, _logits
+from fakequant.model.training.distillation import Distillation
 from tests.support.bits import assert_same_bits
 
 SCHEDULE = fq.qat.Schedule(original_lr=10.0, original_epochs=400)
@@ -120,7 +120,10 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
         ({"features": ("5",)}, "the model has no module '5'"),
         ({"teacher": nn.Linear(8, 4), "features": ("0",)}, "the teacher has no module '0'"),
         ({"teacher": nn.Linear(8, 5)}, r"the logits: the model gives \[32, 4\], and its teacher \[32, 5\]"),
-        ({"logits": lambda output: _logits((output, output))}, "type tuple holds 2 float tensors"),
+        (
+            {"logits": lambda output: Distillation(nn.Identity()).compared((output, output), {})[0]},
+            "type tuple holds 2 float tensors",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

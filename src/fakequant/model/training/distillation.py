@@ -204,8 +204,18 @@ class Distillation:
 
     def compared(self, outputs: Any, seen: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors that are compared, of the outputs of a model and of what `watched` saw in that call."""
+        if self.logits is not None and not self.features:
+            return [self.logits(outputs)]
         if not self.features:
-            return [(self.logits or _logits)(outputs)]
+            found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+            tensors = [found] if isinstance(found, Tensor) else float_tensors(outputs)
+            if len(tensors) != 1:
+                raise ConfigError(
+                    f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, and distillation "
+                    "needs one; give a function of the output as Distillation(logits=...), or names of modules as "
+                    "features="
+                )
+            return tensors
         if missing := [name for name in self.features if name not in seen]:
             raise ConfigError(f"features: no tensor came out of {missing[0]} in this batch")
         return [seen[name] for name in self.features]
@@ -245,7 +255,10 @@ class Distillation:
         shape, known = [*logits.shape], [*labels.shape] if isinstance(labels, Tensor) else None
         fits = {axis for axis in (1, -1) if shape[:axis] + (shape[axis + 1 :] if axis > 0 else []) == known}
         if isinstance(labels, Tensor) and (known == shape or shape[1:] == [1]):
-            fits = {axis for axis in (1, -1) if known == shape and len(shape) > 1 and _are_shares(labels, axis)}
+            fits = set[int]()
+            if known == shape and len(shape) > 1 and labels.is_floating_point() and bool((labels >= 0).all()):
+                totals = {axis: labels.double().sum(axis) for axis in (1, -1)}
+                fits = {axis for axis, x in totals.items() if torch.allclose(x, torch.ones_like(x), atol=1e-2)}
             if not fits or shape[1:] == [1]:
                 raise ConfigError(
                     f"the targets are {known} numbers that are no shares of classes, and distillation compares the "
@@ -299,24 +312,3 @@ def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any
     if not isinstance(labels, Tensor) or not shifts_labels(model):
         return labels
     return F.pad(labels[..., 1:], (0, 1), value=_IGNORED)
-
-
-def _are_shares(labels: Tensor, axis: int) -> bool:
-    """Whether targets are probabilities along an axis."""
-    total = labels.double().sum(axis)
-    return (
-        labels.is_floating_point()
-        and bool((labels >= 0).all())
-        and torch.allclose(total, torch.ones_like(total), atol=1e-2)
-    )
-
-
-def _logits(outputs: Any) -> Tensor:
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    tensors = [found] if isinstance(found, Tensor) else float_tensors(outputs)
-    if len(tensors) != 1:
-        raise ConfigError(
-            f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, and distillation needs "
-            "one; give a function of the output as Distillation(logits=...), or names of modules as features="
-        )
-    return tensors[0]

@@ -435,7 +435,21 @@ def _loss(
     distillation: Distillation | None,
 ) -> Tensor:
     """The loss of one batch."""
-    wanted = None if loss is None else _targets(batch, targets)
+    wanted = None
+    if loss is not None and isinstance(batch, Mapping):
+        if targets not in batch:
+            raise ConfigError(
+                f"a batch has no targets {targets!r} for the loss, only {', '.join(map(str, batch))}; give their key "
+                "as targets="
+            )
+        wanted = batch[targets]
+    elif loss is not None:
+        if not isinstance(batch, (tuple, list)) or not batch:
+            raise ConfigError(
+                f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets "
+                f"as the last item, or mappings with the key {targets!r}"
+            )
+        wanted = batch[-1]
     forward = partial(_outputs, batch=batch, loss=loss, targets=targets, inputs=inputs)
     if distillation is None:
         outputs = forward(model)
@@ -478,23 +492,6 @@ def _own_loss(outputs: Any) -> Tensor:
             "dicts with all arguments from which the model computes outputs.loss"
         )
     return value
-
-
-def _targets(batch: Any, key: str) -> Any:
-    """The targets in a batch: the last item of a tuple, or the value of a key."""
-    if isinstance(batch, Mapping):
-        if key not in batch:
-            raise ConfigError(
-                f"a batch has no targets {key!r} for the loss, only {', '.join(map(str, batch))}; "
-                "give their key as targets="
-            )
-        return batch[key]
-    if not isinstance(batch, (tuple, list)) or not batch:
-        raise ConfigError(
-            f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets as "
-            f"the last item, or mappings with the key {key!r}"
-        )
-    return batch[-1]
 
 
 def _epoch(
