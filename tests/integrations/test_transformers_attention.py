@@ -18,7 +18,7 @@ from fakequant.errors import ConfigError, SiteError
 from fakequant.functional import fake_quantize
 from fakequant.model.run.outputs import record
 from fakequant.model.sites import apply_sites, plan_sites, site_plan
-from fakequant.nn.sites.sites import sites_of
+from fakequant.nn.sites import sites_of
 from tests.support.transformers_models import ARCHITECTURES, own_attention, tokens, uncached
 from tests.support.vision import import_torchvision
 

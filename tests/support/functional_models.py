@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.nn.sites.sites import SITES
+from fakequant.nn.sites import SITES
 
 
 class Calls(nn.Module):

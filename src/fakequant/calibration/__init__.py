@@ -16,12 +16,7 @@ from fakequant.calibration.calibrator import (
     register_calibrator,
 )
 from fakequant.calibration.extrema import MaxCalibrator, MovingAverageCalibrator
-from fakequant.calibration.histogram import (
-    EntropyCalibrator,
-    HistogramCalibrator,
-    MseCalibrator,
-    PercentileCalibrator,
-)
+from fakequant.calibration.histogram import EntropyCalibrator, HistogramCalibrator, MseCalibrator, PercentileCalibrator
 
 __all__ = [
     "DEFAULT_METHOD",

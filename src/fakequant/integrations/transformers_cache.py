@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.sites.sites import attention_function, sites_of
+from fakequant.nn.sites import attention_function, sites_of
 from fakequant.nn.transforms import walsh_hadamard
 from fakequant.numerics.spec import QuantSpec
 

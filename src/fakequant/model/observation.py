@@ -32,7 +32,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.paths import layer_of, matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, copies_called, quantizers
-from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites import Site
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.qparams import Range
 from fakequant.ops.waiting import one_wait

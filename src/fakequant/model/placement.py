@@ -25,7 +25,7 @@ from fakequant.model.weights import evaluating
 from fakequant.nn.functions import SITE_FUNCTIONS, Trait
 from fakequant.nn.integer import Execution
 from fakequant.nn.quantized.forms import output_channels, own_class, why_changed
-from fakequant.nn.sites.sites import OF_LAYERS
+from fakequant.nn.sites import OF_LAYERS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.restore import restore_after, structure_of
@@ -227,11 +227,7 @@ class _Planner:
     """
 
     def __init__(
-        self,
-        target: Target,
-        recording: Recording,
-        configs: Mapping[FunctionCall, Rule],
-        layers: Mapping[str, Rule],
+        self, target: Target, recording: Recording, configs: Mapping[FunctionCall, Rule], layers: Mapping[str, Rule]
     ) -> None:
         self.target = target
         self.flow = Flow(recording)

@@ -113,11 +113,7 @@ NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
 """W4 in NVFP4: activations stay in float, embeddings have 8 bits."""
 
 FP8_TRAINING = _preset(
-    "FP8_TRAINING",
-    weight="float8_e4m3fn",
-    input="float8_e4m3fn",
-    dynamic=True,
-    gradient=GradientConfig("float8_e5m2"),
+    "FP8_TRAINING", weight="float8_e4m3fn", input="float8_e4m3fn", dynamic=True, gradient=GradientConfig("float8_e5m2")
 )
 """Training in FP8 by the range of every tensor: E5M2 for gradients, E4M3 for all others, as in Transformer Engine."""
 

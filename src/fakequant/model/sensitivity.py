@@ -25,7 +25,7 @@ from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scal
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
-from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites import Site
 from fakequant.nn.wrappers import accepts_wrapped_model, cached_weights
 from fakequant.restore import forwards_of, restore_after, state_of
 from fakequant.text import html_result, table

@@ -28,8 +28,8 @@ from fakequant.nn.functions import SITE_FUNCTIONS, SiteOperand, Trait, einsum_op
 from fakequant.nn.quantized.forms import bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.sites.classes import add_sites, is_shielded, shield
-from fakequant.nn.sites.sites import SITES, Site, Sites, site_key, site_keys, sites_of
+from fakequant.nn.site_classes import add_sites, is_shielded, shield
+from fakequant.nn.sites import SITES, Site, Sites, site_key, site_keys, sites_of
 from fakequant.nn.wrappers import Kernel, Role, accepts_wrapped_model
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams

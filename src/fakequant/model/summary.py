@@ -32,7 +32,7 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import own_class, product_function, quantized_class, why_changed
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
-from fakequant.nn.sites.sites import TRAINED, Site
+from fakequant.nn.sites import TRAINED, Site
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.text import html_result, listed, module_name, table
 

@@ -25,7 +25,7 @@ from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer, has_statistics, is_norm
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, magnitudes, quantizers, weight_version
-from fakequant.nn.sites.sites import site_products
+from fakequant.nn.sites import site_products
 from fakequant.nn.wrappers import Role, cached_weights
 from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams, Range, fill_empty_groups

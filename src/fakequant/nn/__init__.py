@@ -4,11 +4,7 @@ from fakequant.nn.device import Device
 from fakequant.nn.functions import SiteFunction, SiteOperand, Trait, register_function
 from fakequant.nn.integer import Execution
 from fakequant.nn.products import MatrixProduct, Product, TurnedProduct
-from fakequant.nn.quantized import (  # noqa: F401  for their entries in the table of layers
-    attention,
-    foreign,
-    recurrent,
-)
+from fakequant.nn.quantized import attention, foreign, recurrent  # noqa: F401  for their entries in the table of layers
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer, layers, quantizes
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.ranges import LearnedRange, learned_ranges, register_learned_range

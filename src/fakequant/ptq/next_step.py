@@ -32,7 +32,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.sites.sites import SITES
+from fakequant.nn.sites import SITES
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import fill_empty_groups
 from fakequant.ptq.improvement import improve

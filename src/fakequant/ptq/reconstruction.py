@@ -29,7 +29,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.sites.sites import SITES, Site
+from fakequant.nn.sites import SITES, Site
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library

@@ -16,7 +16,7 @@ from fakequant.model.sites import SitePlan, plan_sites
 from fakequant.model.training import qat
 from fakequant.nn.backward import Factor, matmul
 from fakequant.nn.functions import SITE_FUNCTIONS
-from fakequant.nn.sites.sites import attend_in_parts
+from fakequant.nn.sites import attend_in_parts
 from tests.support.functional_models import example, float_network
 from tests.support.placed_models import IDS, MODELS, bert
 from tests.support.placements import PLACING, placement_of

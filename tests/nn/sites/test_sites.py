@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError, SiteError
 from fakequant.model.sites import site_plan
 from fakequant.model.training import qat
-from fakequant.nn.sites.sites import sites_of
+from fakequant.nn.sites import sites_of
 from tests.support.copies import pickled, saved
 from tests.support.functional_models import (
     Calls,

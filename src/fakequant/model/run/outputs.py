@@ -22,8 +22,8 @@ from fakequant.model.run.recorder import PLAIN, Detail, Recorder, holds_mask, la
 from fakequant.model.weights import evaluating
 from fakequant.nn.functions import CalledAs, called_as
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.sites.classes import OF_CACHE, hide_caches
-from fakequant.nn.sites.sites import operands_of, takes_floats
+from fakequant.nn.site_classes import OF_CACHE, hide_caches
+from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.wrappers import cached_weights
 from fakequant.restore import forwards_of, restore_after
 from fakequant.text import listed, module_name
@@ -346,12 +346,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     """
     hide_caches()
     recorder = _WholeRecorder(model)
-    with (
-        unchanged(model),
-        mode(model),
-        torch.no_grad(),
-        recorder.recording_on(),
-    ):
+    with unchanged(model), mode(model), torch.no_grad(), recorder.recording_on():
         result = run()
         recorder.recording.kept = recorder.tensors.numbers()
     if recorder.recording.threads:

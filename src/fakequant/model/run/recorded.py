@@ -28,7 +28,7 @@ from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.nn.functions import NO_TRAITS, SITE_FUNCTIONS, Trait, called_as, read_traits
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.sites.sites import Site, arguments_of
+from fakequant.nn.sites import Site, arguments_of
 from fakequant.numerics.qparams import Range
 from fakequant.text import listed
 
@@ -621,12 +621,7 @@ class _NeighborWalk:
     """Goes through a run and notes which modules read the outputs of makers, as for `find_neighbors`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        recording: Recording,
-        makers: Set[nn.Module],
-        layers: Set[nn.Module],
-        through: Set[str],
+        self, model: nn.Module, recording: Recording, makers: Set[nn.Module], layers: Set[nn.Module], through: Set[str]
     ) -> None:
         self.found = Neighbors()
         self._makers, self._layers, self._through = makers, layers, through

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.distributed import (
-    Ranks,
-    first_sharded,
-    is_sharded,
-    parallel_group,
-    processes_of,
-    refuse_offloaded,
-)
+from fakequant.distributed import Ranks, first_sharded, is_sharded, parallel_group, processes_of, refuse_offloaded
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.functional import quantize
 from fakequant.model.calibrate import follow_values

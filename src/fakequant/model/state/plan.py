@@ -24,7 +24,7 @@ from fakequant.nn.quantized.forms import bypasses_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.ranges import ByValue, LearnedRange, make_learned_range
-from fakequant.nn.sites.sites import functions_of, site_keys
+from fakequant.nn.sites import functions_of, site_keys
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)

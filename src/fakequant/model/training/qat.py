@@ -52,8 +52,8 @@ from fakequant.nn.quantized.folded import (
     norm_axes,
 )
 from fakequant.nn.quantizer import has_no_hooks
-from fakequant.nn.sites.classes import set_class, unshielded_class
-from fakequant.nn.sites.sites import OF_LAYERS
+from fakequant.nn.site_classes import set_class, unshielded_class
+from fakequant.nn.sites import OF_LAYERS
 from fakequant.restore import attributes_of, restore_after, restore_on_error, structure_of
 from fakequant.text import module_name
 

@@ -227,11 +227,7 @@ class Sites(nn.Module):
     """
 
     def __init__(
-        self,
-        owner: str,
-        steps: tuple[str, ...],
-        sites: dict[str, Site],
-        training_keys: tuple[str, ...] | None = None,
+        self, owner: str, steps: tuple[str, ...], sites: dict[str, Site], training_keys: tuple[str, ...] | None = None
     ) -> None:
         super().__init__()
         self.owner = owner

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import ConfigError, SiteError
 from fakequant.nn.quantized.forms import change_class, class_reference, within_wrappers
-from fakequant.nn.sites.sites import SITES, SiteMode, Sites, float_rule, pause, resume
+from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
 from fakequant.numerics.division import is_exporting
 from fakequant.text import module_name
 
