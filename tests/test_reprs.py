@@ -12,7 +12,7 @@ import torch
 import fakequant as fq
 from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
-from fakequant.export.verification.verdict import Row, VerifyReport
+from fakequant.export.verdict import Row, VerifyReport
 from fakequant.model.engine import known_engines
 from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.summary import LayerSummary, Summary

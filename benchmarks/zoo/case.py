@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.data.batches import example_arguments, run_batch
-from fakequant.export.verification.verdict import differing_bits
+from fakequant.export.verdict import differing_bits
 
 from .architecture import Architecture
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fakequant as fq
 from fakequant.errors import ConfigError, ExportError
 from fakequant.export import coreai as module
-from fakequant.export.packages import require
+from fakequant.export.capability import require
 from fakequant.export.pt2e import lowered
 from fakequant.numerics.spec import QuantSpec
 from tests.support.bits import assert_same_bits

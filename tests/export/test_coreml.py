@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError, ExportError
 from fakequant.export import coreml as module
-from fakequant.export.packages import require
+from fakequant.export.capability import require
 from tests.support.mobile import calibrated
 
 

@@ -166,7 +166,7 @@ def test_portable_kernels_without_ranges_of_tokens(tmp_path: Path) -> None:
 
 def test_without_executorch_an_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require", lambda *names, **options: real("no_such_package", **options))
-    from fakequant.export.packages import require as real
+    from fakequant.export.capability import require as real
 
     model, x = calibrated("mlp", ASYMMETRIC)
     with pytest.raises(ExportError, match=r"ExecuTorch needs no_such_package.*pip install executorch==1\.5\.1"):

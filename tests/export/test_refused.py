@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError, OutputError
-from fakequant.export import export_onnx, exporter, packages, verify_onnx
+from fakequant.export import capability, export_onnx, exporter, verify_onnx
 from fakequant.model import presets
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
@@ -176,13 +176,13 @@ INSTALL = r"run pip install 'fakequant\[onnx\]'"
 
 
 def test_missing_packages_are_all_named() -> None:
-    packages.require("torch")
+    capability.require("torch")
     with pytest.raises(ExportError, match=rf"ONNX needs no_such_a and no_such_b, not installed here; {INSTALL}"):
-        packages.require("torch", "no_such_a", "no_such_b")
+        capability.require("torch", "no_such_a", "no_such_b")
 
 
 def test_export_and_verification_ask_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(capability, "find_spec", lambda name: None)
     with pytest.raises(ExportError, match=f"onnx and onnxscript.*{INSTALL}"):
         export_onnx(nn.Linear(2, 2), torch.ones(1, 2), tmp_path / "m.onnx")
     with pytest.raises(ExportError, match=f"onnx and onnxruntime.*{INSTALL}"):

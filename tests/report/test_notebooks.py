@@ -15,7 +15,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport
+from fakequant.export.verdict import OutputRow, Row, VerifyReport
 from fakequant.model.sensitivity import Sensitivities, Sensitivity
 from fakequant.nn.quantizer import Quantizer
 from fakequant.ptq import Compared, Comparison, Improvement, LayerResult

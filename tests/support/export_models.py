@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.export.verification.verdict import Session
-from fakequant.export.verification.verify import Evaluator
+from fakequant.export.verdict import Session
+from fakequant.export.verify import Evaluator
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare

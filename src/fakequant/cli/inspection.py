@@ -12,9 +12,8 @@ from fakequant.cli.results import CHECKPOINT, GRAPH
 from fakequant.delivery import deliver, delivery_formats, verify_delivery
 from fakequant.errors import CheckpointError, VerificationError
 from fakequant.export import VerifyReport, verify_onnx
-from fakequant.export.capability import read
-from fakequant.export.packages import require
-from fakequant.export.verification.verify import load_exported
+from fakequant.export.capability import read, require
+from fakequant.export.verify import load_exported
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import known_engines
 from fakequant.model.presets import ALIASES, find_preset, presets

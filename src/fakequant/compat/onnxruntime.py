@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError
-from fakequant.export.capability import FIRST_OPSET, Style, check_opset
+from fakequant.export.capability import FIRST_OPSET, Style, check_opset, require
 from fakequant.export.exporter import finish, traced
 from fakequant.export.inputs import GraphEditor
-from fakequant.export.nodes.loops import lower_scale
-from fakequant.export.nodes.trt import Emitter
-from fakequant.export.packages import require
+from fakequant.export.loops import lower_scale
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
+from fakequant.export.trt import Emitter
 from fakequant.files import write_whole
 from fakequant.numerics.formats.floats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor

@@ -19,7 +19,7 @@ from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, refuse_tensor, run_batch, track
 from fakequant.delivery.format import LoadedFile, decoded, format_of, without_quantizers
 from fakequant.errors import VerificationError
-from fakequant.export.verification.verdict import Row, VerifyReport, add_rows, differing_bits
+from fakequant.export.verdict import Row, VerifyReport, add_rows, differing_bits
 from fakequant.files import check_path
 from fakequant.model.state.snapshots import QuantizedState, snapshot
 from fakequant.model.state.weight_codes import WeightCodes

@@ -8,8 +8,8 @@ from fakequant.export.executorch import export_executorch
 from fakequant.export.exporter import Exported, ExportReport, export_onnx
 from fakequant.export.litert import export_litert
 from fakequant.export.pt2e import export_pt2e
-from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport
-from fakequant.export.verification.verify import verify_onnx
+from fakequant.export.verdict import OutputRow, Row, VerifyReport
+from fakequant.export.verify import verify_onnx
 
 __all__ = [
     "Encodings",

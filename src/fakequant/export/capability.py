@@ -3,7 +3,7 @@
 Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
 and 16-bit integers and blocks since 21, float4 since 23, scales in E8M0 since 24, float6 since 28. The scale is one
 value, a vector along one axis, or one value per block of one axis. Formats that ONNX Runtime does not run are computed
-by `export.nodes.portable` in `Style.PORTABLE`, and use their own element types in the other styles.
+by `export.portable` in `Style.PORTABLE`, and use their own element types in the other styles.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,24 @@ from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
+
+
+def require(*names: str, reader: str = "ONNX", install: str = "'fakequant[onnx]'") -> None:
+    """Check that packages can be imported.
+
+    Args:
+        names: of the packages.
+        reader: what needs them.
+        install: what pip installs.
+
+    Raises:
+        ExportError: a package is missing; the message says how to install it.
+
+    >>> require("numpy")
+    """
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise ExportError(f"{reader} needs {' and '.join(missing)}, not installed here; run pip install {install}")
+
 
 _ALIASES = {"tensorrt": "trt", "onnxruntime": "portable", "ort": "portable", "onnx": "standard"}
 """What people call the engine or the form."""

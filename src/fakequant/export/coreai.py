@@ -30,9 +30,8 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
-from fakequant.export.capability import block_sizes, layout
+from fakequant.export.capability import block_sizes, layout, require
 from fakequant.export.engine_file import EngineFile, compared, new_package, simulated
-from fakequant.export.packages import require
 from fakequant.export.pt2e import Lowering, lowered, refuse_early
 from fakequant.export.trace import scope_of
 from fakequant.files import check_path
@@ -79,7 +78,15 @@ def export_coreai(
     require("coreai_torch", "coreai", reader="Core AI", install="coreai-core==1.0.0b3 coreai-torch==0.4.3")
     target = new_package(path, "Core AI", ".aimodel")
     program = lowered(model, example, inputs, call=_CALL, multiplies=False, operators=_ToCoreAI)
-    program = _decomposed(program)
+    program = program.run_decompositions(import_module("coreai_torch").get_decomp_table())
+    signature = program.graph_signature
+    if written := {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}:
+        names = listed(sorted(map(str, written.values())))
+        raise ExportError(f"forward writes {names}, and the package is run without states; return such values instead")
+    if any(getattr(node.meta.get("val"), "dtype", None) is torch.float64 for node in program.graph.nodes):
+        raise ExportError("Core AI computes in float32 and half precision, and the model in float64; use model.float()")
+    if others := [one for one in signature.user_outputs if not isinstance(one, str)]:
+        raise ExportError(f"forward returns {listed(map(repr, others))} beside tensors; return tensors alone")
     expected = simulated(model, program)
     with TemporaryDirectory(dir=target.parent) as folder:
         written = Path(folder, target.name)
@@ -135,43 +142,40 @@ class _ToCoreAI(Lowering):
         scale = params.scale.detach().float().cpu().expand(groups).contiguous()
         point = params.zero_point
         point = None if point is None else point.detach().cpu().expand(groups)
+        codes, fmt, zero_point, offset, stored = codes.cpu(), spec.format, None, None, None
         with node.graph.inserting_before(node):
-            return self._as(node, self._decoded(node, spec, codes.cpu(), scale, point), node.meta["val"].dtype)
-
-    def _decoded(self, node: fx.Node, spec: QuantSpec, codes: Tensor, scale: Tensor, point: Tensor | None) -> fx.Node:
-        fmt, offset, stored = spec.format, None, None
-        zero_point = None
-        if isinstance(fmt, IntegerFormat):
-            bits = next(bits for bits in (2, 4, 8) if bits >= fmt.bits)
-            stored = getattr(torch, f"{'' if fmt.signed else 'u'}int{bits}")
-            dtype = torch.int8 if fmt.signed else torch.uint8
-            held = self._constant("", "coreai_codes", codes.to(dtype), node)
-            if spec.offset is not None and point is not None:
-                offset = self._constant("", "coreai_offsets", -point.float(), node)
-            elif point is not None:
-                low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if fmt.signed else (0, (1 << bits) - 1)
-                if bool(((point < low) | (point > high)).any()):
-                    raise ExportError(f"{spec}: Core AI has zero points from {low} to {high}; calibrate it again")
-                zero_point = self._constant("", "coreai_zero_points", point.to(dtype), node)
-        elif fmt in _FLOATS:
-            held = self._constant("", "coreai_codes", codes.view(fmt.storage), node)
-        elif fmt == FLOAT4_E2M1FN and spec.scale.format == FLOAT8_E8M0FNU and codes.shape[-1] % 2 == 0:
-            patterns = patterns_of(codes, fmt).to(torch.uint8)
-            held = self._constant("", "coreai_codes", patterns[..., ::2] | patterns[..., 1::2] << 4, node)
-            scale = scale.to(torch.float8_e8m0fnu)
-        else:
-            count = count_of(fmt)
-            size = next(1 << bits for bits in (1, 2, 3, 4, 6, 8) if 1 << bits >= count)
-            patterns = of_integers(torch.arange(count, device="cpu").to(integers_of(fmt)), fmt)
-            values = torch.zeros(size, device="cpu")
-            values[:count] = fmt.from_storage(patterns, torch.float32).nan_to_num(0.0, 0.0, 0.0)
-            places = self._constant("", "coreai_indices", patterns_of(codes, fmt).to(torch.uint8), node)
-            table = self._constant("", "coreai_lut", values.reshape(*[1] * codes.dim(), size, 1), node)
-            held = self._call(node, self._ops.lut_to_dense.default, places, table, 0)
-        scales = self._constant("", "coreai_scales", scale, node)
-        dtype = None if stored is not None else torch.float32
-        target = self._ops.constexpr_blockwise_shift_scale.default
-        return self._call(node, target, held, scales, zero_point, offset, stored, dtype)
+            if isinstance(fmt, IntegerFormat):
+                bits = next(bits for bits in (2, 4, 8) if bits >= fmt.bits)
+                stored = getattr(torch, f"{'' if fmt.signed else 'u'}int{bits}")
+                dtype = torch.int8 if fmt.signed else torch.uint8
+                held = self._constant("", "coreai_codes", codes.to(dtype), node)
+                if spec.offset is not None and point is not None:
+                    offset = self._constant("", "coreai_offsets", -point.float(), node)
+                elif point is not None:
+                    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if fmt.signed else (0, (1 << bits) - 1)
+                    if bool(((point < low) | (point > high)).any()):
+                        raise ExportError(f"{spec}: Core AI has zero points from {low} to {high}; calibrate it again")
+                    zero_point = self._constant("", "coreai_zero_points", point.to(dtype), node)
+            elif fmt in _FLOATS:
+                held = self._constant("", "coreai_codes", codes.view(fmt.storage), node)
+            elif fmt == FLOAT4_E2M1FN and spec.scale.format == FLOAT8_E8M0FNU and codes.shape[-1] % 2 == 0:
+                patterns = patterns_of(codes, fmt).to(torch.uint8)
+                held = self._constant("", "coreai_codes", patterns[..., ::2] | patterns[..., 1::2] << 4, node)
+                scale = scale.to(torch.float8_e8m0fnu)
+            else:
+                count = count_of(fmt)
+                size = next(1 << bits for bits in (1, 2, 3, 4, 6, 8) if 1 << bits >= count)
+                patterns = of_integers(torch.arange(count, device="cpu").to(integers_of(fmt)), fmt)
+                values = torch.zeros(size, device="cpu")
+                values[:count] = fmt.from_storage(patterns, torch.float32).nan_to_num(0.0, 0.0, 0.0)
+                places = self._constant("", "coreai_indices", patterns_of(codes, fmt).to(torch.uint8), node)
+                table = self._constant("", "coreai_lut", values.reshape(*[1] * codes.dim(), size, 1), node)
+                held = self._call(node, self._ops.lut_to_dense.default, places, table, 0)
+            scales = self._constant("", "coreai_scales", scale, node)
+            dtype = None if stored is not None else torch.float32
+            target = self._ops.constexpr_blockwise_shift_scale.default
+            y = self._call(node, target, held, scales, zero_point, offset, stored, dtype)
+            return self._as(node, y, node.meta["val"].dtype)
 
     def _activation(self, node: fx.Node, spec: QuantSpec, params: QParams) -> fx.Node:
         x = node.args[0]
@@ -203,21 +207,6 @@ class _ToCoreAI(Lowering):
 
     def _finish(self) -> None:
         """Core AI chooses kernels by itself."""
-
-
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """The graph in the operators that Core AI's converter reads; an ExportError for what cannot be run here."""
-    tools: Any = import_module("coreai_torch")
-    program = program.run_decompositions(tools.get_decomp_table())
-    signature = program.graph_signature
-    if written := {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}:
-        names = listed(sorted(map(str, written.values())))
-        raise ExportError(f"forward writes {names}, and the package is run without states; return such values instead")
-    if any(getattr(node.meta.get("val"), "dtype", None) is torch.float64 for node in program.graph.nodes):
-        raise ExportError("Core AI computes in float32 and half precision, and the model in float64; use model.float()")
-    if others := [one for one in signature.user_outputs if not isinstance(one, str)]:
-        raise ExportError(f"forward returns {listed(map(repr, others))} beside tensors; return tensors alone")
-    return program
 
 
 def _converted_and_run(program: ExportedProgram, path: Path) -> list[Tensor]:
@@ -252,28 +241,21 @@ def _converted_and_run(program: ExportedProgram, path: Path) -> list[Tensor]:
 async def _results(path: Path, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     authoring: Any = import_module("coreai.authoring")
     runtime: Any = import_module("coreai.runtime")
-    given = {name: runtime.NDArray(_as_array(x.detach().cpu().contiguous())) for name, x in values.items()}
+    types: Any = import_module("ml_dtypes")
+    arrays = {}
+    for name, x in values.items():
+        own = x.detach().cpu().contiguous()
+        own = own.to(torch.int32) if own.dtype is torch.int64 else own  # as the converter takes them
+        is_half = own.dtype is torch.bfloat16
+        array = own.view(torch.int16).numpy().view(types.bfloat16) if is_half else own.numpy()
+        arrays[name] = runtime.NDArray(array)
     # `AIModel.load` raises on Linux.
     async with authoring.AIModelAsset.load(path).executable() as loaded:
-        found = await loaded.load_function("main")(given)
-        return {name: _as_tensor(one.numpy()) for name, one in found.items()}
-
-
-def _as_array(x: Tensor) -> Any:
-    """The memory of a tensor; the converter takes integers of 64 bits as such of 32."""
-    if x.dtype is torch.int64:
-        return x.to(torch.int32).numpy()
-    if x.dtype is not torch.bfloat16:
-        return x.numpy()
-    types: Any = import_module("ml_dtypes")
-    return x.view(torch.int16).numpy().view(types.bfloat16)
-
-
-def _as_tensor(array: Any) -> Tensor:
-    types: Any = import_module("ml_dtypes")
-    if array.dtype != types.bfloat16:
-        return torch.from_numpy(array.copy())
-    return torch.from_numpy(array.copy().view("int16")).view(torch.bfloat16)
+        found = await loaded.load_function("main")(arrays)
+        results = {name: one.numpy().copy() for name, one in found.items()}
+    halves = {name for name, one in results.items() if one.dtype == types.bfloat16}
+    tensors = {name: torch.from_numpy(one.view("int16") if name in halves else one) for name, one in results.items()}
+    return {name: x.view(torch.bfloat16) if name in halves else x for name, x in tensors.items()}
 
 
 refuse_early("export_coreai", _ToCoreAI)

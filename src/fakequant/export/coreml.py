@@ -21,8 +21,8 @@ from torch.export import ExportedProgram
 
 from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
+from fakequant.export.capability import require
 from fakequant.export.engine_file import EngineFile, new_package
-from fakequant.export.packages import require
 from fakequant.export.pt2e import LoweringToInt8, lowered, refuse_early
 from fakequant.files import check_path
 from fakequant.model.run.tracing import quiet
@@ -57,7 +57,16 @@ def export_coreml(
     require("coremltools", reader="Core ML", install="coremltools==9.0")
     target = new_package(path, "Core ML", ".mlpackage")
     program = lowered(model, example, inputs, call=_CALL, multiplies=False, operators=_ToCoreML)
-    _groups_by_torchao(program)
+    if nodes := [node for node in program.graph.nodes if str(node.target) == _GROUP]:
+        # coremltools reads groups of weights as torchao's operator
+        require("torchao", reader="Core ML with groups of weights", install="'torchao>=0.18,<0.19'")
+        import_module("torchao.quantization.quant_primitives")  # registers the operator
+        ops: Any = torch.ops.torchao
+        for node in nodes:
+            codes, scales, points, low, high, dtype, size, _ = node.args
+            node.target = ops.dequantize_affine.default
+            node.args = codes, [1, size], scales, points, dtype, low, high
+        program.graph_module.recompile()
     program = program.run_decompositions({})
     with quiet("coremltools"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -68,13 +77,24 @@ def export_coreml(
             compute_precision=tools.precision.FLOAT32,
             skip_model_load=True,
         )
-        compared = _compare(program, made)
+        function = next(iter(made._mil_program.functions.values()))
+        found = {one.name: one for one in function.operations if one.op_type.startswith("constexpr")}
+        expected = _weights(program)
+        for name, value in expected.items():
+            if name not in found:
+                raise ExportError(f"Core ML has no integers for the weight {name}; report the model")
+            theirs = torch.as_tensor(found[name].materialized_val_inference())
+            if differing := int((theirs != value).sum()) if theirs.shape == value.shape else value.numel():
+                raise ExportError(
+                    f"{differing:,} elements of the weight {name} differ in the package; nothing was written"
+                )
         with TemporaryDirectory(dir=target.parent) as folder:
             made.save(str(Path(folder, target.name)))
             Path(folder, target.name).rename(target)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     note = (
-        f"{compared} weights have the values of the simulation, each element; Core ML computes results on a Mac alone"
+        f"{len(expected)} weights have the values of the simulation, each element; "
+        "Core ML computes results on a Mac alone"
     )
     return EngineFile(target, f"Core ML by coremltools {version('coremltools')}", size, notes=(note,))
 
@@ -83,36 +103,6 @@ class _ToCoreML(LoweringToInt8):
     """Codes of activations are int8, ranges static."""
 
     label = "Core ML"
-
-
-def _groups_by_torchao(program: ExportedProgram) -> None:
-    """Groups of weights as torchao's operator, which coremltools reads."""
-    nodes = [node for node in program.graph.nodes if str(node.target) == _GROUP]
-    if not nodes:
-        return
-    require("torchao", reader="Core ML with groups of weights", install="'torchao>=0.18,<0.19'")
-    import_module("torchao.quantization.quant_primitives")  # registers the operator
-    ops: Any = torch.ops.torchao
-    for node in nodes:
-        codes, scales, points, low, high, dtype, size, _ = node.args
-        node.target = ops.dequantize_affine.default
-        node.args = codes, [1, size], scales, points, dtype, low, high
-    program.graph_module.recompile()
-
-
-def _compare(program: ExportedProgram, made: Any) -> int:
-    """How many weights the package has; an ExportError where one differs or is missing."""
-    function = next(iter(made._mil_program.functions.values()))
-    found = {one.name: one for one in function.operations if one.op_type.startswith("constexpr")}
-    expected = _weights(program)
-    for name, value in expected.items():
-        if name not in found:
-            raise ExportError(f"Core ML has no integers for the weight {name}; report the model")
-        theirs = torch.as_tensor(found[name].materialized_val_inference())
-        differing = int((theirs != value).sum()) if theirs.shape == value.shape else value.numel()
-        if differing:
-            raise ExportError(f"{differing:,} elements of the weight {name} differ in the package; nothing was written")
-    return len(expected)
 
 
 def _weights(program: ExportedProgram) -> dict[str, Tensor]:

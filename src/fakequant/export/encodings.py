@@ -29,12 +29,11 @@ from torch import nn
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, select_inputs
 from fakequant.errors import ExportError, nearest, shown
-from fakequant.export.capability import Parameters, SiteRecord, read
+from fakequant.export.capability import Parameters, SiteRecord, read, require
 from fakequant.export.exporter import export_onnx, finish
 from fakequant.export.inputs import GraphEditor, names_read
 from fakequant.export.lower import rename_inputs
-from fakequant.export.packages import require
-from fakequant.export.verification.verdict import element_types
+from fakequant.export.verdict import element_types
 from fakequant.files import check_path, read_whole, writable_file, write_in_order
 from fakequant.model.calibrate import calibrate
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
@@ -217,8 +216,10 @@ def read_encodings(
     for name, paths in names.items():
         for path_of_it in paths:
             params = _params(f"{source}: {name}", path_of_it, found[name], expected[name], ready[path_of_it])
-            if not _has(own[path_of_it], params):
-                changes[own[path_of_it]] = params
+            quantizer = own[path_of_it]
+            pairs = zip((quantizer.scale, quantizer.zero_point), params[:2], strict=True)
+            if not all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs):
+                changes[quantizer] = params
     with restore_on_error(state_of([*changes])):
         for quantizer, params in changes.items():
             quantizer.set_qparams(params)
@@ -250,12 +251,6 @@ def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncodi
     if ready.zero_point is None:
         return QParams(scale)
     return QParams(scale, torch.from_numpy(found.zero_point).reshape(before.shape).to(ready.zero_point))
-
-
-def _has(quantizer: Quantizer, params: QParams) -> bool:
-    """Whether a quantizer has these parameters."""
-    pairs = zip((quantizer.scale, quantizer.zero_point), params[:2], strict=True)
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
 def _split(
@@ -320,8 +315,12 @@ class _Split:
             return "lies in a loop, whose tensors have no encodings"
         self._removed += between
         encoding = self._encoding(site, between)
-        if encoding.block_size and (reason := self._why_not_blocks(site, encoding)):
-            return reason
+        if encoding.block_size:
+            if self._version == "0.6.1":
+                return "version 0.6.1 has no blocks; use version 2.0.0"
+            shape = self._editor.shape(str(site.codes))
+            if encoding.axis != 1 or len(shape) != 2 or shape[1] != encoding.scale.shape[1] * encoding.block_size:
+                return f"encodings have blocks of the inputs of a matrix, whose number they divide, and this is {shape}"
         name = self._weight(site, encoding) if site.codes is not None else self._names.get(site.x, site.x)
         if self.encodings.setdefault(name, encoding) != encoding:
             others = listed(self.quantizers[name])
@@ -377,15 +376,6 @@ class _Split:
                 waiting += [one for one in node.input if one]
         return found
 
-    def _why_not_blocks(self, site: SiteRecord, encoding: TensorEncoding) -> str | None:
-        assert site.codes is not None
-        shape = self._editor.shape(site.codes)
-        if self._version == "0.6.1":
-            return "version 0.6.1 has no blocks; use version 2.0.0"
-        if encoding.axis != 1 or len(shape) != 2 or shape[1] != encoding.scale.shape[1] * encoding.block_size:
-            return f"encodings have blocks of the inputs of a matrix, whose number they divide, and this is {shape}"
-        return None
-
     def _encoding(self, site: SiteRecord, between: Iterable[NodeProto]) -> TensorEncoding:
         fmt = QuantSpec.parse(site.spec).format
         assert isinstance(fmt, IntegerFormat)
@@ -414,62 +404,34 @@ class _Split:
 def _document(found: Mapping[str, TensorEncoding], weights: Collection[str], version: str) -> dict[str, Any]:
     """A file of encodings."""
     producer = {"producer": {"package": "fakequant", "version": __version__}, "version": version}
-    if version == "2.0.0":
-        return {**producer, "encodings": [{"name": name, **_as_onnx(one)} for name, one in found.items()]}
-    parts: dict[str, Any] = {}
-    for part, names in (("activation", found.keys() - weights), ("param", set(weights))):
-        own = {name: one for name, one in found.items() if name in names}
-        if version == "0.6.1":
-            parts[f"{part}_encodings"] = {name: _as_channels(one) for name, one in own.items()}
+    entries: dict[str, Any] = {}
+    for name, one in found.items():
+        scale, low = one.scale.astype(float), -(1 << one.bits - 1) if one.signed else 0
+        scales, zeros, offsets = (x.ravel().tolist() for x in (scale, one.zero_point, low - one.zero_point))
+        block = {"block_size": one.block_size} if one.block_size else {}
+        if version == "2.0.0":
+            zero = {"y_zero_point": one.zero_point.tolist()} if one.zero_point.any() else {}
+            axis = {} if one.axis is None else {"axis": one.axis}
+            form = {"name": name, "output_dtype": one.dtype, "y_scale": scale.tolist()}
+            entries[name] = {**form, **zero, **axis, **block}
+        elif version == "1.0.0":
+            kind = "PER_BLOCK" if one.block_size else "PER_TENSOR" if one.axis is None else "PER_CHANNEL"
+            form = {"name": name, "dtype": "INT", "bw": one.bits, "is_sym": one.signed}
+            entries[name] = {**form, "scale": scales, "offset": offsets, "enc_type": kind, **block}
         else:
-            parts[f"{part}_encodings"] = [{"name": name, **_as_offsets(one)} for name, one in own.items()]
+            top = low + (1 << one.bits) - 1
+            form = {"bitwidth": one.bits, "dtype": "int", "is_symmetric": str(one.signed)}
+            entries[name] = [
+                {**form, "min": (low - z) * s, "max": (top - z) * s, "offset": offset, "scale": s}
+                for s, z, offset in zip(scales, zeros, offsets, strict=True)
+            ]
+    if version == "2.0.0":
+        return {**producer, "encodings": [*entries.values()]}
+    parts: dict[str, Any] = {}
+    for part, is_weight in (("activation_encodings", False), ("param_encodings", True)):
+        own = {name: entry for name, entry in entries.items() if (name in weights) is is_weight}
+        parts[part] = own if version == "0.6.1" else [*own.values()]
     return {**producer, **parts}
-
-
-def _offsets(one: TensorEncoding) -> np.ndarray:
-    return (-(1 << one.bits - 1) if one.signed else 0) - one.zero_point
-
-
-def _as_onnx(one: TensorEncoding) -> dict[str, Any]:
-    axis = {} if one.axis is None else {"axis": one.axis}
-    block = {"block_size": one.block_size} if one.block_size else {}
-    zero = {"y_zero_point": one.zero_point.tolist()} if one.zero_point.any() else {}
-    return {"output_dtype": one.dtype, "y_scale": one.scale.astype(float).tolist(), **zero, **axis, **block}
-
-
-def _as_offsets(one: TensorEncoding) -> dict[str, Any]:
-    kind = "PER_BLOCK" if one.block_size else "PER_TENSOR" if one.axis is None else "PER_CHANNEL"
-    block = {"block_size": one.block_size} if one.block_size else {}
-    offsets, scales = _offsets(one).ravel().tolist(), one.scale.astype(float).ravel().tolist()
-    return {
-        "dtype": "INT",
-        "bw": one.bits,
-        "is_sym": one.signed,
-        "scale": scales,
-        "offset": offsets,
-        "enc_type": kind,
-        **block,
-    }
-
-
-def _as_channels(one: TensorEncoding) -> list[dict[str, Any]]:
-    low = -(1 << one.bits - 1) if one.signed else 0
-    entries = []
-    for scale, zero, offset in zip(
-        *(x.ravel().tolist() for x in (one.scale.astype(float), one.zero_point, _offsets(one))), strict=True
-    ):
-        ends = {"min": (low - zero) * scale, "max": (low + (1 << one.bits) - 1 - zero) * scale}
-        entries.append(
-            {
-                "bitwidth": one.bits,
-                "dtype": "int",
-                "is_symmetric": str(one.signed),
-                **ends,
-                "offset": offset,
-                "scale": scale,
-            }
-        )
-    return entries
 
 
 def _parsed(source: Path) -> tuple[str, dict[str, TensorEncoding]]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.again import state_before
 from fakequant.errors import ExportError
-from fakequant.export.verification.verdict import OutputRow
+from fakequant.export.verdict import OutputRow
 from fakequant.files import writable_folder
 from fakequant.model.weights import evaluating
 from fakequant.restore import restore_after

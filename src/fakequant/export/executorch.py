@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -21,8 +20,8 @@ from torch.export import ExportedProgram
 
 from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError, nearest
+from fakequant.export.capability import require
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
-from fakequant.export.packages import require
 from fakequant.export.pt2e import Lowering, lowered, refuse_early
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.run.tracing import quiet
@@ -74,31 +73,31 @@ def export_executorch(
     program = lowered(model, example, inputs, dynamic_shapes, call=_CALL)
     expected, steps = simulated(model, program), steps_of(program)
     if backend == "xnnpack":
-        _check_scales(program)
-    with _quiet():
+        specs = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+        named = [specs[node.args[1].name] for node in program.graph.nodes if str(node.target) == _GROUP]
+        scales = {str(name): program.state_dict[str(name)] for name in named}
+        if lost := [name for name, scale in scales.items() if not torch.equal(scale.bfloat16().float(), scale)]:
+            raise ExportError(
+                f"XNNPACK has scales of groups in bfloat16, and those of {len(lost)} weights ({lost[0]}) are float32, "
+                "which costs half of the digits; prepare with W4A8_EXECUTORCH, or scale=bfloat16 in the specification"
+            )
+    with ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        stack.enter_context(quiet())
         data, left = _compiled(program, backend)
         if left and backend == "xnnpack" and not partial:
             raise ExportError(
                 f"XNNPACK leaves {counted(left)} to other kernels; prepare with target='executorch', quantize what "
                 "multiplies them, or pass partial=True to write the file nevertheless"
             )
-        results = _run(data, program)
+        runtime: Any = import_module("executorch.runtime")
+        method = runtime.Runtime.get().load_program(data).load_method("forward")
+        results = method.execute([x.contiguous() for x in tensors_in(program.example_inputs)])
     file = EngineFile(target, f"ExecuTorch {version('executorch')} ({backend})", len(data), left)
     file = compared(file, expected, results, steps)
     write_whole(target, data)
     return file
-
-
-def _check_scales(program: ExportedProgram) -> None:
-    """Raise for groups with scales that XNNPACK rounds to bfloat16."""
-    specs = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
-    named = [specs[node.args[1].name] for node in program.graph.nodes if str(node.target) == _GROUP]
-    scales = {str(name): program.state_dict[str(name)] for name in named}
-    if lost := [name for name, scale in scales.items() if not torch.equal(scale.bfloat16().float(), scale)]:
-        raise ExportError(
-            f"XNNPACK has scales of groups in bfloat16, and those of {len(lost)} weights ({lost[0]}) are float32, "
-            "which costs half of the digits; prepare with W4A8_EXECUTORCH, or scale=bfloat16 in the specification"
-        )
 
 
 def _compiled(program: ExportedProgram, backend: str) -> tuple[bytes, dict[str, int]]:
@@ -111,7 +110,12 @@ def _compiled(program: ExportedProgram, backend: str) -> tuple[bytes, dict[str, 
         parts = [partitioner.XnnpackPartitioner()]
     config = exir.EdgeCompileConfig(_check_ir_validity=False)
     edge = exir.to_edge_transform_and_lower(program, partitioner=parts, compile_config=config)
-    names = [_name(node.target) for node in edge.exported_program().graph.nodes if node.op == "call_function"]
+    targets = [node.target for node in edge.exported_program().graph.nodes if node.op == "call_function"]
+    schemas = [getattr(target, "_schema", None) for target in targets]
+    names = [
+        str(getattr(schema, "name", "") or getattr(target, "__name__", target)).replace("::", ".")
+        for schema, target in zip(schemas, targets, strict=True)
+    ]
     left = Counter(name for name in names if name not in ("getitem", "executorch_call_delegate"))
     try:
         return bytes(edge.to_executorch().buffer), dict(left) if parts else {}
@@ -122,29 +126,6 @@ def _compiled(program: ExportedProgram, backend: str) -> tuple[bytes, dict[str, 
             f"ExecuTorch's portable kernels lack operators of the model: {str(error)[-300:]}; use backend='xnnpack' "
             "with target='executorch'"
         ) from error
-
-
-def _name(target: Any) -> str:
-    """The name of an operator: that of its schema, as in 'aten::conv2d'."""
-    schema = getattr(target, "_schema", None)
-    return str(getattr(schema, "name", "") or getattr(target, "__name__", target)).replace("::", ".")
-
-
-def _run(data: bytes, program: ExportedProgram) -> list[Any]:
-    runtime: Any = import_module("executorch.runtime")
-    method = runtime.Runtime.get().load_program(data).load_method("forward")
-    return method.execute([x.contiguous() for x in tensors_in(program.example_inputs)])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with quiet():
-            yield
-    finally:
-        logging.disable(level)
 
 
 refuse_early("export_executorch", Lowering)

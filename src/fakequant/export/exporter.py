@@ -21,12 +21,11 @@ from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import OF_TORCH, Arguments, Inputs, described, example_arguments, select_inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown, warn_user
-from fakequant.export.capability import FIRST_OPSET, FileRecord, Style, check_opset, check_scale, write
+from fakequant.export.capability import FIRST_OPSET, FileRecord, Style, check_opset, check_scale, require, write
 from fakequant.export.inputs import depends_on, input_records, unread_inputs
 from fakequant.export.lower import lower
-from fakequant.export.packages import require
 from fakequant.export.trace import TracedSite, check, depending, result_names, sites, to_onnx, trace, written_inputs
-from fakequant.export.verification.verdict import element_types
+from fakequant.export.verdict import element_types
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.engine import holders, simulated
 from fakequant.model.run.tracing import example_named
@@ -415,7 +414,18 @@ def traced(
     """
     require("onnx", "onnxscript")
     target = writable_file(path)
-    active = _check(model, opset, style)
+    active = active_quantizers(model)
+    _check_all(model, active, opset, style)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    size = sum(t.numel() * t.element_size() for t in tensors.values()) - sum(
+        weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
+        for weight in active_weights(model)
+    )
+    if size > MAX_BYTES:
+        raise ExportError(
+            f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
+            "quantize more weights, or export the model in parts"
+        )
     arguments, codes = checked_arguments(model, example), fixed_codes(model)
     with ready_to_trace(model, arguments, _NO_LOOPS if style is Style.TRT else None):
         program, state = _program(model, *arguments, dynamic_shapes)
@@ -509,28 +519,6 @@ def active_quantizers(model: nn.Module) -> dict[str, Quantizer]:
         raise ExportError(
             f"{len(waiting)} quantizers are not calibrated: {', '.join(waiting)}; "
             "call fakequant.calibrate(model, batches)"
-        )
-    return active
-
-
-def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
-    """Return the quantizers that will be in the file.
-
-    Raises:
-        ExportError: some are not calibrated, or ONNX cannot express them; the message names them all.
-    """
-    active = active_quantizers(model)
-    _check_all(model, active, opset, style)
-    saved = sum(
-        weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
-        for weight in active_weights(model)
-    )
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
-    if size > MAX_BYTES:
-        raise ExportError(
-            f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
-            "quantize more weights, or export the model in parts"
         )
     return active
 

@@ -284,7 +284,13 @@ def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None
     """
     leaves, form = pytree.tree_flatten(batch)
     index = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][place]
-    other = _changed(leaves[index])
+    # Values that a model should take, too: floats twice as large and more, whole numbers in another order.
+    x = leaves[index]
+    if x.is_floating_point() or x.is_complex():
+        other = 2 * x + 1
+    else:
+        other = ~x if x.dtype is torch.bool else x.flip([*range(x.dim())])
+        other = 1 - x.clamp(0, 1) if torch.equal(other, x) else other
     if torch.equal(other, leaves[index]):
         return None
     try:
@@ -299,11 +305,3 @@ def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None
     return any(
         a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*results, strict=False)
     )
-
-
-def _changed(x: Tensor) -> Tensor:
-    """Other values that a model should take: floats twice as large and more, whole numbers in another order."""
-    if x.is_floating_point() or x.is_complex():
-        return 2 * x + 1
-    turned = ~x if x.dtype is torch.bool else x.flip([*range(x.dim())])
-    return 1 - x.clamp(0, 1) if torch.equal(turned, x) else turned

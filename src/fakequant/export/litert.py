@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
+from fakequant.export.capability import require
 from fakequant.export.engine_file import EngineFile, compared, counted, simulated, steps_of, tensors_in
-from fakequant.export.packages import require
 from fakequant.export.pt2e import LoweringToInt8, lowered, refuse_early
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.run.tracing import quiet
@@ -75,14 +75,34 @@ def export_litert(
         raise ExportError("LiteRT takes positional arguments; give the example as a tensor or a tuple")
     expected, steps = simulated(model, program), steps_of(program)
     with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        data = _converted(program)
-    left = _on_floats(data)
+        litert: Any = import_module("litert_torch")
+        configs: Any = import_module("litert_torch.quantize.quant_config")
+        quantizers: Any = import_module("litert_torch.quantize.pt2e_quantizer")
+        symmetric = quantizers.get_symmetric_quantization_config(is_per_channel=True)
+        config = configs.QuantConfig(pt2e_quantizer=quantizers.PT2EQuantizer().set_global(symmetric))
+        module = program.module()
+        module.training = False  # eval() of torch's exported modules raises
+        made = litert.convert(module, (program.example_inputs or ((), {}))[0], quant_config=config)
+        with TemporaryDirectory() as folder:
+            made.export(str(Path(folder, "model.tflite")))
+            data = Path(folder, "model.tflite").read_bytes()
+    schema: Any = import_module("ai_edge_litert.schema_py_generated")
+    tables = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
+    names = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+    left = Counter[str]()
+    for graph in tables.subgraphs:
+        for operator in graph.operators:
+            code = tables.operatorCodes[operator.opcodeIndex]
+            name = names[max(code.builtinCode, code.deprecatedBuiltinCode)]
+            read = [graph.tensors[place] for place in (*operator.inputs, *operator.outputs) if place >= 0]
+            if name not in ("QUANTIZE", "DEQUANTIZE") and any(one.type == schema.TensorType.FLOAT32 for one in read):
+                left[name] += 1
     if left and not partial:
         raise ExportError(
             f"LiteRT computes {counted(left)} on floats; prepare with target='litert', quantize what they read, or "
             "pass partial=True to write the file nevertheless"
         )
-    file = EngineFile(target, f"LiteRT {version('ai-edge-litert')} (XNNPACK)", len(data), left)
+    file = EngineFile(target, f"LiteRT {version('ai-edge-litert')} (XNNPACK)", len(data), dict(left))
     file = compared(file, expected, _run(data, program), steps)
     write_whole(target, data)
     return file
@@ -102,38 +122,6 @@ class _ToLiteRT(LoweringToInt8):
         return reason or (cls.why_not_codes(spec) if isinstance(spec.granularity, PerTensor) else None)
 
 
-def _converted(program: ExportedProgram) -> bytes:
-    litert: Any = import_module("litert_torch")
-    configs: Any = import_module("litert_torch.quantize.quant_config")
-    quantizers: Any = import_module("litert_torch.quantize.pt2e_quantizer")
-    symmetric = quantizers.get_symmetric_quantization_config(is_per_channel=True)
-    config = configs.QuantConfig(pt2e_quantizer=quantizers.PT2EQuantizer().set_global(symmetric))
-    module = program.module()
-    module.training = False  # eval() of torch's exported modules raises
-    made = litert.convert(module, (program.example_inputs or ((), {}))[0], quant_config=config)
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "model.tflite")
-        made.export(str(path))
-        return path.read_bytes()
-
-
-def _on_floats(data: bytes) -> dict[str, int]:
-    """The operators on floats, without those that convert to and from them."""
-    schema: Any = import_module("ai_edge_litert.schema_py_generated")
-    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
-    names = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
-    found = Counter[str]()
-    for graph in model.subgraphs:
-        for operator in graph.operators:
-            code = model.operatorCodes[operator.opcodeIndex]
-            name = names[max(code.builtinCode, code.deprecatedBuiltinCode)]
-            tensors = [graph.tensors[place] for place in (*operator.inputs, *operator.outputs) if place >= 0]
-            has_floats = any(one.type == schema.TensorType.FLOAT32 for one in tensors)
-            if has_floats and name not in ("QUANTIZE", "DEQUANTIZE"):
-                found[name] += 1
-    return dict(found)
-
-
 def _run(data: bytes, program: ExportedProgram) -> list[Any]:
     runtime: Any = import_module("ai_edge_litert.interpreter")
     with contextlib.redirect_stderr(io.StringIO()):
@@ -146,24 +134,17 @@ def _run(data: bytes, program: ExportedProgram) -> list[Any]:
     if len(places) != len(values):
         raise ExportError(f"LiteRT keeps {len(places)} of {len(values)} inputs; leave out those that no result needs")
     for place, value in zip(places, values, strict=True):
-        interpreter.set_tensor(place["index"], _encoded(value, place))
+        x, (scale, point) = value.numpy(), place["quantization"]
+        if place["dtype"] is np.int8 and x.dtype != np.int8:
+            x = np.clip(np.rint(x / np.float32(scale)) + point, -128, 127).astype(np.int8)
+        interpreter.set_tensor(place["index"], x)
     interpreter.invoke()
-    return [_decoded(interpreter.get_tensor(place["index"]), place) for place in interpreter.get_output_details()]
-
-
-def _encoded(value: Tensor, place: Any) -> Any:
-    x = value.numpy()
-    if place["dtype"] is not np.int8 or x.dtype == np.int8:
-        return x
-    scale, point = place["quantization"]
-    return np.clip(np.rint(x / np.float32(scale)) + point, -128, 127).astype(np.int8)
-
-
-def _decoded(codes: Any, place: Any) -> Tensor:
-    if codes.dtype != np.int8:
-        return torch.from_numpy(codes.copy())
-    scale, point = place["quantization"]
-    return torch.from_numpy((codes.astype(np.float32) - point) * np.float32(scale))
+    results = []
+    for place in interpreter.get_output_details():
+        codes, (scale, point) = interpreter.get_tensor(place["index"]), place["quantization"]
+        is_code = codes.dtype == np.int8
+        results.append((codes.astype(np.float32) - point) * np.float32(scale) if is_code else codes.copy())
+    return [torch.from_numpy(one) for one in results]
 
 
 refuse_early("export_litert", _ToLiteRT)

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
+from fakequant.export import loops, trt
 from fakequant.export.capability import Parameters, SiteRecord, Style, check_scale, digest, overflows
 from fakequant.export.inputs import GraphEditor, inner_graphs, stored, stored_codes
-from fakequant.export.nodes import loops, trt
-from fakequant.export.nodes.loops import lower_scale
-from fakequant.export.nodes.trt import EmittedSite, ScaleNames, computed_scale, constant_scale
+from fakequant.export.loops import lower_scale
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, place
+from fakequant.export.trt import EmittedSite, ScaleNames, computed_scale, constant_scale
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.text import module_name

@@ -15,8 +15,7 @@ ExecuTorch, LiteRT, Core ML and torch's own compiler read such graphs ("PT2E"). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -30,9 +29,8 @@ from fakequant.data.arguments import check_model, refuse_stored
 from fakequant.data.batches import Inputs, select_inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, warn_user
-from fakequant.export.capability import ScaleLayout, block_sizes, check_scale, layout
+from fakequant.export.capability import ScaleLayout, block_sizes, check_scale, layout, require
 from fakequant.export.exporter import active_quantizers, checked_arguments, fixed_codes, ready_to_trace
-from fakequant.export.packages import require
 from fakequant.export.trace import TARGET, depending, known_values, quantizing_nodes, scope_of, trace
 from fakequant.model.engine import holders
 from fakequant.model.placement import moves
@@ -113,7 +111,13 @@ def lowered(
     check_quantizers(active, operators)
     example = example if inputs is None else select_inputs(example, inputs)
     arguments, codes = checked_arguments(model, example), fixed_codes(model)
-    with ready_to_trace(model, arguments, _NO_LOOPS), _by_token(active):
+    by_token = [one for one in active.values() if one.dynamic and one.kind is Kind.INPUT]
+    if by_token:
+        require("torchao", reader="A graph with ranges of every token", install="'torchao>=0.18,<0.19'")
+        import_module("torchao.quantization.quant_primitives")  # registers the operators
+    with ready_to_trace(model, arguments, _NO_LOOPS), restore_after(forwards_of(by_token)):
+        for one in by_token:
+            vars(one)["forward"] = _quantize_tokens
         program = trace(model, *arguments, dynamic_shapes)
     dividing = operators(program, codes).run()
     if dividing and multiplies:
@@ -151,7 +155,23 @@ def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
 
 def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
     """Raise an ExportError that names all quantizers that the graph cannot have."""
-    refused = [f"{name}: {reason}" for name, one in active.items() if (reason := _reason(one, operators)) is not None]
+    refused = []
+    for name, quantizer in active.items():
+        spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
+        try:
+            if quantizer.mode is Mode.OBSERVE:
+                raise ExportError("is observing; finish the calibration")
+            if quantizer.by_value is not None:
+                by = quantizer.by_value.name
+                raise ExportError(f"has ranges by {by}, and the graph has constants; calibrate without by=")
+            if quantizer.dynamic and not is_weight and (reason := operators.why_not_dynamic(spec)) is not None:
+                raise ExportError(f"{spec} takes its range from every tensor, and {reason}")
+            if (reason := operators.why_not(spec, constant=is_weight)) is not None:
+                raise ExportError(f"{spec}: {reason}")
+            if quantizer.scale is not None and not quantizer.dynamic:
+                check_scale(quantizer.scale, spec)
+        except ExportError as error:
+            refused.append(f"{name}: {error}")
     if refused:
         raise ExportError(f"cannot be expressed in {operators.label}:\n" + "\n".join(refused))
 
@@ -166,39 +186,6 @@ def refuse_early(export: str, operators: type[Lowering]) -> None:
             )
 
     holders.append(check)
-
-
-def _reason(quantizer: Quantizer, operators: type[Lowering]) -> str | None:
-    spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
-    if quantizer.mode is Mode.OBSERVE:
-        return "is observing; finish the calibration"
-    if quantizer.by_value is not None:
-        return f"has ranges by {quantizer.by_value.name}, and the graph has constants; calibrate without by="
-    if quantizer.dynamic and not is_weight and (reason := operators.why_not_dynamic(spec)) is not None:
-        return f"{spec} takes its range from every tensor, and {reason}"
-    if (reason := operators.why_not(spec, constant=is_weight)) is not None:
-        return f"{spec}: {reason}"
-    if quantizer.scale is not None and not quantizer.dynamic:
-        try:
-            check_scale(quantizer.scale, spec)
-        except ExportError as error:
-            return str(error)
-    return None
-
-
-@contextmanager
-def _by_token(active: Mapping[str, Quantizer]) -> Iterator[None]:
-    """A context in which quantizers that take the range of every token call torchao's operators."""
-    found = [one for one in active.values() if one.dynamic and one.kind is Kind.INPUT]
-    if not found:
-        yield
-        return
-    require("torchao", reader="A graph with ranges of every token", install="'torchao>=0.18,<0.19'")
-    import_module("torchao.quantization.quant_primitives")  # registers the operators
-    with restore_after(forwards_of(found)):
-        for one in found:
-            vars(one)["forward"] = _quantize_tokens
-        yield
 
 
 def _quantize_tokens(x: Tensor) -> Tensor:
@@ -248,24 +235,6 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
         scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
     dtype = torch.int8 if fmt.bits <= 8 else torch.int16
     return _Grid(where, scale.contiguous(), zero_point, fmt.low - shift, fmt.high - shift, dtype, shift)
-
-
-def _name_of(node: fx.Node) -> str:
-    """The name of a function of torch that a node calls, "" for others."""
-    return str(getattr(getattr(node.target, "_schema", None), "name", "")).removeprefix("aten::")
-
-
-def _shares_memory(node: fx.Node) -> bool:
-    """Whether a node gives a view of a tensor that it reads, or writes to it; so may what is no operator of torch."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and (
-        schema is None or any(one.alias_info is not None for one in schema.arguments)
-    )
-
-
-def _own(x: Tensor) -> Tensor:
-    copied = x.detach().clone()
-    return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
 
 
 class Lowering:
@@ -319,7 +288,13 @@ class Lowering:
         nodes = [node for node, reason in found if not reason and node.target is TARGET]
         inputs = set(program.graph_signature.user_inputs)
         moving = depending(program.graph, lambda node: node.name in inputs)
-        x, scale, zero_point = (self._values(nodes, place, moving) for place in range(3))
+        known: list[dict[fx.Node, Tensor]] = []  # the arguments that do not depend on an input of the model
+        for place in range(3):
+            sources = {
+                node: own for node in nodes if isinstance(own := node.args[place], fx.Node) and own not in moving
+            }
+            known.append({node: value.detach().clone() for node, value in known_values(program, sources)})
+        x, scale, zero_point = known
         for node, reason in found:
             path = scope_of(node)
             try:
@@ -350,17 +325,15 @@ class Lowering:
         program.graph.eliminate_dead_code(lambda node: node.is_impure())
         self._drop_unused()
         for held in (program.state_dict, program.constants):  # the model, which trains on, has these tensors, too
-            held.update({name: _own(x) for name, x in held.items() if isinstance(x, Tensor)})
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    copied = value.detach().clone()
+                    is_trained = isinstance(value, nn.Parameter)
+                    held[name] = nn.Parameter(copied, value.requires_grad) if is_trained else copied
         program.graph_module.recompile()
         program.graph.lint()
         program.validate()
         return dividing
-
-    def _values(self, nodes: list[fx.Node], place: int, moving: set[fx.Node]) -> dict[fx.Node, Tensor]:
-        """The arguments of nodes at a place that do not depend on an input of the model."""
-        sources = {node: node.args[place] for node in nodes}
-        readers = {node: own for node, own in sources.items() if isinstance(own, fx.Node) and own not in moving}
-        return {node: value.detach().clone() for node, value in known_values(self._program, readers)}
 
     def _without_copies(self) -> None:
         """Read a result itself where it is copied over a tensor of the graph, as by `y += x`."""
@@ -370,8 +343,11 @@ class Lowering:
                 continue
             over, result = node.args[:2]
             same = all(getattr(over.meta["val"], of) == getattr(result.meta["val"], of) for of in ("shape", "dtype"))
-            near = {over, result, *over.users, *result.users} - {node}
-            if over.op != "call_function" or not same or any(_shares_memory(one) for one in near):
+            near = [one for one in {over, result, *over.users, *result.users} - {node} if one.op == "call_function"]
+            schemas = [getattr(one.target, "_schema", None) for one in near]
+            # What gives a view or writes shares memory; so may what is no operator of torch.
+            shares = any(one is None or any(a.alias_info is not None for a in one.arguments) for one in schemas)
+            if over.op != "call_function" or not same or shares:
                 continue
             for reader in [one for one in over.users if one is not node and order[one] > order[node]]:
                 reader.replace_input_with(over, result)
@@ -384,10 +360,12 @@ class Lowering:
 
         Quantizing twice, or picking before it, gives the same values.
         """
-        target, moving = self._ops.quantize_per_tensor.default, moves()
-        for node in reversed(list(self._program.graph.nodes)):
+        target, names = self._ops.quantize_per_tensor.default, {f"aten::{name}" for name in moves()}
+        nodes = list(self._program.graph.nodes)
+        movers = {one for one in nodes if getattr(getattr(one.target, "_schema", None), "name", "") in names}
+        for node in reversed(nodes):
             quantize, moved = node, node.args[0] if node.target is target else None
-            while isinstance(moved, fx.Node) and _name_of(moved) in moving and set(moved.users) == {quantize}:
+            while isinstance(moved, fx.Node) and moved in movers and set(moved.users) == {quantize}:
                 (x, *others), parameters = moved.all_input_nodes, quantize.args[1:]
                 dtypes = {one.meta["val"].dtype for one in (x, moved)}
                 if others or x.op != "call_function" or dtypes != {torch.float32}:

@@ -29,6 +29,7 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
 from fakequant.errors import ExportError
+from fakequant.export import loops, trt
 from fakequant.export.capability import (
     LAST_OPSET,
     Dimension,
@@ -40,7 +41,6 @@ from fakequant.export.capability import (
     check_spec,
     layout,
 )
-from fakequant.export.nodes import loops, trt
 from fakequant.model.run.tracing import inline_regions, quiet, traced_program
 from fakequant.nn.paths import join, module_at
 from fakequant.numerics.spec import QuantSpec
@@ -145,32 +145,26 @@ class _Known:
                 yield node, value
             if node.op == "get_attr":
                 self.now[node] = getattr(self._program.graph_module, str(node.target))
-            elif node.op == "call_function" and not self._compute(node):
-                break
-
-    def _compute(self, node: fx.Node) -> bool:
-        """Compute a node if its inputs are known; returns False if no later value can be known."""
-        if _is_of_transform(node):
-            return True
-        known = all(source in self.now for source in node.all_input_nodes)
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-            writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            leaves = pytree.tree_leaves([arguments.get(name) for name in writes])
-            sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-            if any(source not in self.now for source in sources):
-                return False
-            changed = _memory({source: self.now[source] for source in sources})
-            # A write to the model's own tensors is not executed here, and a write of an unknown value is not known.
-            if not known or changed & self._owned:
-                self.now = {one: x for one, x in self.now.items() if not _memory({one: x}) & changed}
-                return True
-        if known and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.now[source])
-            with torch.no_grad():
-                self.now[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
-        return True
+            if node.op != "call_function" or _is_of_transform(node):
+                continue
+            known = all(source in self.now for source in node.all_input_nodes)
+            schema = getattr(node.target, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+                writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+                leaves = pytree.tree_leaves([arguments.get(name) for name in writes])
+                sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+                if any(source not in self.now for source in sources):
+                    return  # no later value can be known
+                changed = _memory({source: self.now[source] for source in sources})
+                # A write to the model's own tensors is not executed, and a write of an unknown value is not known.
+                if not known or changed & self._owned:
+                    self.now = {one: x for one, x in self.now.items() if not _memory({one: x}) & changed}
+                    continue
+            if known and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.now[source])
+                with torch.no_grad():
+                    self.now[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
 
 
 def _is_of_transform(node: fx.Node) -> bool:
@@ -345,8 +339,36 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Trace
         try:
             if reason:
                 raise ExportError(reason)
-            found = _site(node, moving, by_bits, style) if node.target is TARGET else _loop_site(node, style)
-            quantizers += [] if found is None else [found]
+            if node.target is TARGET:
+                x, scale, _, text = node.args[:4]
+                assert isinstance(x, fx.Node)
+                assert isinstance(scale, fx.Node)
+                spec, path = QuantSpec.parse(str(text)), scope_of(node)
+                if x.meta["val"].dtype == torch.float64:
+                    raise ExportError(
+                        "quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()"
+                    )
+                if spec.scale.format is not None and scale in by_bits:
+                    raise ExportError(
+                        f"{spec}: the model computes scales in {spec.scale.format} from the bits of numbers, which "
+                        "ONNX cannot read; call fake_quantize without scale and amax, so that it uses the range of its "
+                        "tensor, or pass a constant scale"
+                    )
+                constant, dynamic = x not in moving, scale in moving
+            else:  # the hidden state in a loop
+                _, x, *_, scale, _, text, name = node.args[:9]
+                if not text:
+                    continue
+                assert isinstance(x, fx.Node)
+                spec, path = QuantSpec.parse(str(text)), join(scope_of(node), str(name))
+                constant, dynamic = False, scale is None
+            shape = _shape(x.meta["val"])
+            check(spec, style, shape, constant=constant, dynamic=dynamic)
+            if isinstance(scale, fx.Node):
+                groups = _shape(scale.meta["val"])
+            else:
+                groups = [shape[0], *spec.granularity.group_shape((1, int(shape[-1])))[1:]]
+            quantizers.append(TracedSite(path, spec, place(spec, style, shape, groups).opset(constant=constant)))
         except ExportError as error:
             refused.append(f"{module_name(scope_of(node))}: {error}")
     if refused:
@@ -373,41 +395,6 @@ def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
             yield node, "lies inside torch.vmap, which cannot be exported; call the layer on the batch"
         else:
             yield node, ""
-
-
-def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node], style: Style) -> TracedSite:
-    x, scale, _, text = node.args[:4]
-    assert isinstance(x, fx.Node)
-    assert isinstance(scale, fx.Node)
-    assert isinstance(text, str)
-    spec = QuantSpec.parse(text)
-    value = x.meta["val"]
-    if value.dtype == torch.float64:
-        raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
-    if spec.scale.format is not None and scale in by_bits:
-        raise ExportError(
-            f"{spec}: the model computes scales in {spec.scale.format} from the bits of numbers, which ONNX cannot "
-            "read; call fake_quantize without scale and amax, so that it uses the range of its tensor, or pass a "
-            "constant scale"
-        )
-    constant, static = x not in moving, scale not in moving
-    check(spec, style, _shape(value), constant=constant, dynamic=not static)
-    placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
-    return TracedSite(scope_of(node), spec, placement.opset(constant=constant))
-
-
-def _loop_site(node: fx.Node, style: Style) -> TracedSite | None:
-    """The quantizer of the hidden state in a loop; None where it has none."""
-    _, hidden, *_, scale, _, text, name = node.args[:9]
-    if not isinstance(text, str) or not text:
-        return None
-    assert isinstance(hidden, fx.Node)
-    spec, shape, is_dynamic = QuantSpec.parse(text), _shape(hidden.meta["val"]), scale is None
-    check(spec, style, shape, constant=False, dynamic=is_dynamic)
-    groups = [shape[0], *spec.granularity.group_shape((1, int(shape[-1])))[1:]]
-    groups = _shape(scale.meta["val"]) if isinstance(scale, fx.Node) else groups
-    placement = place(spec, style, shape, groups)
-    return TracedSite(join(scope_of(node), str(name)), spec, placement.opset(constant=False))
 
 
 def depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:

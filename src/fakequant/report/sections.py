@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from fakequant.export.verification.verdict import OPTIMISED_ERROR
+from fakequant.export.verdict import OPTIMISED_ERROR
 from fakequant.ptq.trial import Compared
 from fakequant.report.data import (
     DECIBELS,

@@ -14,9 +14,9 @@ from fakequant.errors import ExportError
 from fakequant.export import export_onnx, verify_onnx
 from fakequant.export.capability import encoding
 from fakequant.export.inputs import GraphEditor
-from fakequant.export.nodes.loops import code_values, round_to
-from fakequant.export.nodes.trt import Emitter
-from fakequant.export.verification.verdict import Session
+from fakequant.export.loops import code_values, round_to
+from fakequant.export.trt import Emitter
+from fakequant.export.verdict import Session
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 from tests.support.bits import assert_same_bits

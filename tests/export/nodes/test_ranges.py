@@ -15,8 +15,8 @@ import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.export import export_onnx, verify_onnx
 from fakequant.export.inputs import GraphEditor
-from fakequant.export.nodes.trt import Emitter, factor, powers_of_two
-from fakequant.export.verification.verify import Evaluator
+from fakequant.export.trt import Emitter, factor, powers_of_two
+from fakequant.export.verify import Evaluator
 from fakequant.nn import Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.export_models import Casting, Quantizers, Weights, quantizer, run

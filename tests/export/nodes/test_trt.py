@@ -9,7 +9,7 @@ import pytest
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.export.capability import ScaleLayout
-from fakequant.export.nodes.trt import check, place
+from fakequant.export.trt import check, place
 
 MXFP8 = "float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu"
 NVFP4 = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import VerificationError
-from fakequant.export.verification import verify
-from fakequant.export.verification.verdict import Session
-from fakequant.export.verification.verify import Evaluator, Pieces
+from fakequant.export import verify
+from fakequant.export.verdict import Session
+from fakequant.export.verify import Evaluator, Pieces
 from tests.support.bits import assert_same_bits
 from tests.support.export_models import assert_tensors_are_seen, model_of
 

@@ -249,7 +249,7 @@ def test_without_a_finite_reference_nothing_is_said_of_deployment() -> None:
     report = fq.export.VerifyReport("f", "given", [fq.export.Row("q", "int8 per_tensor", "weight", 1)])
     x, lost = torch.ones(4), torch.full((4,), torch.nan)
     for rows, found in ((report.deployed, 2 * x), (report.noise, x)):
-        fq.export.verification.verdict.add_rows(rows, ["y"], [found], [lost], None)
+        fq.export.verdict.add_rows(rows, ["y"], [found], [lost], None)
     assert report.as_deployed is None
     assert report.passed
     assert "as deployed" not in str(report)

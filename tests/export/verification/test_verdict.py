@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.export import exporter
-from fakequant.export.verification.verdict import OutputRow, Row, VerifyReport, differing_bits
+from fakequant.export.verdict import OutputRow, Row, VerifyReport, differing_bits
 from fakequant.nn import quantizers
 
 

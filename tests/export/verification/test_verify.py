@@ -435,7 +435,7 @@ def test_a_constant_in_another_file_is_not_read(path: Path) -> None:
 @pytest.mark.parametrize("name", ["If", "function"])
 def test_quantizers_inside_other_graphs_are_found(path: Path, name: str) -> None:
     from fakequant.export.capability import read
-    from fakequant.export.verification.verify import uncovered_nodes
+    from fakequant.export.verify import uncovered_nodes
 
     helper, model = onnx.helper, onnx.load(path)
     node = helper.make_node("QuantizeLinear", ["a", "b"], ["c"], "hidden")

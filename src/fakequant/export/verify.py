@@ -24,7 +24,9 @@ from fakequant.data.again import state_before
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, length, refuse_tensor, run_batch, select_inputs, track
 from fakequant.errors import VerificationError
-from fakequant.export.capability import InputRecord, Parameters, SiteRecord, Style, read
+from fakequant.export import trt
+from fakequant.export.capability import InputRecord, Parameters, SiteRecord, Style, read, require
+from fakequant.export.check import Deployed, SiteCheck, Source, Spans, outputs_of
 from fakequant.export.inputs import (
     arguments,
     depends_on,
@@ -36,11 +38,7 @@ from fakequant.export.inputs import (
     tensors_of,
     unread_inputs,
 )
-from fakequant.export.nodes import trt
-from fakequant.export.packages import require
-from fakequant.export.verification.check import Deployed, SiteCheck, Source
-from fakequant.export.verification.spans import Spans, outputs_of
-from fakequant.export.verification.verdict import Session, VerifyReport, Watch, add_rows, as_arrays, first_line
+from fakequant.export.verdict import Session, VerifyReport, Watch, add_rows, as_arrays, first_line
 from fakequant.files import check_path
 from fakequant.model.run.tracing import separate
 from fakequant.model.weights import evaluating
@@ -215,6 +213,8 @@ class _Cutter:
     """
 
     def __init__(self, model: ModelProto, groups: Sequence[Sequence[str]]) -> None:
+        from onnx import TensorProto
+
         graph = model.graph
         self._model = model
         self._given = {value.name: value for value in graph.input}
@@ -227,23 +227,19 @@ class _Cutter:
         self._last = {name: at for at, node in enumerate(graph.node) for name in names_read([node])}
         for names, at in zip(groups, self.ready, strict=True):
             self._last |= {name: max(at, self._last.get(name, 0)) for name in names}
-        self.cuts = [0, *self._cuts(groups), self._end]
-
-    def _cuts(self, groups: Sequence[Sequence[str]]) -> Iterator[int]:
-        from onnx import TensorProto
-
         in_numpy = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL)
         read = Counter[int]()
         for names, at in zip(groups, self.ready, strict=True):
             read[at] += len(names)
-        waiting, blocked = 0, 0
-        for at, node in enumerate(self._model.graph.node[:-1]):
+        self.cuts, waiting, blocked = [0], 0, 0
+        for at, node in enumerate(graph.node[:-1]):
             stay = (name for name in node.output if self._types.get(name) not in in_numpy)
             blocked = max([blocked, *(self._last.get(name, 0) for name in stay)])
             waiting += read[at]
             if waiting >= _TENSORS_PER_PIECE and blocked <= at:
                 waiting = 0
-                yield at + 1
+                self.cuts.append(at + 1)
+        self.cuts.append(self._end)
 
     def part(self, first: int, end: int, watched: Sequence[str]) -> ModelProto:
         """Return the model of the nodes from `first` to `end`; all nodes are the model itself."""

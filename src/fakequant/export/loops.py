@@ -33,7 +33,7 @@ from torch import Tensor
 from fakequant.errors import ExportError
 from fakequant.export.capability import Dimension, Encoding, SiteRecord, Style, block_sizes, check_choice, check_spec
 from fakequant.export.inputs import GraphEditor
-from fakequant.export.nodes.trt import EmittedSite, Emitter, multiply, powers_of_two, scale_codes
+from fakequant.export.trt import EmittedSite, Emitter, multiply, powers_of_two, scale_codes
 from fakequant.nn.paths import join
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.formats.floats import ExponentFormat, FloatFormat, Format, TableFormat

@@ -320,7 +320,22 @@ def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool,
         if dynamic and not constant:
             _refuse(spec, "TensorRT's scales are constants; calibrate the quantizer instead of leaving it dynamic")
         return
-    _check_blocks(spec, shape, allowed)
+    sizes = list(spec.granularity.sizes) if isinstance(spec.granularity, PerBlock) else []
+    if len(sizes) != 1 or sizes[0][1] not in allowed:
+        _refuse(
+            spec, f"TensorRT has it only in blocks of {' or '.join(map(str, allowed))} along one axis; use such blocks"
+        )
+    if shape is not None:
+        axis, size = sizes[0]
+        if axis % len(shape) < len(shape) - 2:
+            _refuse(spec, f"TensorRT has blocks along one of the last two axes, got axis {axis} of {len(shape)}")
+        length = shape[axis]
+        if isinstance(length, str) or length % size:
+            _refuse(
+                spec,
+                f"axis {axis} has {length} elements, but TensorRT wants a constant multiple of {size}; pad the tensor, "
+                "or leave the layer in float",
+            )
     if constant:
         return
     if spec.format != FLOAT8_E4M3FN or not dynamic:
@@ -357,26 +372,6 @@ def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
         f"TensorRT has no such {what}; use int8, float8_e4m3fn or MXFP8 (float8_e4m3fn under float8_e8m0fnu), or for "
         "weights also INT4 in blocks or NVFP4",
     )
-
-
-def _check_blocks(spec: QuantSpec, shape: Sequence[Dimension] | None, allowed: tuple[int, ...]) -> None:
-    sizes = list(spec.granularity.sizes) if isinstance(spec.granularity, PerBlock) else []
-    if len(sizes) != 1 or sizes[0][1] not in allowed:
-        _refuse(
-            spec, f"TensorRT has it only in blocks of {' or '.join(map(str, allowed))} along one axis; use such blocks"
-        )
-    if shape is None:
-        return
-    axis, size = sizes[0]
-    if axis % len(shape) < len(shape) - 2:
-        _refuse(spec, f"TensorRT has blocks along one of the last two axes, got axis {axis} of {len(shape)}")
-    length = shape[axis]
-    if isinstance(length, str) or length % size:
-        _refuse(
-            spec,
-            f"axis {axis} has {length} elements, but TensorRT wants a constant multiple of {size}; pad the tensor, or "
-            "leave the layer in float",
-        )
 
 
 def place(spec: QuantSpec, axes: int) -> ScaleLayout | None:
