@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fakequant.compat.pytorch_quantization import calib, search
-from fakequant.compat.pytorch_quantization.search import entropy_amax, mse_amax
-from fakequant.compat.pytorch_quantization.specification import integer_format
-from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
+from fakequant.compat.pytorch_quantization import calib
+from fakequant.compat.pytorch_quantization.calib import entropy_amax, mse_amax
+from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize, integer_format
 from tests.support.compat_rules import (
     collected,
     entropy_by_loops,
@@ -379,15 +378,15 @@ def test_few_thresholds_are_computed(bins, monkeypatch):
         rows.append(len(x))
         return fake_quantize(x, amax, fmt)
 
-    monkeypatch.setattr(search, "fake_quantize", counted)
+    monkeypatch.setattr(calib, "fake_quantize", counted)
     mse_amax(bell(bins), edges_of(bins, 1.0), 8, False)
     assert sum(rows) < min(bins - 28, 500)
 
 
 @pytest.mark.parametrize(("bins", "num_bits", "confusing"), [(500, 8, 0), (1023, 2, 1), (2048, 4, 0)])
 def test_all_that_sums_in_float32_may_confuse_are_kept(bins, num_bits, confusing, monkeypatch):
-    nearly_least, found, several = search._nearly_least, [], 0
-    monkeypatch.setattr(search, "_nearly_least", lambda *given: found.append(nearly_least(*given)) or found[-1])
+    nearly_least, found, several = calib._nearly_least, [], 0
+    monkeypatch.setattr(calib, "_nearly_least", lambda *given: found.append(nearly_least(*given)) or found[-1])
     for name in ("bell", "flat", "gaps", "sparse", "comb", "outlier"):
         counts, ends = HISTOGRAMS[name](bins), torch.from_numpy(edges_of(bins, 1.0))
         mse_amax(counts, ends.numpy(), num_bits, False)

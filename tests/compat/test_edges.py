@@ -54,7 +54,7 @@ def number(node):
 
 def test_interfaces_are_thin():
     sources = {path: path.read_text() for path in COMPAT.rglob("*.py")}
-    assert len(sources) > 15
+    assert len(sources) >= 14
     assert {path.name: found for path, source in sources.items() if (found := thick(source))} == {}
     files = [path for path in COMPAT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.suffix for path in files} == {".py"}

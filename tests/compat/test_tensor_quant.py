@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import compat
 from fakequant.compat.pytorch_quantization import cuda_ext, tensor_quant
-from fakequant.compat.pytorch_quantization.specification import codes_per_unit, float_format
+from fakequant.compat.pytorch_quantization.tensor_quant import codes_per_unit, float_format
 from tests.support import compat_rules as rules
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep

@@ -3,7 +3,7 @@ import torch
 
 import fakequant as fq
 from fakequant.ir import FakeQuantizationOp, Graph, IRType
-from fakequant.ir.fake_quantization import FakeQuantize, WideFakeQuantize, group_shape
+from fakequant.ir.ops import FakeQuantize, WideFakeQuantize, group_shape
 from tests.support.bits import assert_same_bits
 
 HOSTILE = torch.tensor(

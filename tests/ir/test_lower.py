@@ -8,8 +8,8 @@ import fakequant as fq
 from benchmarks.training import convolutions
 from fakequant import ir
 from fakequant.ir import Graph, IRType
+from fakequant.ir.convert import lower
 from fakequant.ir.graph import to_torch
-from fakequant.ir.lower import lower
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
 from tests.support.matrix import full, in_turn, sweep
@@ -72,7 +72,7 @@ def kernels(graph):
     """Names of the functions that a lowered graph calls, and whether its quantizer has the ReLU."""
     module = lowered(graph)
     names = [node.target.__name__ for node in module.graph.nodes if node.op == "call_function"]
-    quantizers = [m for m in module.modules() if isinstance(m, ir.fake_quantization.FakeQuantize)]
+    quantizers = [m for m in module.modules() if isinstance(m, ir.ops.FakeQuantize)]
     return names, [q.rectified for q in quantizers]
 
 

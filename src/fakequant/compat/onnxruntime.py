@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.compat.codes import CodeRange
+from fakequant.compat.aten import CodeRange
 from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError
 from fakequant.export.capability import FIRST_OPSET, Style, check_opset, require
 from fakequant.export.exporter import finish, traced
@@ -294,7 +294,7 @@ def export_fake_quant(
 
 def _lower(model: ModelProto) -> None:
     """Replace every quantizer of a traced model by a FakeQuant, in place."""
-    from onnx import helper
+    from onnx import TensorProto, helper
 
     editor = GraphEditor(model.graph)
     nodes: list[NodeProto] = []
@@ -306,60 +306,38 @@ def _lower(model: ModelProto) -> None:
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
         try:
-            fmt = _integers(spec)
+            fmt, per_tensor = spec.format, isinstance(spec.granularity, PerTensor)
+            as_here = spec.arithmetic is Arithmetic.DIVIDE and spec.gradient is Gradient.CODE_RANGE
+            if not (isinstance(fmt, IntegerFormat) and per_tensor and as_here):
+                raise ExportError(
+                    f"{spec}: FakeQuant has integers per tensor with Arithmetic.DIVIDE, Gradient.CODE_RANGE; prepare "
+                    "the model with such a specification, for weights as well, or use fakequant.export_onnx"
+                )
             if node.op_type == SCALE_OPERATOR:
                 nodes += lower_scale(editor, node, path, Style.PORTABLE).nodes
-            else:
-                nodes += _fake_quant_nodes(Emitter(editor, editor.label(path or "fake_quantize")), node, fmt)
+                continue
         except ExportError as error:
             refused.append(f"{module_name(path)}: {error}")
+            continue
+        to = Emitter(editor, editor.label(path or "fake_quantize"))
+        x, scale, zero_point = (*node.input, "")[:3]
+        kind = editor.type(x)
+        point = _without_axes(to, "zero_point", zero_point) if zero_point else ""
+        parameters = _without_axes(to, "scale", scale), point or to.number("zero_point", 0.0)
+        given = to.as_float32(x)
+        result = node.output[0] if kind == TensorProto.FLOAT else f"{to.label}/values"
+        outputs, name = [result, f"{to.label}/mask"], f"{to.label}/FakeQuant"
+        limits: dict[str, Any] = {"quant_min": fmt.low, "quant_max": fmt.high}
+        to.nodes.append(helper.make_node("FakeQuant", [given, *parameters], outputs, name, domain=MICROSOFT, **limits))
+        if kind != TensorProto.FLOAT:
+            to.emit("Cast", result, result=node.output[0], to=kind)
+        nodes += to.nodes
     if refused:
         raise ExportError("cannot be expressed as FakeQuant:\n" + "\n".join(dict.fromkeys(refused)))
     editor.finish(nodes)
     kept = [imported for imported in model.opset_import if imported.domain != DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend([*kept, helper.make_opsetid(MICROSOFT, 1)])
-
-
-def _integers(spec: QuantSpec) -> IntegerFormat:
-    """The format of a specification that FakeQuant can express."""
-    if (
-        isinstance(spec.format, IntegerFormat)
-        and isinstance(spec.granularity, PerTensor)
-        and spec.arithmetic is Arithmetic.DIVIDE
-        and spec.gradient is Gradient.CODE_RANGE
-    ):
-        return spec.format
-    raise ExportError(
-        f"{spec}: FakeQuant has integers per tensor with Arithmetic.DIVIDE, Gradient.CODE_RANGE; "
-        "prepare the model with such a specification, for weights as well, or use fakequant.export_onnx"
-    )
-
-
-def _fake_quant_nodes(to: Emitter, node: NodeProto, fmt: IntegerFormat) -> list[NodeProto]:
-    from onnx import TensorProto, helper
-
-    x, scale, zero_point = (*node.input, "")[:3]
-    kind = to.editor.type(x)
-    parameters = (
-        _without_axes(to, "scale", scale),
-        (_without_axes(to, "zero_point", zero_point) if zero_point else to.number("zero_point", 0.0)),
-    )
-    given = to.as_float32(x)
-    result = node.output[0] if kind == TensorProto.FLOAT else f"{to.label}/values"
-    quantizer = helper.make_node(
-        "FakeQuant",
-        [given, *parameters],
-        [result, f"{to.label}/mask"],
-        f"{to.label}/FakeQuant",
-        domain=MICROSOFT,
-        quant_min=fmt.low,
-        quant_max=fmt.high,
-    )
-    to.nodes.append(quantizer)
-    if kind != TensorProto.FLOAT:
-        to.emit("Cast", result, result=node.output[0], to=kind)
-    return to.nodes
 
 
 def _without_axes(to: Emitter, name: str, value: str) -> str:

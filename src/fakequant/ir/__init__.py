@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fakequant.ir import ops as ops
 from fakequant.ir.capture import capture, export_onnx
-from fakequant.ir.fake_quantization import FakeQuantizationOp
 from fakequant.ir.graph import CompiledGraph, Constant, Graph, Input, Validity, backward, compile, to_text
 from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType
+from fakequant.ir.ops import FakeQuantizationOp
 from fakequant.ir.passes import (
     ALL,
     EXACT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from fakequant.data.arguments import refuse_stored
@@ -74,58 +74,41 @@ def capture(
         graph = Graph(name or type(model).__name__)
         nodes = list(program.graph.nodes)
         by_name = {node.name: node for node in nodes}
-        results = [by_name[name] for name in _result_names(program)]
+        results = []
+        for spec in program.graph_signature.output_specs:
+            if spec.kind is not OutputKind.USER_OUTPUT:
+                what = spec.kind.name.lower().replace("_", " ")
+                raise GraphError(
+                    f"the model changes {spec.target or spec.arg.name} in place ({what}), which graphs do not; "
+                    "call model.eval(), or return the new value"
+                )
+            if isinstance(spec.arg, TensorArgument):
+                results.append(by_name[spec.arg.name])
+            elif not (isinstance(spec.arg, ConstantArgument) and spec.arg.value is None):
+                raise GraphError(f"the model returns {spec.arg}, and a graph returns tensors")
+        if not results:
+            raise GraphError("the model returns no tensor")
         live = needed(nodes, results)
         ids: dict[torch.fx.Node, int] = {}
         for spec in program.graph_signature.input_specs:
-            node = by_name[spec.arg.name]
+            node, target = by_name[spec.arg.name], str(spec.target)
             if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
                 ids[node] = len(ids)
                 graph.inputs[ids[node]] = Input(node.name, type_of(node.meta["val"]))
             elif node in live:
                 ids[node] = len(ids)
-                graph.constants[ids[node]] = _constant(spec, program, model)
+                value = program.constants.get(target)
+                if spec.kind is InputKind.PARAMETER:  # the attribute may be what is computed from it
+                    path, _, own = target.rpartition(".")
+                    value = model.get_submodule(path)._parameters[own]
+                elif spec.kind is InputKind.BUFFER:
+                    value = model.get_buffer(target)
+                if not isinstance(value, Tensor):
+                    kind = spec.kind.name
+                    raise GraphError(f"the input {spec.arg.name} of kind {kind} is no tensor; graphs hold tensors only")
+                graph.constants[ids[node]] = Constant(target, value)
         graph.ops, graph.outputs = operations([node for node in nodes if node in live], results, ids)
     return graph.check()
-
-
-def _constant(spec: Any, program: ExportedProgram, model: nn.Module) -> Constant:
-    """The tensor that a placeholder stands for, the model's own where it is a parameter or buffer."""
-    target = spec.target
-    if spec.kind is InputKind.PARAMETER:
-        path, _, own = target.rpartition(".")
-        parameter = model.get_submodule(path)._parameters[own]  # the attribute may be what is computed from it
-        assert parameter is not None
-        return Constant(target, parameter)
-    if spec.kind is InputKind.BUFFER:
-        return Constant(target, model.get_buffer(target))
-    value = program.constants.get(target)
-    if not isinstance(value, Tensor):
-        raise GraphError(f"the input {spec.arg.name} of kind {spec.kind.name} is no tensor; graphs hold tensors only")
-    return Constant(target, value)
-
-
-def _result_names(program: ExportedProgram) -> list[str]:
-    """The nodes that the model returns.
-
-    Raises:
-        GraphError: it changes a buffer or an input, or returns something other than tensors and None.
-    """
-    found = []
-    for spec in program.graph_signature.output_specs:
-        if spec.kind is not OutputKind.USER_OUTPUT:
-            what = spec.kind.name.lower().replace("_", " ")
-            raise GraphError(
-                f"the model changes {spec.target or spec.arg.name} in place ({what}), which graphs do not; "
-                "call model.eval(), or return the new value"
-            )
-        if isinstance(spec.arg, TensorArgument):
-            found.append(spec.arg.name)
-        elif not (isinstance(spec.arg, ConstantArgument) and spec.arg.value is None):
-            raise GraphError(f"the model returns {spec.arg}, and a graph returns tensors")
-    if not found:
-        raise GraphError("the model returns no tensor")
-    return found
 
 
 # The length that a dynamic dimension has in an example: torch.export takes 1 for a constant.

@@ -1,4 +1,7 @@
-"""Operations from graphs of torch.fx: changes in place become new tensors, and each node an `IROp`."""
+"""Operations from graphs of torch.fx, and quantizers of such graphs that compute the ReLU before them.
+
+Changes in place become new tensors, and each node an `IROp`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,20 @@ from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
 from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType, to_text
-from fakequant.ir.table import ArgumentKind, Signature, bind, find_row, make_op, name_of, shown_target, type_of
+from fakequant.ir.ops import FakeQuantize
+from fakequant.ir.table import (
+    ArgumentKind,
+    Signature,
+    bind,
+    find_row,
+    in_order,
+    make_op,
+    name_of,
+    shown_target,
+    type_of,
+)
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops.relu import relu_later
 
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 _CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default
@@ -196,10 +212,15 @@ def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     inputs: list[fx.Node] = []
     bound = {key: _with_refs(value, inputs) for key, value in arguments.items()}
     types = [type_of(source.meta["val"]) for source in inputs]
+    tensors = {p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE}
     # As little as says the same arguments: no tensor, the lists of tensors, or all by name.
     for named in ((), (ArgumentKind.TENSORS,), (ArgumentKind.TENSORS, ArgumentKind.TENSOR)):
         op = make_op(name, range(len(inputs)), _attributes(signature, bound, named))
-        if _means(op, signature, bound, types):
+        try:
+            found = bind(op, (signature,), types).arguments
+        except GraphError:
+            continue
+        if found == {k: v for k, v in bound.items() if k in op.attributes or (k in tensors and v is not None)}:
             break
     if bind(op, row.signatures, types).signature is not signature:
         op.attributes["overload"] = signature.name
@@ -238,16 +259,6 @@ def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[Arg
     return found
 
 
-def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequence[TensorType]) -> bool:
-    """Whether an operation has exactly these arguments, apart from defaults."""
-    try:
-        found = bind(op, (signature,), types).arguments
-    except GraphError:
-        return False
-    tensors = {p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE}
-    return found == {k: v for k, v in bound.items() if k in op.attributes or (k in tensors and v is not None)}
-
-
 def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     """The operation of a quantizing node; it takes no scale if that comes from its own input."""
     names = ("x", "scale", "zero_point", "spec", "seed")
@@ -265,3 +276,55 @@ def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     *_, last = (place for place, value in enumerate(tensors.values()) if value is not None)
     attributes |= {name: None for name in list(tensors)[:last] if tensors[name] is None}
     return make_op("FakeQuantize", (), attributes), [node for node in tensors.values() if isinstance(node, fx.Node)]
+
+
+_POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
+_RESHAPES = ("Reshape", "Flatten")
+
+
+def lower(module: fx.GraphModule) -> None:
+    """Have quantizers of constant scales compute the ReLU before them, also over maxima and reshapes in between.
+
+    A ReLU and a quantizer are one pass over memory instead of two, and after the maxima there are fewer elements.
+
+    Args:
+        module: of a graph, with the constants as inputs; it is changed.
+    """
+    for node in list(module.graph.nodes):
+        quantizer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(quantizer, FakeQuantize) or not in_order(node.meta["op"]):
+            continue
+        parameters = [value.meta.get("constant") for name, value in node.kwargs.items() if name != "x"]
+        if not parameters or any(constant is None or constant.trainable for constant in parameters):
+            continue
+        relu = _relu_before(node, quantizer.spec)
+        if relu is None:
+            continue
+        quantizer.rectified = True
+        if node.kwargs["x"] is relu:
+            relu.replace_all_uses_with(relu.all_input_nodes[0])
+            module.graph.erase_node(relu)
+        else:
+            relu.target = relu_later
+    module.recompile()
+
+
+def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
+    """The ReLU whose place the quantizer can take: nothing else reads what is in between. None if there is none."""
+    # Of -1.0 and -0.0 the largest is +0.0 where they are rectified first, and -0.0 where they are not. No other maximum
+    # differs but those below zero, which are rectified then; and where it is not above zero, no gradient passes.
+    equal_zeros = spec.format.has_zero_point and spec.arithmetic is not Arithmetic.MULTIPLIER
+    value = quantizer.kwargs["x"]
+    while isinstance(value, fx.Node) and len(value.users) == 1:
+        op = value.meta.get("op")
+        if op is None or not in_order(op):
+            return None
+        if op.op_type == "ReLU":
+            return value
+        # With dilation, a window may hold padding alone, and its maximum is -inf.
+        padding = op.attributes.get("padding", 0)
+        pads = any(padding) if isinstance(padding, (list, tuple)) else bool(padding)
+        if op.op_type not in _RESHAPES and not (op.op_type in _POOLS and equal_zeros and not pads):
+            return None
+        value = value.args[0]
+    return None

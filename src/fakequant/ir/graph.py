@@ -19,12 +19,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fakequant.errors import GraphError
-from fakequant.ir.convert import changes_in_place, needed, operations
-from fakequant.ir.fake_quantization import FakeQuantize
-from fakequant.ir.lower import lower
+from fakequant.ir.convert import changes_in_place, lower, needed, operations
 from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType, is_id, items_to_text
 from fakequant.ir.op import to_text as value_to_text
-from fakequant.ir.ops import FUSED, RECURRENT, body_of
+from fakequant.ir.ops import FUSED, RECURRENT, FakeQuantize, body_of
 from fakequant.ir.table import bound, faults, infer, make_op, repeatable, type_of
 
 
@@ -500,8 +498,13 @@ def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
     made = fx.Graph()
     nodes = {id: made.placeholder(f"t{id}") for id in graph.inputs}
     attributes: dict[str, Any] = {}
-    for id, path in _paths(graph).items():
-        constant = graph.constants[id]
+    names = [constant.name for constant in graph.constants.values()]
+    folders = {name[:place] for name in names for place, character in enumerate(name) if character == "."}
+    for id, constant in graph.constants.items():
+        name, (first, *inner) = constant.name, (parts := constant.name.split("."))
+        valid = all((p.isidentifier() and not keyword.iskeyword(p)) or (p.isascii() and p.isdecimal()) for p in parts)
+        taken = hasattr(_ROOT, first) or any(hasattr(_INNER, part) for part in inner)
+        path = name if valid and not taken and name not in folders and first != "constants" else f"constants.t{id}"
         if lifted:
             nodes[id] = made.placeholder(f"t{id}")
         else:
@@ -542,19 +545,6 @@ def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
 
 _ROOT, _INNER = fx.GraphModule(nn.Module(), fx.Graph()), nn.Module()
 """Modules whose attributes, such as `graph` and `training`, no constant can be."""
-
-
-def _paths(graph: Graph) -> dict[int, str]:
-    """The path of each constant in a module: its name where that can be one, and otherwise one in `constants`."""
-    names = [constant.name for constant in graph.constants.values()]
-    folders = {name[:place] for name in names for place, character in enumerate(name) if character == "."}
-    paths = {}
-    for id, name in zip(graph.constants, names, strict=True):
-        first, *inner = parts = name.split(".")
-        valid = all((p.isidentifier() and not keyword.iskeyword(p)) or (p.isascii() and p.isdecimal()) for p in parts)
-        taken = hasattr(_ROOT, first) or any(hasattr(_INNER, part) for part in inner)
-        paths[id] = name if valid and not taken and name not in folders and first != "constants" else f"constants.t{id}"
-    return paths
 
 
 def _without_fusion(graph: Graph) -> Iterator[IROp]:

@@ -306,9 +306,25 @@ class MoveFakeQuantize:
     def run(self, graph: Graph) -> Graph:
         """A graph with every such quantizer as early as it can be."""
         moved = graph.copy()
-        reshaped: dict[tuple[int, int], int] = {}
+        reshaped: dict[tuple[int, int], int] = {}  # the constants made so far, by that they are made of and the rank
         while (pair := _movable(moved)) is not None:
-            _swap(moved, *pair, reshaped)
+            quantizer, movement = pair
+            x = movement.input_ids[0]
+            type = moved.types()[x]
+            rank = len(type.shape)
+            params = []
+            for param in quantizer.input_ids[1:]:
+                constant = moved.constants[param]
+                if constant.tensor.dim() != rank and (param, rank) not in reshaped:
+                    name = moved.free_name(f"{constant.name}.rank_{rank}")
+                    reshaped[param, rank] = moved.add_constant(name, constant.tensor.detach().reshape([1] * rank))
+                params.append(param if constant.tensor.dim() == rank else reshaped[param, rank])
+            first = quantizer.copied([movement.output_id], [x, *params])
+            first.outputs = [TensorType(*type)]
+            second = movement.copied(quantizer.output_ids, [movement.output_id, *movement.input_ids[1:]])
+            second.outputs = list(quantizer.outputs)
+            # The quantizer's constants are made already; sizes that the movement reads were there before it.
+            moved.ops = [first if op is movement else second if op is quantizer else op for op in moved.ops]
         return moved
 
 
@@ -331,33 +347,6 @@ def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
         if constant and isinstance(spec.granularity, PerTensor) and spec.rounding is Rounding.NEAREST_EVEN:
             return op, before
     return None
-
-
-def _swap(graph: Graph, quantizer: IROp, movement: IROp, reshaped: dict[tuple[int, int], int]) -> None:
-    """Quantize first, then move; ids and places of the results stay.
-
-    Args:
-        graph: what is changed.
-        quantizer: what is moved.
-        movement: what it is moved before.
-        reshaped: the constants made so far, by the one they were made of and their rank.
-    """
-    x = movement.input_ids[0]
-    type = graph.types()[x]
-    rank = len(type.shape)
-    params = []
-    for param in quantizer.input_ids[1:]:
-        constant = graph.constants[param]
-        if constant.tensor.dim() != rank and (param, rank) not in reshaped:
-            name = graph.free_name(f"{constant.name}.rank_{rank}")
-            reshaped[param, rank] = graph.add_constant(name, constant.tensor.detach().reshape([1] * rank))
-        params.append(param if constant.tensor.dim() == rank else reshaped[param, rank])
-    first = quantizer.copied([movement.output_id], [x, *params])
-    first.outputs = [TensorType(*type)]
-    second = movement.copied(quantizer.output_ids, [movement.output_id, *movement.input_ids[1:]])
-    second.outputs = list(quantizer.outputs)
-    # The quantizer's constants are made already; sizes that the movement reads were there before it.
-    graph.ops = [first if op is movement else second if op is quantizer else op for op in graph.ops]
 
 
 class FoldConvBatchNorm:

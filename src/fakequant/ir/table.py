@@ -456,7 +456,15 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
     try:
         # Fallback kernels run an operator that has no rule for shapes on real tensors.
         with FakeTensorMode(allow_fallback_kernels=False):
-            args, kwargs = map_aggregate(call.filled([_as_fake(type, left) for type in call.inputs]), _on_cpu)
+            fakes: list[torch.Tensor | int | None] = []
+            for type, shape in call.inputs:
+                if type is IRType.Index:
+                    fakes.append(next(left))
+                    continue
+                sizes = [next(left) if n == DYNAMIC else n for n in shape]
+                is_missing = type is IRType.Missing
+                fakes.append(None if is_missing else torch.empty(sizes, dtype=type.dtype, device="cpu"))
+            args, kwargs = map_aggregate(call.filled(fakes), _on_cpu)
             made = call.signature.target(*args, **kwargs)
     except _UNTOLD:
         raise
@@ -465,14 +473,6 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
     finally:
         _inferring.reset(before)
     return tuple(type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made]))
-
-
-def _as_fake(type: TensorType, lengths: Iterator[int]) -> torch.Tensor | int | None:
-    """A fake tensor, or a number for a size, with the next lengths in the places of what is dynamic."""
-    if type.type is IRType.Index:
-        return next(lengths)
-    shape = [next(lengths) if n == DYNAMIC else n for n in type.shape]
-    return None if type.type is IRType.Missing else torch.empty(shape, dtype=type.type.dtype, device="cpu")
 
 
 def _on_cpu(value: Any) -> Any:

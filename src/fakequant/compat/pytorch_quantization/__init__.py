@@ -6,7 +6,7 @@ lists what differs and why.
 
 import sys
 
-from . import calib, clip, cuda_ext, nn, optim, quant_modules, quantizer, tensor_quant, utils
+from . import calib, cuda_ext, nn, optim, quant_modules, quantizer, tensor_quant, utils
 from .quant_modules import deactivate, enable_onnx_export, initialize
 
 __version__ = "2.2.1"
@@ -30,10 +30,10 @@ _SHARED = {
     "calib.calibrator": calib,
     "calib.histogram": calib,
     "calib.max": calib,
-    "nn.functional": clip,
+    "nn.functional": quantizer,
     "nn.modules": nn,
     "nn.modules._utils": nn,
-    "nn.modules.clip": clip,
+    "nn.modules.clip": quantizer,
     "nn.modules.quant_conv": nn,
     "nn.modules.quant_instancenorm": nn,
     "nn.modules.quant_linear": nn,

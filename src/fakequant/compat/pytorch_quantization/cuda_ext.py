@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import tensor_quant
-from .specification import float_format
+from .tensor_quant import float_format
 
 __all__ = ["fake_e4m3fy", "fake_tensor_quant", "fake_tensor_quant_", "fake_tensor_quant_with_axis"]
 

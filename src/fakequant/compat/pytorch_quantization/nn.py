@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization import tensor_quant
-from fakequant.compat.pytorch_quantization.clip import Clip as Clip
+from fakequant.compat.pytorch_quantization.quantizer import Clip as Clip
 from fakequant.compat.pytorch_quantization.quantizer import TensorQuantizer
 from fakequant.compat.pytorch_quantization.tensor_quant import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from fakequant.nn.quantized.layers import conv_transpose
