@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.harness import COPY, CannotRunError, Prepared
 from fakequant.numerics.reference import Bins, Observed, observe_by_definition
-from fakequant.ops.histogram import observe
+from fakequant.ops.library import observe
 from tests.support.exactness import differing
 
 _BINS = 4096

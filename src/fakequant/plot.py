@@ -18,7 +18,7 @@ from fakequant.model.engine import simulated
 from fakequant.model.sensitivity import Sensitivities
 from fakequant.model.weights import evaluating, fresh_weight, quantized_weights
 from fakequant.nn.products import MatrixProduct, Product
-from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.comparison import Comparison, check_axis
 from fakequant.ptq.judging import Improvement
 from fakequant.report.measure import distribution_of
@@ -84,7 +84,13 @@ def histogram(
     shown = None if seen is None else distribution_of(quantizer, seen, {}, held[quantizer].spec, bins=bins)
     if shown is None:
         raise ConfigError(f"no batch reaches {quantizer}, or all its values are equal; give batches that reach it")
-    own, ends = held[quantizer], _ends(held[quantizer])
+    own, ends = held[quantizer], list[float]()
+    if own.scale is not None and not own.dynamic:  # the widest range over the groups
+        scale, format = own.scale.double(), own.spec.format
+        zero = 0.0 if own.zero_point is None else own.zero_point.double()
+        highest = ((format.quant_max - zero) * scale).max().item()
+        lowest = ((format.quant_min - zero) * scale).min().item()
+        ends = [lowest, highest] if lowest < 0 else [highest]
     axes = _axes(axes, 3.2)
     axes.stairs(shown.counts, shown.edges, fill=True, alpha=0.5)
     axes.set_yscale("symlog")
@@ -216,17 +222,6 @@ def _axes(axes: Axes | None, height: float) -> Axes:
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(7.0, height), layout="constrained")[1]
-
-
-def _ends(quantizer: Quantizer) -> list[float]:
-    """The widest range of a quantizer over its groups; none if it is dynamic or not calibrated."""
-    if quantizer.dynamic or quantizer.scale is None:
-        return []
-    scale, format = quantizer.scale.double(), quantizer.spec.format
-    zero = 0.0 if quantizer.zero_point is None else quantizer.zero_point.double()
-    highest = ((format.quant_max - zero) * scale).max().item()
-    lowest = ((format.quant_min - zero) * scale).min().item()
-    return [lowest, highest] if lowest < 0 else [highest]
 
 
 def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]]:

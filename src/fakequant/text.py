@@ -83,7 +83,14 @@ def table(
     left = most - sum(widths) - 2 * len(widths) + 2
     if left < 0 and max(widths) + left >= _NARROW:
         widths[widths.index(max(widths))] += left
-    bands = _bands(widths, most)
+    bands, used = [list[int]()], 0  # columns by lines; a wider column gets the width of a line
+    for place, wanted in enumerate(widths):
+        if bands[-1] and used + 2 + wanted > most:
+            bands.append([])
+            used = 0  # lines after the first are indented by 2
+        widths[place] = min(wanted, most - 2 * (len(bands) > 1))
+        used += 2 * (bool(bands[-1]) or len(bands) > 1) + widths[place]
+        bands[-1].append(place)
     if line:
         shown.insert(1, ["-" * width if head else "" for head, width in zip(shown[0], widths, strict=True)])
 
@@ -101,19 +108,6 @@ def table(
 
     texts = (piece for text in below for one in visible(text, keep="\n").split("\n") for piece in _pieces(one, most))
     return "\n".join([*(text for row in shown for text in aligned(row)), *texts])
-
-
-def _bands(widths: list[int], most: int) -> list[list[int]]:
-    """Distribute columns over lines of at most `most` characters; a wider column gets the width of a line."""
-    bands, used = [list[int]()], 0
-    for place, width in enumerate(widths):
-        if bands[-1] and used + 2 + width > most:
-            bands.append([])
-            used = 0  # lines after the first are indented by 2
-        widths[place] = min(width, most - 2 * (len(bands) > 1))
-        used += 2 * (bool(bands[-1]) or len(bands) > 1) + widths[place]
-        bands[-1].append(place)
-    return bands
 
 
 def _pieces(text: str, width: int) -> list[str]:

@@ -23,7 +23,7 @@ from fakequant.numerics import products as definition
 from fakequant.numerics.products import QuantizedOperand
 from fakequant.numerics.reference import Bins, observe_by_definition
 from fakequant.ops import dispatch, products
-from fakequant.ops.histogram import observe
+from fakequant.ops.library import observe
 from tests.gpu import NotHere
 from tests.support.bits import assert_same_bits
 

@@ -7,7 +7,7 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics.reference import Bins
-from fakequant.ops.histogram import observe
+from fakequant.ops.library import observe
 from tests.support.bits import assert_same_bits
 
 ELEMENTS = 2**31 + 1

@@ -13,7 +13,7 @@ from fakequant.numerics.qparams import Range
 from fakequant.numerics.reference import Bins, observe_by_definition
 from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.histogram import observe, update
+from fakequant.ops.library import observe, update
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import each_way

@@ -7,8 +7,8 @@ import fakequant as fq
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import dispatch, library
 from fakequant.ops.cpu.backend import load_kernels
+from fakequant.ops.layout import relu_later
 from fakequant.ops.library import fake_quantize_relu
-from fakequant.ops.relu import relu_later
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient

@@ -15,7 +15,7 @@ from fakequant.numerics.granularity import Granularity, block_axes, blocked
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.numerics.reference import Bins
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import observe, update
+from fakequant.ops.library import observe, update
 from fakequant.ops.waiting import is_refused
 
 

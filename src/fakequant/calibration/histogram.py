@@ -26,7 +26,7 @@ from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import Range, choose_qparams
 from fakequant.numerics.reference import Bins
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import join_bins, observe
+from fakequant.ops.library import join_bins, observe
 
 # Each round of refinement tries this many neighbours on either side, at a stride finer by this factor.
 _FINER = 8

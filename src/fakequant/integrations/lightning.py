@@ -9,8 +9,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
-
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.training.steps import Training
 
@@ -41,7 +39,19 @@ class LightningQATCallback(Training, _lightning.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        part = self._part(pl_module)
+        owner = next(cls for cls in type(pl_module).__mro__ if "forward" in vars(cls))
+        part, name = pl_module, self.module
+        # That of lightning or pytorch_lightning has a `forward` that does nothing.
+        if name is None and owner.__name__ == "LightningModule":
+            parts = [name for name, part in pl_module.named_children() if any(True for _ in part.parameters())]
+            if len(parts) != 1:
+                raise ConfigError(
+                    f"{type(pl_module).__name__} has no forward, and its parts with parameters are {parts}; give the "
+                    "one that training_step calls with a batch as QATCallback(module=...)"
+                )
+            (name,) = parts
+        if name is not None:
+            part = pl_module.get_submodule(name)
         if not trainer.strategy.restore_checkpoint_after_setup:  # others shard what may not fit there
             part.to(trainer.strategy.root_device)
         self.prepare(part)
@@ -85,20 +95,6 @@ class LightningQATCallback(Training, _lightning.Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.state_key not in checkpoint.get("callbacks", {}):
             raise CheckpointError("the checkpoint was written without this callback; start a new training")
-
-    def _part(self, pl_module: nn.Module) -> nn.Module:
-        if self.module is not None:
-            return pl_module.get_submodule(self.module)
-        owner = next(cls for cls in type(pl_module).__mro__ if "forward" in vars(cls))
-        if owner.__name__ != "LightningModule":  # of lightning or pytorch_lightning, whose `forward` does nothing
-            return pl_module
-        parts = [name for name, part in pl_module.named_children() if any(True for _ in part.parameters())]
-        if len(parts) != 1:
-            raise ConfigError(
-                f"{type(pl_module).__name__} has no forward, and its parts with parameters are {parts}; give the one "
-                "that training_step calls with a batch as QATCallback(module=...)"
-            )
-        return pl_module.get_submodule(parts[0])
 
 
 QATCallback = LightningQATCallback

@@ -141,7 +141,18 @@ def _attend_by_query(
     length, queries = key.floats.shape[2], query.shape[2]
     if mask is None:
         mask = query.new_ones(queries, length, dtype=torch.bool).tril(length - queries)[None, None]
-    _check_padding(mask[..., :length], key.padding, length - queries)
+    seen = mask[..., :length]
+    hidden = ~seen if mask.dtype is torch.bool else seen < torch.finfo(mask.dtype).min / 2
+    before = hidden.all(2)[:, 0].int().cumprod(-1).sum(-1).expand(len(key.padding)).tolist()
+    for row, (known, masked) in enumerate(zip(key.padding, before, strict=True)):
+        # Groups must begin at the right tokens, so the mask hides the padding that the cache knows. A window hides what
+        # is far behind; the query of the first token that is none but padding sees that token.
+        if masked < known or (masked > known >= length - queries):
+            raise ConfigError(
+                f"sequence {row} of this call has {masked} tokens of padding before it, and {known} by the mask of the "
+                "cache: give FakeQuantCache(attention_mask=), or cache.reset() before another prompt, the mask that "
+                "the model gets"
+            )
     of_places = [mask] if (bias := options.get("position_bias")) is None else [mask, bias]
     found = []
     for run in key.runs:
@@ -150,24 +161,6 @@ def _attend_by_query(
         more = {**options, "position_bias": biases[0]} if biases else options
         found.append(ALL_ATTENTION_FUNCTIONS[name](module, query[:, :, part], keys, values, own, *args, **more)[0])
     return torch.cat(found, 1), None
-
-
-def _check_padding(mask: Tensor, padding: list[int], start: int) -> None:
-    """Check that a mask [n, heads, queries, length] hides the padding that the cache knows, before other tokens none.
-
-    Raises:
-        ConfigError: it does not, so that groups would begin at the wrong tokens.
-    """
-    hidden = ~mask if mask.dtype is torch.bool else mask < torch.finfo(mask.dtype).min / 2
-    before = hidden.all(2)[:, 0].int().cumprod(-1).sum(-1).expand(len(padding)).tolist()
-    for row, (known, found) in enumerate(zip(padding, before, strict=True)):
-        # A window hides what is far behind; the query of the first token that is none but padding sees that token.
-        if found < known or (found > known >= start):
-            raise ConfigError(
-                f"sequence {row} of this call has {found} tokens of padding before it, and {known} by the mask of the "
-                "cache: give FakeQuantCache(attention_mask=), or cache.reset() before another prompt, the mask that "
-                "the model gets"
-            )
 
 
 def _register(name: str) -> None:

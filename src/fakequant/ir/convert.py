@@ -28,7 +28,7 @@ from fakequant.ir.table import (
     type_of,
 )
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.relu import relu_later
+from fakequant.ops.layout import relu_later
 
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 _CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default

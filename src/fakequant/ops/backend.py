@@ -297,5 +297,5 @@ class Backend(ABC):
         return False
 
     def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
-        """See `ops.histogram.update`; all tensors are on one device."""
+        """See `ops.library.update`; all tensors are on one device."""
         return False

@@ -219,19 +219,14 @@ def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
     kind = kind._replace(
         scale=kind.scale and ParameterKind(*kind.scale), zero_point=kind.zero_point and ParameterKind(*kind.zero_point)
     )
-    plan = choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if _parameters_fit(kind) else None
-    return _remember(key, plan)
-
-
-def _parameters_fit(kind: CallKind) -> bool:
-    """Whether the values can be quantized, by parameters of the right device and shape."""
     if kind.dtype not in FLOATING or kind.device.type == "meta":
-        return False
+        return _remember(key, None)
     shapes = kind.spec.granularity.scale_shapes(kind.shape)
     given = [one for one in (kind.scale, kind.zero_point) if one is not None]
     if math.prod(shapes[0]) == 1:  # one number fits in any shape
         shapes += [one.shape for one in given if math.prod(one.shape) == 1]
-    return all(one.device == kind.device and one.shape in shapes for one in given)
+    fit = all(one.device == kind.device and one.shape in shapes for one in given)
+    return _remember(key, choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if fit else None)
 
 
 def _remember(key: Hashable, made: _Made) -> _Made:

@@ -418,8 +418,15 @@ def text_of(spec: QuantSpec) -> str:
 def _values(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, seed: Tensor | None = None
 ) -> Tensor:
-    plan = _plan_of(x, scale, zero_point, spec, Extras(None, seed))
-    return _as_declared(plan.values(x, scale, zero_point, plan.descriptor), x)
+    plan = plan_of(x, QuantSpec.parse(spec), scale, zero_point)
+    assert plan is not None, "graphs hold no other calls"
+    y = (plan.otherwise or plan).values(x, scale, zero_point, Extras(None, seed))
+    assert y is not None, "the plan takes any parameters"
+    # Strides to the last: also that of an axis of one element decides whether a tensor counts as channels-last.
+    if y.stride() == x.stride() and x.is_contiguous():
+        return y
+    declared = _declared(x, x.stride())
+    return y if y.stride() == declared.stride() else declared.copy_(y)
 
 
 @_values.register_fake
@@ -495,13 +502,11 @@ def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | N
     if zero_point is not None:
         of_zero_point = zero_point.dtype, zero_point.device, zero_point.shape, zero_point.is_contiguous()
     key = text, by, of_x, of_scale, of_zero_point
-    return _nodes.get(key) or _made_node(key)
-
-
-def _made_node(key: tuple[Any, ...]) -> _Node:
-    text, by, (dtype, device, shape, stride), *params = key
+    if (known := _nodes.get(key)) is not None:
+        return known
+    dtype, device, shape, stride = of_x
     (backend,) = (backend for backend in backends() if backend.name == by)
-    kinds = (None if own is None else ParameterKind(*own) for own in params)
+    kinds = (None if own is None else ParameterKind(*own) for own in (of_scale, of_zero_point))
     plan = plan_by(backend, CallKind(QuantSpec.parse(text), VALUES, dtype, device, shape, stride, *kinds))
     x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     made = _Node(plan.otherwise or plan, _declared(x, stride).stride(), _mask_bytes(x, plan.spec))
@@ -620,13 +625,6 @@ def _(x: Tensor, spec: str) -> Tensor:
     return x.new_empty(QuantSpec.parse(spec).granularity.group_shape(x.shape), dtype=compute_dtype(x.dtype))
 
 
-def _plan_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, extras: Extras) -> KernelPlan:
-    """That takes any parameters."""
-    plan = plan_of(x, QuantSpec.parse(spec), scale, zero_point)
-    assert plan is not None, "graphs hold no other calls"
-    return (plan.otherwise or plan)._replace(descriptor=extras)
-
-
 def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
     """Bytes of one bit per element, of full blocks where a backend pads them."""
     if spec.gradient is Gradient.IDENTITY:
@@ -656,12 +654,3 @@ def _is_dense(x: Tensor) -> bool:
             return False
         expected *= n
     return True
-
-
-def _as_declared(y: Tensor | None, x: Tensor) -> Tensor:
-    assert y is not None, "the plan takes any parameters"
-    # Strides to the last: also that of an axis of one element decides whether a tensor counts as channels-last.
-    if y.stride() == x.stride() and x.is_contiguous():
-        return y
-    declared = _declared(x, x.stride())
-    return y if y.stride() == declared.stride() else declared.copy_(y)

@@ -1,9 +1,9 @@
-"""From a tensor of any strides to the run of memory that kernels see as tiles, and back."""
+"""From a tensor of any strides to the run of memory that kernels see as tiles, and back; where a ReLU keeps strides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -118,3 +118,26 @@ def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def relu_later(x: Tensor) -> Tensor:
+    """x for a quantizer that computes the ReLU after a reshape or a maximum; torch.relu(x) if its strides differ."""
+    return x if keeps_strides(x) else torch.relu(x)
+
+
+@cache
+def keeps_negative_zero(dtype: torch.dtype) -> bool:
+    """Whether torch.relu gives -0.0 for -0.0 here, as the kernels do; torch leaves it to the processor's maximum."""
+    return bool(torch.relu(torch.full((67,), -0.0, dtype=dtype, device="cpu")).signbit().all())
+
+
+def keeps_strides(x: Tensor) -> bool:
+    """Whether the result of torch.relu is known to lie as its input: how the next product sums may depend on it."""
+    for format in (torch.contiguous_format, *_CHANNELS_LAST.get(x.dim(), ())):
+        if x.is_contiguous(memory_format=format):
+            # An axis of one element may have any stride; torch gives it that of the format.
+            return torch.empty(x.shape, device="meta", memory_format=format).stride() == x.stride()
+    return False

@@ -9,6 +9,8 @@
   that a compiler fuses it with its neighbours. What is saved there is x itself, see `_found_in_backward`.
 * torch.export and torch.jit.trace: two nodes. `fakequant::fake_quantize` carries the specification as text.
   `fakequant::choose_scale` does too, and finds the scale from the range of the tensor.
+
+Beside it ranges and counts of values, which have no gradient and a kernel all the same.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from fakequant.errors import ShapeError
 from fakequant.numerics import division, reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import draw_seed
-from fakequant.numerics.qparams import QParams, Range, compute_dtype, shape_of
+from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete, shape_of
 from fakequant.numerics.qparams import measure as _measure
-from fakequant.numerics.reference import is_less, is_less_by_plain_sums
+from fakequant.numerics.reference import Bins, Observed, is_less, is_less_by_plain_sums, observe_by_definition
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.graph_operators import (
     Decomposed,
@@ -283,3 +285,46 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 def are_learned(params: QParams) -> bool:
     """Whether scale or zero point get a gradient."""
     return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
+
+
+def observe(values: Tensor, bins: Bins | None = None) -> Observed:
+    """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
+    if not is_concrete(values):
+        return observe_by_definition(values, bins)
+    return choose_for(values).observe(values.contiguous(), bins)
+
+
+def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
+    """Widen a range in place to contain these values, and add them to the counts; or do nothing and return False.
+
+    It is one call of a kernel, for the many batches that need no wider bins. It does nothing if a value is not finite
+    or is beyond the last bin, and if the kernel cannot serve.
+
+    Args:
+        values: ordered by group, as many in every group, without gaps.
+        range: lowest and highest value of every group, in the dtype of computation; it contains 0.0.
+        bins: where to count; None for not at all.
+        counts: int64 [groups, 2, bins], or None.
+    """
+    if not is_concrete(values) or values.device != range.lo.device:
+        return False
+    return choose_for(values).take_in(values, range, bins, counts)
+
+
+def join_bins(counts: Tensor, times: Tensor) -> Tensor:
+    """The counts [groups, 2, bins] after neighbouring bins were added `times` times [groups].
+
+    >>> join_bins(torch.tensor([[[4, 1, 2, 3], [0, 0, 5, 6]]]), torch.tensor([1]))
+    tensor([[[ 5,  5,  0,  0],
+             [ 0, 11,  0,  0]]])
+    """
+    # On a CPU a few groups grow. To ask which would be a wait for an accelerator, where all of them are written.
+    grown = times.nonzero().reshape(-1) if times.is_cpu else None
+    if grown is not None and grown.numel() == 0:
+        return counts
+    old, joined = (counts, times) if grown is None else (counts[grown], times[grown])
+    bins = counts.shape[2]
+    shift = joined.to(torch.int64).clamp(max=bins.bit_length())[:, None, None]
+    index = torch.bitwise_right_shift(torch.arange(bins, device=counts.device), shift)
+    new = torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old)
+    return new if grown is None else counts.index_copy(0, grown, new)

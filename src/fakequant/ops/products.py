@@ -138,7 +138,24 @@ def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     if fits and not torch.is_autocast_enabled(x.codes.device.type):  # which would multiply and round in half precision
         sums = _centred(x) @ _centred(other)
     else:
-        sums = _integer_sums(x, other)
+        x, (codes, _, zero_point) = _taken(x), _signed(other)
+        *batch, rows, inner = x.codes.shape
+        if codes.dim() == 2:
+            sums = _int_mm(x.codes.reshape(-1, inner), codes)
+        else:
+            batch = torch.broadcast_shapes(x.codes.shape[:-2], codes.shape[:-2])
+            matrices = x.codes.expand(*batch, rows, inner).reshape(-1, rows, inner)
+            others = codes.expand(*batch, inner, columns).reshape(-1, inner, columns)
+            sums = torch.stack([_int_mm(a, b) for a, b in zip(matrices.unbind(), others.unbind(), strict=True)])
+        sums = sums.reshape(*batch, rows, columns)
+        # In int32, which wraps around and comes back, because the centred sum fits.
+        if x.zero_point is not None:
+            sums -= x.zero_point.to(torch.int32) * codes.sum(-2, keepdim=True, dtype=torch.int32)
+        if zero_point is not None:
+            of_rows = x.codes.sum(-1, keepdim=True, dtype=torch.int32)
+            if x.zero_point is not None:
+                of_rows = of_rows - x.zero_point.to(torch.int32) * inner
+            sums -= zero_point.to(torch.int32) * of_rows
     row_scale = x.scale if x.scale.numel() == 1 else x.scale.expand(*sums.shape[:-1], 1)
     return scaled(sums, row_scale, other.scale, None)
 
@@ -206,29 +223,6 @@ def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:
         return codes
     return F.pad(codes, (0, columns, 0, rows))
-
-
-def _integer_sums(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
-    x, (codes, _, zero_point) = _taken(x), _signed(other)
-    *batch, rows, inner = x.codes.shape
-    columns = codes.shape[-1]
-    if codes.dim() == 2:
-        sums = _int_mm(x.codes.reshape(-1, inner), codes)
-    else:
-        batch = torch.broadcast_shapes(x.codes.shape[:-2], codes.shape[:-2])
-        matrices = x.codes.expand(*batch, rows, inner).reshape(-1, rows, inner)
-        others = codes.expand(*batch, inner, columns).reshape(-1, inner, columns)
-        sums = torch.stack([_int_mm(a, b) for a, b in zip(matrices.unbind(), others.unbind(), strict=True)])
-    sums = sums.reshape(*batch, rows, columns)
-    # In int32, which wraps around and comes back, because the centred sum fits.
-    if x.zero_point is not None:
-        sums -= x.zero_point.to(torch.int32) * codes.sum(-2, keepdim=True, dtype=torch.int32)
-    if zero_point is not None:
-        of_rows = x.codes.sum(-1, keepdim=True, dtype=torch.int32)
-        if x.zero_point is not None:
-            of_rows = of_rows - x.zero_point.to(torch.int32) * x.codes.shape[-1]
-        sums -= zero_point.to(torch.int32) * of_rows
-    return sums
 
 
 def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None) -> Tensor:

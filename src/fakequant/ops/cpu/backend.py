@@ -26,8 +26,7 @@ from fakequant.ops.kernel_params import (
     scale_rule,
     table_fields,
 )
-from fakequant.ops.layout import Layout, layout_of
-from fakequant.ops.relu import keeps_negative_zero, keeps_strides
+from fakequant.ops.layout import Layout, keeps_negative_zero, keeps_strides, layout_of
 
 # The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}

@@ -126,8 +126,21 @@ class TilePlace:
         g0, b0, g1, b1 = tiles
         # Groups that are runs of memory are one row of columns.
         run, columns, period = (b0, g0, g0) if g1 == 1 and b1 == 1 else (b1, g1, b0 * g1)
-        tiling = _tiling(TilePlace(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING))
-        return TilePlace(tiles.elements, tiles.groups, run, columns, period, block, tiling)
+        place = TilePlace(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING)
+        one_row, one_plane = place.numbering
+        kind, equal_runs, narrow = "any", 0, 0
+        if place.groups <= 1:
+            kind = "single"
+        elif run >= block:
+            kind = "long" if run % block else "whole"
+        elif run % 8 == 0:
+            kind, equal_runs = "eights", run if is_power_of_two(run) else 0
+        elif run == 1 and place.is_one_plane and is_power_of_two(columns):
+            narrow = columns
+        if kind == "single" or narrow:
+            one_row = one_plane = False
+        wide = is_wide(place.elements + block)
+        return replace(place, tiling=Tiling(kind, equal_runs, narrow, one_row, one_plane, wide))
 
     @property
     def is_one_plane(self) -> bool:
@@ -147,22 +160,6 @@ class TilePlace:
 
 
 _NO_TILING = Tiling("single", 0, 0, False, False, False)
-
-
-def _tiling(place: TilePlace) -> Tiling:
-    one_row, one_plane = place.numbering
-    kind, run, columns = "any", 0, 0
-    if place.groups <= 1:
-        kind = "single"
-    elif place.run >= place.block:
-        kind = "long" if place.run % place.block else "whole"
-    elif place.run % 8 == 0:
-        kind, run = "eights", place.run if is_power_of_two(place.run) else 0
-    elif place.run == 1 and place.is_one_plane and is_power_of_two(place.columns):
-        columns = place.columns
-    if kind == "single" or columns:
-        one_row = one_plane = False
-    return Tiling(kind, run, columns, one_row, one_plane, is_wide(place.elements + place.block))
 
 
 def is_wide(elements: int) -> bool:
@@ -217,6 +214,9 @@ def _family(fmt: Format) -> str:
 def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of `KernelCall` that a format determines."""
     quant_min, quant_max, mantissa_bits, min_exponent, negative_zero = grid_fields(fmt.grid)
+    infinity_pattern = -1
+    if isinstance(fmt, FloatFormat) and fmt.specials is Specials.IEEE:  # all bits of the exponent
+        infinity_pattern = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
     return {
         "family": _family(fmt),
         "has_offset": fmt.has_zero_point,
@@ -231,16 +231,9 @@ def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
         "steps_in_one": 2.0 ** (mantissa_bits - min_exponent) if mantissa_bits - min_exponent < 128 else 0.0,
         "code_bits": fmt.bits,
         "nan_pattern": fmt.nan_pattern if isinstance(fmt, FloatFormat) else 0,
-        "infinity_pattern": _infinity_pattern(fmt),
+        "infinity_pattern": infinity_pattern,
         "table_size": (len(table_fields(fmt, compute_dtype(dtype))) + 1) // 2,
     }
-
-
-def _infinity_pattern(fmt: Format) -> int:
-    """All bits of the exponent, if that is infinity."""
-    if not isinstance(fmt, FloatFormat) or fmt.specials is not Specials.IEEE:
-        return -1
-    return ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
 
 
 def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleChoice:

@@ -73,7 +73,10 @@ class _Again:
 
     def start(self, *tensors: Tensor | None) -> bool:
         """Start it, unless it was not compiled for such tensors; whether it did."""
-        if self.compiled is None or not _divided(tensors) or self.device() != self.index or _is_watched():
+        if self.compiled is None or not _divided(tensors) or self.device() != self.index:
+            return False
+        hook = knobs.runtime.launch_enter_hook
+        if hook is not None and bool(getattr(hook, "calls", True)):  # a profiler has asked triton to tell it of starts
             return False
         stream = self.stream_of(self.index)
         self.run(self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *tensors, *self.arguments)
@@ -87,12 +90,6 @@ def _divided(tensors: tuple[Tensor | None, ...]) -> bool:
         if tensor is not None:
             pointers |= tensor.data_ptr()
     return not pointers & 15
-
-
-def _is_watched() -> bool:
-    """Whether a profiler has asked triton to tell it of starts."""
-    hook = knobs.runtime.launch_enter_hook
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 class Quantizing:
