@@ -221,7 +221,9 @@ def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
 
 
 def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
-    """Lower an activation."""
+    """Lower an activation: QuantizeLinear and DequantizeLinear, where neither other operators nor TensorRT's serve."""
+    from onnx import TensorProto
+
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
     parameters = computed if site.constant is None else Parameters.CONSTANT
     if site.encoding.portable:
@@ -230,16 +232,6 @@ def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
     own = ScaleNames(site.scale, site.scale)
     if trt.needed(site):
         return _record(site, parameters, trt.quantize(site), own)
-    names, zero_point, words = _quantize_dequantize(site)
-    if site.constant is None:
-        return _record(site, parameters, words, own, zero_point=site.zero_point)
-    return _record(site, parameters, words, names, zero_point=zero_point)
-
-
-def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str]:
-    """Add QuantizeLinear and DequantizeLinear; returns the names of scale and zero point, and a description."""
-    from onnx import TensorProto
-
     reciprocal = site.spec.arithmetic is Arithmetic.RECIPROCAL
     overflow = overflows(site.encoding.element, site.layout, len(site.editor.shape(site.x)))
     value = site.as_float32(site.x)
@@ -283,7 +275,10 @@ def _quantize_dequantize(site: EmittedSite) -> tuple[ScaleNames, str | None, str
         unit = site.add("one", _ones_array(site))
     codes = site.emit("QuantizeLinear", value, unit, *rest, **site.place(), output_dtype=typed, precision=precision)
     _dequantize(site, codes, scale.scale, zero_point)
-    return scale, zero_point, f"{', '.join(words)}{_of_scales(site, scale)}"
+    text = f"{', '.join(words)}{_of_scales(site, scale)}"
+    if site.constant is None:
+        return _record(site, parameters, text, own, zero_point=site.zero_point)
+    return _record(site, parameters, text, scale, zero_point=zero_point)
 
 
 def _constant_parameters(site: EmittedSite, params: QParams) -> tuple[ScaleNames, str | None]:

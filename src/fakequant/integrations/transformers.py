@@ -108,9 +108,21 @@ class FakeQuantHfQuantizer(HfQuantizer):
         restore_plan(model, self.state)
         held = quantizers(model)
         for path, described in _names_in(model, config.tensors).items():
-            owner = path.rpartition(".")[0]
-            if owner in held or owner.rpartition(".")[0] in held:  # of a learned range
-                _make_room(model, path, described)
+            owner, name = path.rpartition(".")[::2]
+            if owner not in held and owner.rpartition(".")[0] not in held:  # of a learned range
+                continue
+            try:
+                module = model.get_submodule(owner)
+                dtype, shape = described
+                empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"the quantization_config is damaged at {path}: {described!r:.80}") from error
+            if name not in module._parameters and name not in module._buffers:
+                raise CheckpointError(
+                    f"the quantization_config is damaged: {path} is not a tensor of a quantizer; save the model again"
+                )
+            # On the meta device, so that transformers finds and fills it.
+            setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         absent = [
@@ -209,22 +221,6 @@ def _names_in(model: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
     if model.base_model_prefix not in paths:
         return {name.removeprefix(prefix): value for name, value in named.items()}
     return {name if name.partition(".")[0] in paths else prefix + name: value for name, value in named.items()}
-
-
-def _make_room(model: nn.Module, path: str, described: Any) -> None:
-    """Set a missing tensor of a quantizer to one on the meta device, so that transformers finds and fills it."""
-    owner, _, name = path.rpartition(".")
-    try:
-        module = model.get_submodule(owner)
-        dtype, shape = described
-        empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the quantization_config is damaged at {path}: {described!r:.80}") from error
-    if name not in module._parameters and name not in module._buffers:
-        raise CheckpointError(
-            f"the quantization_config is damaged: {path} is not a tensor of a quantizer; save the model again"
-        )
-    setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
 
 
 def __getattr__(name: str) -> Any:

@@ -370,12 +370,22 @@ class FakeQuantCache(DynamicCache):
                 before they were written.
         """
         found = {}
-        if self._waits and tokens_to_remove < 0:
-            found = {index: self._before(index, layer, -tokens_to_remove) for index, layer in self._written()}
+        for index, layer in self._written() if self._waits and tokens_to_remove < 0 else ():
+            length = layer.keys.shape[_TOKENS]
+            wanted, past = length + tokens_to_remove, self._past_of(index)
+            if past is not None and past.start <= wanted:
+                keys, values = (x[:, :, :wanted].clone() for x in (past.keys, past.values))
+                self._settle(index, keys, values, past.start)
+                found[index] = keys, values
+            elif any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
+                raise ConfigError(
+                    f"to remove {-tokens_to_remove} positions, quantized ones would have to be in float again; call "
+                    "cache.activate_past_recording() before they are written, as assisted generation does"
+                )
         super().crop(tokens_to_remove)
         for index, layer in self._written():
-            if (states := found.get(index)) is not None:
-                layer.keys, layer.values = states
+            if index in found:  # else the keys and values are those of now, cut
+                layer.keys, layer.values = found[index]
         if self._past is not None:
             self._past = {}
 
@@ -390,21 +400,6 @@ class FakeQuantCache(DynamicCache):
         past = None if self._past is None else self._past.get(index)
         layer: Any = self.layers[index] if past is not None else None
         return past if past is not None and layer.keys is past.seen else None
-
-    def _before(self, index: int, layer: Any, removed: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values without the newest positions; None where these are those of now, cut."""
-        length = layer.keys.shape[_TOKENS]
-        wanted, past = length - removed, self._past_of(index)
-        if past is not None and past.start <= wanted:
-            keys, values = (x[:, :, :wanted].clone() for x in (past.keys, past.values))
-            self._settle(index, keys, values, past.start)
-            return keys, values
-        if any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
-            raise ConfigError(
-                f"to remove {removed} positions, quantized ones would have to be in float again; call "
-                "cache.activate_past_recording() before they are written, as assisted generation does"
-            )
-        return None
 
 
 class _Past(NamedTuple):

@@ -63,19 +63,6 @@ EXCLUSIONS = (
 )
 
 
-def _no_compiler() -> str | None:
-    """Why triton cannot compile the C code that starts kernels, or None; looks where it does, without importing it."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(shutil.which(name) for name in names):
-        what = f"CC is {names[0]!r}, which is no program" if "CC" in os.environ else "there is neither gcc nor clang"
-        return f"triton needs a C compiler, and {what}; install one, or name it in CC"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    if not header.is_file():
-        return f"triton compiles with Python's headers, and there is no {header}; install them (python3-dev)"
-    return None
-
-
 class TritonBackend(Backend):
     """Triton kernels for NVIDIA GPUs; in triton's interpreter they run anywhere.
 
@@ -99,7 +86,20 @@ class TritonBackend(Backend):
             return None
         if torch.version.hip is not None:
             return "the kernels are proven for GPUs of NVIDIA, and this torch is built for AMD's"
-        return _no_compiler() if torch.cuda.is_available() else "there is no GPU that torch can use"
+        if not torch.cuda.is_available():
+            return "there is no GPU that torch can use"
+        # Triton compiles the C code that starts kernels; it is looked for where triton does, without importing it.
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if not any(shutil.which(name) for name in names):
+            what = (
+                f"CC is {names[0]!r}, which is no program" if "CC" in os.environ else "there is neither gcc nor clang"
+            )
+            return f"triton needs a C compiler, and {what}; install one, or name it in CC"
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+        header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+        if not header.is_file():
+            return f"triton compiles with Python's headers, and there is no {header}; install them (python3-dev)"
+        return None
 
     def unfit(self, x: Tensor) -> str | None:
         if x.device.type != self.device_type:
