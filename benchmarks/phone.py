@@ -1,7 +1,7 @@
 """Compare the codes of `set_execution(model, "qnn")` with Qualcomm's emulation; needs onnxruntime-qnn.
 
     python -m benchmarks.phone random --count 100   # networks of convolutions by seed: how many codes differ
-    python -m benchmarks.phone whole                # ResNet-18 and MobileNetV2 with random weights
+    python -m benchmarks.phone whole --bits 16      # ResNet-18 and MobileNetV2 with random weights
     python -m benchmarks.phone train                # QAT by the phone's codes beside QAT by the simulation
     python -m benchmarks.phone cost                 # the time of a forward over that in integers
 
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 import fakequant as fq
 from benchmarks.digits import parts
-from tests.support.qnn import W4A8, Residual, codes, emulated
+from tests.support.qnn import CONFIGS, Residual, codes, emulated
 from tests.support.vision import import_torchvision
 
 SEEDS, EPOCHS, RATE = range(10), 12, 5e-4
@@ -152,7 +152,7 @@ def trained(seed: int) -> str:
     for execution in ("none", "simulate", "qnn"):
         twin = network()
         twin.load_state_dict(net.state_dict())
-        model = fq.prepare(twin.eval(), W4A8, made.images[:1], target="qnn")
+        model = fq.prepare(twin.eval(), CONFIGS["w4a8"], made.images[:1], target="qnn")
         fq.calibrate(model, [made.images[:256]], progress=False)
         if execution != "none":
             fq.set_execution(model, execution)
@@ -186,12 +186,14 @@ def main() -> None:
     parser.add_argument("what", choices=["random", "whole", "train", "cost"])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--bits", type=int, default=8, choices=[8, 16], help="of activations")
     given = parser.parse_args()
+    configs = {name: config for name, config in CONFIGS.items() if name.endswith(f"a{given.bits}")}
     warnings.simplefilter("ignore")
     if given.what == "random":
         for seed in range(given.first, given.first + given.count):
             net, shape = random_network(seed)
-            print(f"seed {seed}: {differing(net, W4A8 if seed % 2 else 'int8_affine', shape, seed)}", flush=True)
+            print(f"seed {seed}: {differing(net, [*configs.values()][seed % 2], shape, seed)}", flush=True)
     elif given.what == "train":
         for seed in SEEDS:
             print(f"seed {seed}: {trained(seed)}", flush=True)
@@ -199,7 +201,7 @@ def main() -> None:
         for name in ("resnet18", "mobilenet_v2"):
             if given.what == "cost":
                 print(f"{name}: {cost(name)}", flush=True)
-            for bits, config in (("w8a8", "int8_affine"), ("w4a8", W4A8)) if given.what == "whole" else ():
+            for bits, config in configs.items() if given.what == "whole" else ():
                 print(f"{name} {bits}: {differing(whole(name), config, (1, 3, 64, 64), 0)}", flush=True)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.engines import qnn
 from fakequant.errors import ConfigError, CoverageWarning
-from fakequant.nn.device import CodeGrid, DeviceTensor, GridCodes, Operands, Sums
-from tests.support.qnn import FILE, INSTALLED, NETWORKS, calibrated, codes, emulated, ranges_of
+from fakequant.model.engine import known_engines
+from fakequant.nn.device import CodeGrid, Computed, DeviceTensor, GridCodes, Operands, Sums
+from tests.support.qnn import FILE, INSTALLED, NEAR, NETWORKS, calibrated, codes, emulated, ranges_of
 
 RECORD = np.load(FILE)
 SMALL = "convolution w8a8"
@@ -43,6 +44,16 @@ def test_codes_are_those_of_the_emulation(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         found = codes(model, fq.set_execution(model, "qnn")(x))
     np.testing.assert_array_equal(found.numpy(), codes(model, emulated(path, x)).numpy())
+
+
+@pytest.mark.skipif(not INSTALLED, reason="onnxruntime-qnn is not installed")
+@pytest.mark.parametrize("name", NEAR)
+def test_codes_of_16_bits_without_an_exact_rule_are_near(name: str, tmp_path: Path) -> None:
+    model, x = calibrated(name)
+    fq.export_onnx(model, x, path := tmp_path / "model.onnx")
+    with torch.no_grad():
+        found = codes(model, fq.set_execution(model, "qnn")(x))
+    assert (found - codes(model, emulated(path, x))).abs().max() <= NEAR[name]
 
 
 def test_rounding_to_the_nearest_gives_other_codes() -> None:
@@ -70,6 +81,23 @@ def test_products_are_shifts_of_integers(ratio: float) -> None:
         assert ((((one + constant) >> dropped) * multiplier) + (1 << (shift - 1))) >> shift == code
 
 
+@pytest.mark.parametrize("ratio", [1 / 2300, 1 / 257, 1 / 250, 1 / 31.7, 1.0, 1070.5 / 2**19])
+def test_products_of_16_bits_lose_the_last_8_bits_of_their_sums(ratio: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    raw = torch.randint(-(2**30), 2**30, (4096,), generator=generator).double()
+    zero = one * 40_007 * -93  # the zero point times the sum of the weight's codes
+    to = CodeGrid(one, 30_011, -(2**40), 2**40)
+    found = qnn.product_of_16_bits(Sums(raw - zero, one, one * ratio, -412.6 * ratio * one, of_zero=zero), to)
+    r = float(np.float32(ratio))
+    exponent = math.floor(math.log2(1 / r))
+    multiplier, shift = math.floor(r * 2.0 ** (exponent + 11) + 0.5), exponent + 11 - 8
+    constant = math.floor(np.float32(-413) + np.float32(30_011) / np.float32(r) + np.float32(0.5))
+    added = (constant >> 8) - ((int(zero) + 128) >> 8)
+    for one_sum, code in zip(raw.long().tolist(), found.tolist(), strict=True):
+        assert math.floor(((one_sum >> 8) + added) * multiplier / 2.0**shift + 0.5) == code
+
+
 def test_biases_at_a_tie_go_away_from_zero() -> None:
     one = torch.tensor(1.0, dtype=torch.float64)
     to = CodeGrid(2.0**-4 * one, 0, 0, 255)
@@ -89,6 +117,35 @@ def test_sums_are_shifts_of_integers() -> None:
     constant = 256 * round((90.5 * 2**shift - ma * 13 - mb * 200) / 256)
     wanted = [[(ma * i + mb * j + constant) >> shift for j in range(256)] for i in range(256)]
     assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_sums_of_16_bits_have_an_even_constant() -> None:
+    a, b = (torch.arange(start, 65_536, 257, dtype=torch.int32) for start in (3, 11))
+    grids = [CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 65_535) for s, z in ((0.25, 13_001), (0.875, 50_002))]
+    to = CodeGrid(torch.tensor(1.0, dtype=torch.float64), 90, -(2**40), 2**40)
+    found = qnn.add_of_16_bits(Operands((GridCodes(a[:, None], grids[0]), GridCodes(b[None], grids[1]))), to)
+    ma, mb = round(0.25 * 2**15), round(0.875 * 2**15)
+    constant = 2 * math.ceil((90 * 2**15 + 2**14 - ma * 13_001 - mb * 50_002) / 2)
+    wanted = [[(ma * i + mb * j + constant) >> 15 for j in b.tolist()] for i in a.tolist()]
+    assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_results_of_another_width_than_their_inputs_have_no_rule() -> None:
+    grid = CodeGrid(torch.tensor(0.5, dtype=torch.float64), 3, 0, 255)
+    wide = grid._replace(high=65_535)
+    narrow, other = (
+        GridCodes(torch.zeros(2, dtype=torch.uint8), grid),
+        GridCodes(torch.zeros(2, dtype=torch.int32), wide),
+    )
+    device = known_engines()["qnn"].device
+    assert device is not None
+    for tensors, to, has_rule in (
+        ((narrow, narrow), grid, True),
+        ((other, other), wide, True),
+        ((narrow, narrow), wide, False),
+        ((other, other), grid, False),
+    ):
+        assert (device.codes(Computed("add", Operands(tensors), is_whole=True), to) is not None) == has_rule
 
 
 def test_bounds_in_a_row_hold_together() -> None:

@@ -21,7 +21,7 @@ def main() -> None:
         model, x = calibrated(name)
         with TemporaryDirectory() as folder:
             fq.export_onnx(model, x, path := Path(folder) / "model.onnx")
-            record[f"{name}/codes"] = codes(model, emulated(path, x)).numpy()
+            record[f"{name}/codes"] = codes(model, emulated(path, x)).numpy().astype(np.uint16)
         record[f"{name}/ranges"] = ranges_of(model).numpy()
     np.savez_compressed(FILE, **record)
     print(f"{len(NETWORKS)} networks, {FILE.stat().st_size:,} bytes")

@@ -68,6 +68,11 @@ class CodeGrid(NamedTuple):
     high: int
 
     @property
+    def is_wide(self) -> bool:
+        """Whether there are more codes than 8 bits hold."""
+        return self.high - self.low > 255
+
+    @property
     def dtype(self) -> torch.dtype:
         """The smallest one for codes."""
         for dtype in (torch.uint8, torch.int8, torch.int16):
@@ -159,6 +164,8 @@ class Sums(NamedTuple):
         of_weight: the scales of the other factor, float64, broadcasts with the sums.
         bias: float64, broadcasts with the sums.
         kept: what a rule has made of the same scales and bias before, by keys of its choice.
+        of_zero: where the input has codes of more than 8 bits, its zero point times the sums of the weight's codes,
+            float64, broadcasts with the sums.
     """
 
     sums: Tensor
@@ -166,6 +173,12 @@ class Sums(NamedTuple):
     of_weight: Tensor
     bias: Tensor
     kept: dict[Any, Any] | None = None
+    of_zero: Tensor | None = None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the input has codes of more than 8 bits."""
+        return self.of_zero is not None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The product in float."""
@@ -185,6 +198,11 @@ class Operands(NamedTuple):
 
     tensors: tuple[GridCodes, ...]
     summed: int = 1
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a tensor has codes of more than 8 bits."""
+        return any(x.grid.is_wide for x in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -222,14 +240,14 @@ class Device:
             or `Operands` and the grid of the quantizer that stores them, whose range ends where a ReLU ends it: a new
             tensor of floats, or one of integers that is clamped to the range.
         source: the program from which the rules come, and how far they were compared with it.
-        bits: the widest codes for which the rules are known.
+        wide: the same where activations have codes of 9 to 16 bits, before and after the function.
         unsigned: whether codes of activations have no sign.
     """
 
     name: str
     rules: Mapping[str, Callable[[Any, CodeGrid], Tensor]]
     source: str
-    bits: int = 8
+    wide: Mapping[str, Callable[[Any, CodeGrid], Tensor]] = field(default_factory=dict)
     unsigned: bool = False
 
     def __repr__(self) -> str:
@@ -237,10 +255,11 @@ class Device:
 
     def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
         """The codes of a result, or None where there is no rule."""
-        rule = self.rules.get(computed.function)
+        rules = self.wide if to.is_wide else self.rules
+        rule = rules.get(computed.function)
         if rule is None and isinstance(computed.parts, Sums):
-            rule = self.rules.get("product")
-        if rule is None:
+            rule = rules.get("product")
+        if rule is None or computed.parts.is_wide != to.is_wide:
             return None
         scale = float(to.scale)
         if (made := computed.made.get(key := (scale, *to[1:]))) is not None:
@@ -484,8 +503,12 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
             if of_weight.numel() > 1:  # each group of a transposed convolution has the channels of the weight again
                 of_weight = of_weight.repeat(sums.shape[axis] // of_weight.numel()).reshape(axes)
             added = of_weight.new_zeros(()) if bias is None else plain(bias).detach().double().reshape(axes)
-            kept["scales"] = of_weight, added, math.isfinite(added.sum())
-        of_weight, added, is_finite = kept["scales"]
+            of_zero = None
+            if x.has.grid.is_wide and other.has.kept is not None and x.dim() >= other.dim():
+                whole = _without_borders(called, summed, x, other.has.codes.double(), args, kwargs)
+                of_zero = x.has.grid.zero_point * (whole.reshape(axes) if whole.dim() == 1 else whole)
+            kept["scales"] = of_weight, added, math.isfinite(added.sum()), of_zero
+        of_weight, added, is_finite, of_zero = kept["scales"]
     strided = max(steps if isinstance(steps, tuple | list) else (steps,)) > 1
     kind = (
         _STRIDED
@@ -495,7 +518,7 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     is_whole = is_finite and x.has.is_whole and other.has.is_whole
     if not is_whole:  # float64 holds NaN
         sums = sums.double()
-    parts = Sums(sums, x.has.grid.scale, of_weight, added, kept)
+    parts = Sums(sums, x.has.grid.scale, of_weight, added, kept, of_zero)
     computed = Computed(kind, parts, is_whole=is_whole)
     if torch.is_grad_enabled():
         return DeviceTensor.of(func(*plain(args), **plain(kwargs)), computed, device)
@@ -516,6 +539,26 @@ def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: An
     if (places := _places(other.stored.dim() - 2, *chosen)) is None:
         return None
     return products.convolution_sums(x.stored, x.grid.zero_point, other.kept.packed(other.stored, places))
+
+
+def _without_borders(
+    called: CalledAs, summed: Callable[..., Tensor], x: Tensor, weight: Tensor, args: Any, kwargs: Any
+) -> Tensor:
+    """The sums of a weight's codes that a position sees where no border cuts its window.
+
+    They are those of each output [out]; of a transposed convolution they differ by position [1, out, ...].
+    """
+    if "transpose" not in called.function.name:
+        return weight.sum(-2 if called.function.name == "matmul" else [*range(1, weight.dim())])
+    axes = weight.dim() - 2
+    named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args[3:], strict=False)) | kwargs
+    stride, dilation = (torch.tensor(named.get(key, 1)).expand(axes).tolist() for key in ("stride", "dilation"))
+    reach = [size * by for size, by in zip(weight.shape[2:], dilation, strict=True)]
+    sizes = [size + 2 * more for size, more in zip(x.shape[2:], reach, strict=True)]
+    sums = summed(weight.new_ones(1, x.shape[1], *sizes), weight)
+    for axis, (more, step) in enumerate(zip(reach, stride, strict=True), 2):
+        sums = sums.narrow(axis, more * step, sums.shape[axis] - 2 * more * step)
+    return sums
 
 
 _PLACES = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
