@@ -1,5 +1,6 @@
 """What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
 
+import gc
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,16 @@ collect_ignore = ["scripts", "hostile"]
 def pytest_collection_modifyitems(items):
     """What takes minutes first: at the end, one process would work at it while the others wait."""
     items.sort(key=lambda item: item.path.name != "test_triton.py")
+
+
+def pytest_collection_finish():
+    """Keep modules and tests out of garbage collections, which trainers and compilers ask for: 0.5 s each otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # else libraries that count their objects at exit say that these leaked
 
 
 @pytest.fixture(autouse=True)
