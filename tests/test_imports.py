@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,15 @@ def rank(room):
     return next((place for place, rooms in enumerate(ROOMS) if room in rooms), None)
 
 
-def imported_modules(tree, module):
+@cache
+def nodes(source):
+    """Of a syntax tree, which several of these tests walk."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def imported_modules(nodes, module):
     """(line, full dotted name) of every import in a module, relative ones resolved; module is a tuple of names."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,7 +94,7 @@ def wrong_imports(source, path):
     if rank(room) is None:
         return [f"{path}:1: room {room!r} has no place in the order of imports"]
     found = set()
-    for line, name in imported_modules(ast.parse(source), module):
+    for line, name in imported_modules(nodes(source), module):
         parts = name.split(".")
         if parts[0] in ("examples", "benchmarks", "tests"):
             found.add(f"{path}:{line}: {room} imports {parts[0]}, which no wheel has")
@@ -106,7 +113,7 @@ def imports_inside(modules):
     found = {}
     for path, source in modules.items():
         targets = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.Import):
                 targets.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -153,7 +160,7 @@ def format_name_branches(source, path):
     """Comparisons with the name of a registered format as a literal: 'file:line'."""
     names = set(fq.formats())
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         operands = []
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
@@ -172,12 +179,13 @@ LAYERS -= {"Module", "ModuleList", "ModuleDict", "Sequential", "ParameterList", 
 
 def layer_classes(source, path):
     """Where classes of torch's layers are named: 'file:line: names nn.Class'."""
-    named = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in LAYERS]
+    named = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr in LAYERS]
     return [
         f"{path}:{one.lineno}: names nn.{one.attr}" for one in named if ast.unparse(one.value) in ("nn", "torch.nn")
     ]
 
 
+@cache
 def sources():
     return [(path.read_text(), path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
 
@@ -288,7 +296,7 @@ TESTS = Path(__file__).parent
 
 def imported_test_modules(source, path):
     """What a module imports from a test module, whose helpers belong in tests/support: 'file:line: imports name'."""
-    found = imported_modules(ast.parse(source), ("tests", *path.with_suffix("").parts))
+    found = imported_modules(ast.walk(ast.parse(source)), ("tests", *path.with_suffix("").parts))
     return [f"{path}:{line}: imports {name}" for line, name in found if re.search(r"(^|\.)test_\w+", name)]
 
 
@@ -378,7 +386,7 @@ def test_triton_is_imported_by_its_kernels_alone():
         module = ("fakequant", *path.relative_to(PACKAGE).with_suffix("").parts)
         tree = ast.parse(path.read_text())
         at_start = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        names = [name for node in at_start for _, name in imported_modules(node, module)]
+        names = [name for _, name in imported_modules(at_start, module)]
         launched = [name for name in names if name.startswith(("triton", "fakequant.ops.triton.kernels"))]
         assert not launched or path in allowed, f"{path} imports {launched} when it is imported"
 

@@ -21,7 +21,7 @@ from fakequant.numerics import formats
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.export_models import Casting, Quantizers, Weights, quantizer, run
-from tests.support.matrix import full, in_turn, sweep
+from tests.support.matrix import cases_of, full, in_turn, sweep
 
 NOT_IN_ONNX = {"half"}
 WITH_RECIPROCAL = {"int8", "uint8_affine", "odd_range_affine", "int4", "float8_e4m3fn", "float4_e2m1fn", "nf4"}
@@ -63,6 +63,15 @@ class Case:
         return cases.Numbers(torch.where(numbers.x.isnan(), 0.0, numbers.x), numbers.params)
 
 
+def spread(every: list[Case]) -> list[Case]:
+    """All cases, first one of each format, with granularities and arithmetics in turn: those that run every time."""
+    by_format: dict[str, list[Case]] = {}
+    for case in every:
+        by_format.setdefault(case.format, []).append(case)
+    first = [group[5 * turn % len(group)] for turn, group in enumerate(by_format.values())]
+    return [*first, *(case for case in every if case not in first)]
+
+
 CASES = [
     Case(format, granularity, arithmetic)
     for format in cases.FORMATS
@@ -77,6 +86,7 @@ CASES = [
     for granularity in ("tensor", "channel_1")
     for dtype in (torch.float16, torch.bfloat16)
 ]
+CASES = spread(CASES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,16 +100,17 @@ def user_formats() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def activations(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Tensor]:
-    """What ONNX Runtime gives for all cases, exported as one file."""
-    numbers = [case.numbers() for case in CASES]
-    model = Casting([quantizer(case.spec, n.params) for case, n in zip(CASES, numbers, strict=True)])
-    model.dtypes = [case.dtype for case in CASES]
+def activations(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Case, Tensor]:
+    """What ONNX Runtime gives for the cases of this run, exported as one file."""
+    used = [one["case"] for one in cases_of(request, test_activation_has_the_bits_of_torch)]
+    numbers = [case.numbers() for case in used]
+    model = Casting([quantizer(case.spec, n.params) for case, n in zip(used, numbers, strict=True)])
+    model.dtypes = [case.dtype for case in used]
     xs = tuple(n.x.float() for n in numbers)
     path = tmp_path_factory.mktemp("export") / "activations.onnx"
     report = export_onnx(model, xs, path)
-    assert [q.spec for q in report.quantizers] == [str(case.spec) for case in CASES]
-    return dict(zip(CASES, run(path, xs), strict=True))
+    assert [q.spec for q in report.quantizers] == [str(case.spec) for case in used]
+    return dict(zip(used, run(path, xs), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -121,19 +132,21 @@ WEIGHTS = [
     if format not in NOT_IN_ONNX
     if granularity in FEW or (format not in ALIKE and arithmetic is fq.Arithmetic.DIVIDE and dtype is torch.float32)
 ]
+WEIGHTS = spread(WEIGHTS)
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Tensor]:
-    numbers = [case.numbers(weight=True) for case in WEIGHTS]
+def weights(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Case, Tensor]:
+    used = [one["case"] for one in cases_of(request, test_folded_weight_has_the_bits_of_torch)]
+    numbers = [case.numbers(weight=True) for case in used]
     model = Weights(
-        [quantizer(case.spec, n.params) for case, n in zip(WEIGHTS, numbers, strict=True)], [n.x for n in numbers]
+        [quantizer(case.spec, n.params) for case, n in zip(used, numbers, strict=True)], [n.x for n in numbers]
     )
     path = tmp_path_factory.mktemp("export") / "weights.onnx"
     report = export_onnx(model, torch.zeros(1), path)
     assert all("codes" in q.expressed for q in report.quantizers)
     assert "QuantizeLinear" not in {node.op_type for node in onnx.load(path).graph.node}
-    return dict(zip(WEIGHTS, run(path, [torch.zeros(1)])[:-1], strict=True))
+    return dict(zip(used, run(path, [torch.zeros(1)])[:-1], strict=True))
 
 
 @pytest.mark.parametrize("case", WEIGHTS, ids=str)

@@ -205,9 +205,15 @@ def test_large_tensors_are_quantized_by_their_range_as_one_node(text):
         assert_same_bits(*(one[0] for one in pairs))
 
 
-@pytest.mark.parametrize("text", ["int8 per_token", "uint8 per_tensor", "int4 per_channel(0) input_range"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_compiled_function_transforms_have_the_eager_gradients(text, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        *((torch.float32, "int8 per_token"), (torch.float16, "uint8 per_tensor")),
+        *((torch.float32, "int4 per_channel(0) input_range"), (torch.float16, "int8 per_token")),
+        *((torch.float32, "uint8 per_tensor"), (torch.float16, "int4 per_channel(0) input_range")),
+    ],
+)
+def test_compiled_function_transforms_have_the_eager_gradients(dtype, text):
     spec, x, weight = fq.QuantSpec.parse(text), (3 * torch.randn(8, 32)).to(dtype), torch.randn(8, 32).to(dtype)
     params = fq.choose_qparams(x / 2, spec)
     scale = params.scale

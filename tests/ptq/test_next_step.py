@@ -213,7 +213,7 @@ def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
         assert len(next_step(model, given(batches), AdviceContext(worst=worst)).tried) == 5
         return len(calls)
 
-    assert runs(3) == runs(9) < 60
+    assert runs(3) == runs(6) < 60
 
 
 def test_what_fails_is_a_row_with_the_reason() -> None:
@@ -347,9 +347,14 @@ def test_code_that_leaves_a_layer_in_float_keeps_what_the_example_quantized(skip
     assert quantizers(scope["model"]).keys() == {name for name in quantizers(model) if not name.startswith(skipped)}
 
 
-@pytest.mark.parametrize("method", ["mse", "max", "percentile", "entropy"])
-@pytest.mark.parametrize("again", [False, True])
-def test_the_method_of_a_model_is_not_advised_and_its_code_keeps_it(method: str, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("again", "method"),
+    [
+        *((False, "mse"), (True, "max"), (False, "entropy"), (True, "percentile")),
+        *((False, "max"), (False, "percentile"), (True, "mse"), (True, "entropy")),
+    ],
+)
+def test_the_method_of_a_model_is_not_advised_and_its_code_keeps_it(again: bool, method: str) -> None:
     torch.manual_seed(0)
     model, batches = fq.prepare(perceptron(), "int4"), [rows(seed) for seed in range(4)]
     fq.calibrate(model, batches, "mse" if again else method, progress=False, weight_method="mse")

@@ -24,11 +24,12 @@ def texts() -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(0, 200, (2, 16), generator=generator)} for _ in range(3)]
 
 
+SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
 MODELS: dict[str, Any] = {
-    "llama": llama,
-    "tied": lambda: llama(tied=True),
-    "bfloat16": lambda: llama(dtype=torch.bfloat16),
-    "masks of layers": lambda: language_model("gemma3_text"),
+    "llama": lambda: llama(**SMALL),
+    "tied": lambda: llama(tied=True, **SMALL),
+    "bfloat16": lambda: llama(dtype=torch.bfloat16, **SMALL),
+    "masks of layers": lambda: language_model("gemma3_text", **SMALL, head_dim=32),
     "experts": mixtral,
 }
 
@@ -48,7 +49,8 @@ def same_weights(one: nn.Module, other: nn.Module) -> list[str]:
 def test_a_file_has_the_weights_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     model = MODELS[kind]()
-    model.save_pretrained(source, max_shard_size="200KB")
+    model.save_pretrained(source, max_shard_size="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
     found = improve_folder(source, target, "int4_group32", texts(), GPTQ)
     fq.prepare(model, "int4_group32")
     fq.ptq.improve(model, texts(), GPTQ, judge=[])
@@ -61,7 +63,7 @@ def test_a_file_has_the_weights_of_the_model_in_memory(kind: str, tmp_path: Path
 @pytest.mark.filterwarnings("ignore")
 def test_gguf_by_the_same_call(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    model = llama()
+    model = llama(vocab_size=256, intermediate_size=256)
     model.save_pretrained(tmp_path / "source")
     config = fq.Config("blocks", [fq.Rule("model.layers.*_proj", weight=fq.presets.GGUF_Q4_K.rules[0].weight)])
     improve_folder(tmp_path / "source", tmp_path / "model.gguf", config, texts(), GPTQ, format="gguf")
@@ -84,7 +86,7 @@ def test_a_folder_of_something_else_is_refused(content: str | None, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_folder_without_one_of_its_shards_is_refused(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "source", max_shard_size="200KB")
+    llama(**SMALL).save_pretrained(tmp_path / "source", max_shard_size="100KB")
     shard = sorted((tmp_path / "source").glob("model-*.safetensors"))[-2]
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"cannot be (opened|loaded)"):

@@ -37,14 +37,14 @@ OWN = {
 }
 
 
-def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32, **values: Any) -> nn.Module:
     import_torchvision()  # transformers imports it
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=tied, pad_token_id=0)
+    config = LlamaConfig(**{**sizes, **heads, **values}, tie_word_embeddings=tied, pad_token_id=0)
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -46,6 +46,12 @@ def sweep(names: str, every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[An
             for row in every
         ],
     )
+
+
+def cases_of(request: pytest.FixtureRequest, test: Callable[..., object]) -> list[dict[str, Any]]:
+    """The arguments with which this run calls a test, for a fixture that makes something of all of them at once."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.obj is test]
+    return [item.callspec.params for item in items]
 
 
 # Every format with one dtype, so that each family of formats meets every dtype, and three formats with all dtypes. The

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,13 +14,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Work = Callable[[int, Path], None]
+PRELOADED = [
+    "tests.support.ranks",
+    "tests.support.vision",
+    "torch.distributed.fsdp",
+    "fakequant.model",
+    "fakequant.ptq",
+]
 
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
 
 
 def run(works: Iterable[Work], folder: Path) -> None:
-    """Run functions of (rank, folder) of a test module in two processes: to import torch takes them longest."""
-    mp.spawn(_start, (tuple(works), folder), nprocs=2)
+    """Run functions of (rank, folder) of a test module in two processes.
+
+    They are copies of a server, which imports what takes longest once for all tests of this process.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    mp.start_processes(_start, (tuple(works), folder), nprocs=2, start_method="forkserver")
 
 
 def _start(rank: int, works: tuple[Work, ...], folder: Path) -> None:
