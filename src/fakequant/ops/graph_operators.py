@@ -447,7 +447,9 @@ class _AsNode(torch.autograd.Function):
         ctx.learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         ctx.save_for_backward(mask, *((x, scale, zero_point, seed) if ctx.learned else ()))
         ctx.stride = x.stride()
-        return y.view_as(y)  # a tensor of its own, as in `Decomposed`
+        # A tensor of its own, as in `Decomposed`. A view of the same shape would give an axis of one element another
+        # stride, and with it a channels-last tensor would count as row by row.
+        return y[...]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
