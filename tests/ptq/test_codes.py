@@ -14,6 +14,7 @@ import fakequant as fq
 from fakequant.model.training.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
+from fakequant.ptq.solvers.layer import ENOUGH_ROWS
 from fakequant.ptq.solvers.problem import WeightGrid
 from tests.support.matrix import full, sweep
 
@@ -45,8 +46,12 @@ def net() -> nn.Sequential:
 
 
 def batches() -> list[Tensor]:
+    """Enough rows for the 20 columns of layer 5, so that its solved codes stay.
+
+    With fewer, halves of the rows say whether codes hold on other rows; with 32 rows nearest values often do better.
+    """
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 3, 5, 5, generator=generator) for _ in range(4)]
+    return [torch.randn(ENOUGH_ROWS * 20 // 4, 3, 5, 5, generator=generator) for _ in range(4)]
 
 
 def improved(steps: Any) -> Callable[[nn.Module], Any]:
@@ -145,6 +150,7 @@ QUICK = [
     *(("gptq", "int4", "group"), ("gptq", "nvfp4", "tile"), ("best", "uint4 asymmetric", "group")),
     *(("drift", "float8_e4m3fn", "channel"), ("autoround", "int3", "channel"), ("adaround", "nf4", "tile")),
     *(("brecq", "int8", "group"), ("descend", "float4_e2m1fn mx", "channel")),
+    *(("gptq", "int2", "channel"), ("gptq", "int3", "group"), ("descend", "int2", "tile")),
 ]
 
 
@@ -158,8 +164,8 @@ def test_chosen_codes_survive(solver: str, name: str, granularity: str, tmp_path
     if solver in PRESETS:  # a block for which nothing better is found keeps its float weights
         layers = [block.layer for block in found.layers if block.after < block.before]
     changed = any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["5"]).items())
-    # These may find nothing better than nearest values by 32 rows, but not for integers of few bits.
-    assert changed or solver in ("ranges", "adaround", "drift", "best", *PRESETS)
+    # These may find nothing better than nearest values, but not for integers of few bits.
+    assert changed or solver in ("ranges", "adaround", *PRESETS)
     if name in ("int2", "int3", "int4"):
         assert layers
         assert any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["3", "5"]).items())
