@@ -23,9 +23,10 @@ def avoid_broken_amx() -> str | None:
     processor = Path("/proc/cpuinfo")
     if _LIMIT in os.environ or not processor.exists() or "amx_tile" not in processor.read_text():
         return None
-    if subprocess.run([sys.executable, "-c", _PRODUCT], check=False).returncode != -signal.SIGILL:
+    is_broken = subprocess.run([sys.executable, "-c", _PRODUCT], check=False).returncode == -signal.SIGILL
+    os.environ[_LIMIT] = _WITHOUT_AMX if is_broken else "DEFAULT"  # processes that this one starts need not ask again
+    if not is_broken:
         return None
-    os.environ[_LIMIT] = _WITHOUT_AMX
     return f"this processor announces AMX and traps on it: {_LIMIT}={_WITHOUT_AMX}"
 
 
