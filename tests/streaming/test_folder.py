@@ -120,12 +120,21 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def bytes_of_a_whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    streamed(decoder(), folder := tmp_path_factory.mktemp("whole"), "int4_group32", "fast")
+    return bytes_of(folder)
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
-    place: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    before: bool,
+    bytes_of_a_whole_run: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streamed(decoder(), tmp_path / "whole", "int4_group32", "fast")
     owner, name = PLACES[place]
     own, calls, chosen = getattr(owner, name), [0], []
 
@@ -144,7 +153,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     improved = choosing.improved
     monkeypatch.setattr(choosing, "improved", lambda *args, **kwargs: chosen.append(1) or improved(*args, **kwargs))
     streamed(decoder(), tmp_path / "killed", "int4_group32", "fast")
-    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+    assert bytes_of(tmp_path / "killed") == bytes_of_a_whole_run
     assert not (tmp_path / "killed" / ".unfinished").exists()
     assert len(chosen) < 4  # finished blocks are not chosen again
 
