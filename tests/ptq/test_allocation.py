@@ -116,7 +116,7 @@ def test_a_budget_is_kept_and_its_configuration_prepares_the_model(found: Scores
     assert isinstance(smallest, Allocation)
 
 
-@pytest.mark.parametrize("bits", [2.625, 3.5, 4.5, 5.0, 6.5625])
+@pytest.mark.parametrize("bits", [2.625, 5.0, 6.5625, 3.5, 4.5])
 def test_types_of_gguf_are_allocated_by_the_bytes_of_their_blocks(bits: float) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
