@@ -200,3 +200,55 @@ def test_layers_of_gpt_2_are_refused_before_the_work_with_the_cure(target: str) 
     said = r"this is a Conv1D, whose weight is \[in, out\], for which transformers loads no codes"
     with pytest.raises(ConfigError, match=f"(?s)cannot hold 8 parts .*{said}; leave it in float by Rule"):
         fq.prepare(model, preset, target=target)
+
+
+def _linear_for_conv1d(model: Any) -> None:
+    """GPT-2 with linear layers of the same values in the places of its Conv1D."""
+    for block in model.transformer.h:
+        for owner, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+            turned = getattr(owner, name)
+            linear = nn.Linear(*turned.weight.shape)
+            linear.weight.data, linear.bias.data = turned.weight.data.T.contiguous(), turned.bias.data
+            setattr(owner, name, linear)
+
+
+def _narrow(model: Any) -> None:
+    """A Llama whose first MLP lost half of its channels."""
+    mlp, size = model.model.layers[0].mlp, model.config.intermediate_size // 2
+    mlp.gate_proj, mlp.up_proj = (nn.Linear(model.config.hidden_size, size, bias=False) for _ in range(2))
+    mlp.down_proj = nn.Linear(size, model.config.hidden_size, bias=False)
+
+
+def _more(model: Any) -> None:
+    """A Llama with a layer that its class does not have."""
+    model.lm_head = nn.Sequential(model.lm_head, nn.Linear(model.config.vocab_size, model.config.vocab_size))
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "mlx"])
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        (
+            "gpt2",
+            _linear_for_conv1d,
+            r"GPT2LMHeadModel makes a Conv1D with a weight \[256, 768\] there .* has a Linear with",
+        ),
+        (
+            "llama",
+            _narrow,
+            r"LlamaForCausalLM makes a Linear with a weight \[512, 256\] .* has a Linear with a weight \[256, 256\]",
+        ),
+        ("llama", _more, "LlamaForCausalLM makes nothing there"),
+    ],
+)
+def test_layers_that_the_class_makes_otherwise_are_refused(
+    kind: str, change: Any, text: str, format: str, tmp_path: Path
+) -> None:
+    """Loaders make the model anew by its configuration: they would load these tensors into nothing, and say nothing."""
+    model = language_model(kind)
+    change(model)
+    preset = "MLX_4BIT" if format == "mlx" else "INT4_GROUP32"
+    model = fq.prepare(model, preset, skip=[])
+    with pytest.raises(ExportError, match=f"(?s){text}"):
+        fq.deliver(model, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.folder import CONFIG, FileNames, Folder, check_shard_size, sharded, written_in
+from fakequant.delivery.folder import CONFIG, FileNames, Folder, check_shard_size, replaced, sharded, written_in
 from fakequant.delivery.format import (
     DeliveryFormat,
     Part,
@@ -108,9 +108,12 @@ def refuse(
         raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
     fixing = (path for path, one in quantizers(model).items() if one.fixes_global)
     unfixed = {path for path in fixing if f"{path}.{GLOBAL_SCALE}" not in state.tensors}
-    found: dict[str, str] = {}
+    found, matrices = dict[str, str](), {part.path: part.module for part in parts if part.is_matrix}
+    others = {} if format.suffix else replaced(model, matrices)
     for part in parts:
-        if reason := _own_reason(part, state, unfixed, with_ranges=with_ranges):
+        if part.path in others:
+            found[part.name] = others[part.path]
+        elif reason := _own_reason(part, state, unfixed, with_ranges=with_ranges):
             found[part.name] = reason
         elif reason := format.why_not(part):
             found[part.name] = f"{reason}{_nearest(format, part)}"

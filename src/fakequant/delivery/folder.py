@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ExportError, not_imported, shown
 from fakequant.model.state.snapshots import Content, Files, StoredTensors, TensorFile, read_folder, size_of
-from fakequant.nn.quantized.forms import own_class
+from fakequant.nn.quantized.forms import computed_class, own_class
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{WEIGHTS}.index.json"
@@ -231,6 +231,40 @@ def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
 def is_of_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers, which says by itself how it is stored."""
     return hasattr(model, "config_class")
+
+
+def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Why a folder cannot hold layers of a model of transformers: its class makes others there, and loads these.
+
+    Args:
+        layers: quantized, by path.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        return {}
+    from transformers.initialization import no_init_weights
+
+    cls: Any = type(model)
+    with torch.device("meta"), no_init_weights():
+        outline = dict(cls._from_config(model.config).named_modules())
+
+    def shape_of(layer: nn.Module | None) -> list[int]:
+        weight = getattr(layer, "weight", None)
+        return [*weight.shape] if isinstance(weight, Tensor) else []
+
+    def described(layer: nn.Module | None) -> str:
+        """A layer for a message."""
+        name, shape = type(layer).__name__.removeprefix("Quant"), shape_of(layer)
+        return "nothing" if layer is None else f"a {name}{f' with a weight {shape}' if shape else ''}"
+
+    found = dict[str, str]()
+    for path, layer in layers.items():
+        own = outline.get(path)
+        if own is None or not isinstance(layer, computed_class(own)) or shape_of(own) != shape_of(layer):
+            found[path] = (
+                f"{cls.__name__} makes {described(own)} there by its configuration, and so does who loads the folder, "
+                f"but the model has {described(layer)}; quantize the model as its class makes it"
+            )
+    return found
 
 
 def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
