@@ -486,13 +486,6 @@ class _Divergence:
         last_count = self.counts.gather(-1, last.clamp(min=0))
         p_log_p = self.self_information.gather(-1, ends) - torch.xlogy(last_count, last_count)
         p_log_p += torch.xlogy(last_count + clipped, last_count + clipped)
-        divergence = (p_log_p - self._cross(kept, ends, clipped)).sum(1) / total - total.log() + inside.sum(1).log()
-        # Counts that are clipped on a side without any bin kept: Q cannot hold them.
-        impossible = ((clipped > 0) & (last < 0)).any(1)
-        return torch.where(impossible, torch.inf, divergence.nan_to_num(nan=0.0, posinf=torch.inf))
-
-    def _cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor:
-        """Sum of P log Q, float64 [groups, sides, n]."""
         width = (kept if self.symmetric else ends.sum(1)).to(torch.float64)
         # A bin belongs to the cell that contains its middle.
         edges = (self.midpoints * width[..., None] / self.span - 0.5).ceil().to(torch.int64).clamp(min=0)
@@ -502,8 +495,12 @@ class _Divergence:
         spread = self._between(self.filled, edges)
         log_q = torch.where(cell_mass > 0, (cell_mass / spread).log(), 0.0)
         cells = torch.arange(log_q.shape[-1], device=log_q.device)
-        last = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
-        return (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last)[..., 0]
+        last_cell = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
+        cross = (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last_cell)[..., 0]
+        divergence = (p_log_p - cross).sum(1) / total - total.log() + inside.sum(1).log()
+        # Counts that are clipped on a side without any bin kept: Q cannot hold them.
+        impossible = ((clipped > 0) & (last < 0)).any(1)
+        return torch.where(impossible, torch.inf, divergence.nan_to_num(nan=0.0, posinf=torch.inf))
 
     @staticmethod
     def _between(cumulative: Tensor, edges: Tensor) -> Tensor:

@@ -557,7 +557,22 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
             if not wanted:
                 continue
             if name == "calibrating":
-                _prepare_and_calibrate(job, config, progress, model)
+                # To compare methods, copies are calibrated with the others.
+                example = job.example(config, model, recipe)
+                set_execution(prepare(model, config, example, target=job.target_for(config)), job.execution)
+                methods = [method for method in calibrators() if job.compare and method != job.method]
+                copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
+                for method, own in copies.items():
+                    with progress.named(own):
+                        progress.calibrators[method] = calibrate(
+                            own, recipe.calibration_batches(), method, unseen=job.unseen
+                        )
+                    progress.measure(own, config.name, method)
+                progress.calibrators = {job.method: progress.calibrators.pop(job.method)} | progress.calibrators
+                found = {row.method: row.value for row in progress.accuracy if row.method in copies}
+                best = max(found, key=found.__getitem__, default=job.method)
+                if best != job.method and found[best] > found[job.method]:
+                    steps.note(f"{best} was best, and {job.method} is exported; for the other: --method {best}")
             elif name == "fine-tuning":
                 recipe.train(model)
                 progress.measure(model, config.name, f"{job.method}, then fine-tuned")
@@ -571,21 +586,3 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
             kept.keep(name, model, progress.accuracy, progress.improvement)
             progress.page(config, f"{name} is done, and the file is not exported")
     return model.eval()
-
-
-def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
-    """Calibrate a model with the chosen method; to compare methods, calibrate copies with the others, too."""
-    example = job.example(config, model, progress.recipe)
-    set_execution(prepare(model, config, example, target=job.target_for(config)), job.execution)
-    methods = [method for method in calibrators() if job.compare and method != job.method]
-    copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
-    for method, own in copies.items():
-        with progress.named(own):
-            progress.calibrators[method] = calibrate(
-                own, progress.recipe.calibration_batches(), method, unseen=job.unseen
-            )
-        progress.measure(own, config.name, method)
-    progress.calibrators = {job.method: progress.calibrators.pop(job.method)} | progress.calibrators
-    found = {row.method: row.value for row in progress.accuracy if row.method in copies}
-    if found and (best := max(found, key=found.__getitem__)) != job.method and found[best] > found[job.method]:
-        progress.steps.note(f"{best} was best, and {job.method} is exported; for the other: --method {best}")

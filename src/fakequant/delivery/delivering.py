@@ -178,28 +178,25 @@ def _nearest(format: DeliveryFormat, part: Part) -> str:
                 tensors[key] = config.for_each() if place.is_stack else config
         if "weight" in tensors and format.why_not(replace(part, operands=tensors)) is None:
             is_of_another = name.partition("_")[0].lower() in others  # as GGUF_Q4_1
-            held[name] = is_of_another, *_distance(part, tensors)
+            ours, theirs, total = part.operands.get("weight"), tensors["weight"].spec.format, 0.0
+            codes = _IN_FLOAT
+            if ours is not None:
+                codes = abs(theirs.bits - ours.spec.format.bits) + (theirs != ours.spec.format)
+            for role in ("weight", "input"):
+                one, two = part.operands.get(role), tensors.get(role)
+                shape = part.shape if role == "weight" else ()
+                bits = [
+                    _IN_FLOAT if x is None else spec_bits(x.spec, shape).per_weight if shape else x.spec.format.bits
+                    for x in (one, two)
+                ]
+                total += abs(bits[0] - bits[1])
+                if one is not None and two is not None:
+                    total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
+                    total += _AXES * (one.spec.granularity != two.spec.granularity)
+            held[name] = is_of_another, codes, total
     if not held:
         return "; leave it in float by Rule(pattern), or give the model to fakequant.export_onnx"
     return f"; the nearest preset that it holds is {min(held, key=held.__getitem__)}"
-
-
-def _distance(part: Part, other: Mapping[str, TensorConfig]) -> tuple[float, float]:
-    """How far two ways to quantize a layer are apart: the formats of the weight, which come first, and bits of all."""
-    ours, theirs, total = part.operands.get("weight"), other["weight"].spec.format, 0.0
-    codes = _IN_FLOAT if ours is None else abs(theirs.bits - ours.spec.format.bits) + (theirs != ours.spec.format)
-    for name in ("weight", "input"):
-        one, two = part.operands.get(name), other.get(name)
-        shape = part.shape if name == "weight" else ()
-        bits = [
-            _IN_FLOAT if x is None else spec_bits(x.spec, shape).per_weight if shape else x.spec.format.bits
-            for x in (one, two)
-        ]
-        total += abs(bits[0] - bits[1])
-        if one is not None and two is not None:
-            total += _KIND * (one.dynamic != two.dynamic) + (one.spec.format != two.spec.format)
-            total += _AXES * (one.spec.granularity != two.spec.granularity)
-    return codes, total
 
 
 _KNOWN = (
@@ -605,7 +602,19 @@ def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held
         return bool(hits)
 
     parts = [part for part in parts_of(model, state) if "weight" in part.operands and part.weight]
-    places = _places(state, model, {part.weight for part in parts}, held)
+    coded = {part.weight for part in parts}
+    names, by_layer = FileNames(model), dict[str, set[str]]()
+    for name in held:
+        by_layer.setdefault(name.rpartition(".")[0], set()).add(name)
+    places: dict[str, set[str]] = {}
+    for name in without_quantizers([*state.tensors, *state.shared], [path for path, _, _ in state.quantizers()]):
+        first = state.shared.get(name, name)
+        one = lazy(state.tensors, first)
+        places[name] = {*names.split(first, torch.empty(one.shape, dtype=one.dtype, device="meta"))}
+    others = {key for name, keys in places.items() if state.shared.get(name, name) not in coded for key in keys}
+    for name, keys in places.items():
+        layers = {key.rpartition(".")[0] for key in keys} if state.shared.get(name, name) in coded else set()
+        places[name] = keys.union(*(by_layer.get(path, ()) for path in layers)).intersection(held) - (others - keys)
     found = {name for name in held if says(name)}.union(*(own for name, own in places.items() if says(name)))
     if left := [one for one in only if one not in used]:
         known = [*dict.fromkeys(path for name in places for path in _above(name)[-2:])]
@@ -619,22 +628,3 @@ def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held
 def _above(name: str) -> list[str]:
     """The paths of the modules around a tensor, and its name."""
     return [*accumulate(name.split("."), "{}.{}".format)]
-
-
-def _places(
-    state: QuantizedState, model: nn.Module, coded: Collection[str], held: Collection[str]
-) -> dict[str, set[str]]:
-    """For each tensor of a model the names in files, of `held`, of all that stands for it."""
-    names, by_layer = FileNames(model), dict[str, set[str]]()
-    for name in held:
-        by_layer.setdefault(name.rpartition(".")[0], set()).add(name)
-    found: dict[str, set[str]] = {}
-    for name in without_quantizers([*state.tensors, *state.shared], [path for path, _, _ in state.quantizers()]):
-        first = state.shared.get(name, name)
-        one = lazy(state.tensors, first)
-        found[name] = {*names.split(first, torch.empty(one.shape, dtype=one.dtype, device="meta"))}
-    others = {key for name, keys in found.items() if state.shared.get(name, name) not in coded for key in keys}
-    for name, keys in found.items():
-        layers = {key.rpartition(".")[0] for key in keys} if state.shared.get(name, name) in coded else set()
-        found[name] = keys.union(*(by_layer.get(path, ()) for path in layers)).intersection(held) - (others - keys)
-    return found

@@ -269,7 +269,34 @@ class _LayeredReader:
         for name, key in ranges.items():
             self._need(key)
             self.found[name] = lambda key=key: self.tensors[key].float().reshape(1)
-        self._check_left()
+        # Tensors that the model has no place for are refused, except those that the format or the model skips.
+        left = [name for name in self.tensors if name not in self.used]
+        reasons = {name: self.format.skips(name) for name in left}
+        # The class of the model, or the file, says which tensors it does not load: with a prefix, those of a head.
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        said, prefix = self.tensors.metadata.get(OTHERS, "[]"), self.names.prefix
+        others = [
+            name
+            for name, reason in reasons.items()
+            if reason is None
+            and (
+                (prefix and not name.startswith(prefix))
+                or f'"{name}"' in said
+                or any(re.search(pattern, name) for pattern in patterns)
+            )
+        ]
+        if others:
+            why = f"{listed(others)} stay in the file, because {type(self.model).__name__} does not load them"
+            reasons |= dict.fromkeys(others, why)
+        for name, reason in reasons.items():
+            if reason is None and name.endswith(".bias") and not self.tensors[name].any():
+                reasons[name] = ""  # which some writers add to layers that have none
+        if damage := [name for name, reason in reasons.items() if reason is None]:
+            raise CheckpointError(
+                f"{self.folder.path} has tensors for which the model has no place: {listed(sorted(damage))}"
+            )
+        for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
+            warn_user(f"{self.format.name}: {reason}")
         return QuantizedState(
             sites=sites, layers=self.layers, shared=shared, tensors=Made(self.found), weights=Made(self.weights)
         )
@@ -337,36 +364,6 @@ class _LayeredReader:
             raise CheckpointError(f"{self.folder.path}: of {name}, scales are not finite; the file is damaged")
         readers = tuple(join(one.path, one.attribute) for one in (slot, *self.tied.get(name, ())))
         return WeightCodes(codes, scale.reshape(groups), point, spec, tuple(like.shape), like.dtype, readers)
-
-    def _check_left(self) -> None:
-        """Refuse tensors that the model has no place for, except those that the format or the model skips."""
-        left = [name for name in self.tensors if name not in self.used]
-        reasons = {name: self.format.skips(name) for name in left}
-        # The class of the model, or the file, says which tensors it does not load: with a prefix, those of a head.
-        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        said, prefix = self.tensors.metadata.get(OTHERS, "[]"), self.names.prefix
-        others = [
-            name
-            for name, reason in reasons.items()
-            if reason is None
-            and (
-                (prefix and not name.startswith(prefix))
-                or f'"{name}"' in said
-                or any(re.search(pattern, name) for pattern in patterns)
-            )
-        ]
-        if others:
-            why = f"{listed(others)} stay in the file, because {type(self.model).__name__} does not load them"
-            reasons |= dict.fromkeys(others, why)
-        for name, reason in reasons.items():
-            if reason is None and name.endswith(".bias") and not self.tensors[name].any():
-                reasons[name] = ""  # which some writers add to layers that have none
-        if damage := [name for name, reason in reasons.items() if reason is None]:
-            raise CheckpointError(
-                f"{self.folder.path} has tensors for which the model has no place: {listed(sorted(damage))}"
-            )
-        for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
-            warn_user(f"{self.format.name}: {reason}")
 
 
 def _without_zero_scales(one: CodedWeight) -> list[Tensor]:

@@ -412,7 +412,24 @@ def raise_scales(model: nn.Module) -> list[str]:
         zero = library.measure(tensor, quantizer.spec.granularity).amax == 0
         low = params.scale < floor
         if bool((low & ~zero if quantizer.scales_each_call else low).any()):
-            _set(weight, tensor, floor, zero)
+            # To at least the floor, those of zeros to the largest; chosen codes stay codes.
+            before = quantizer.encoded(tensor) if weight.has_fixed_codes else None
+            if quantizer.scales_each_call:
+                quantizer.dynamic = False
+                quantizer.freeze(tensor)
+            params = quantizer.qparams(tensor)
+            scale = torch.maximum(params.scale, floor)
+            scale = torch.where(zero & (params.scale < floor), scale.max(), scale)
+            quantizer.set_qparams(QParams(scale, params.zero_point))
+            if before is not None:
+                spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)
+                after = library.encode(tensor, quantizer.qparams(tensor), spec)
+                assert after is not None, "values of codes are no NaN"
+                blocks = quantizer.spec.granularity.block_shape(tensor.shape)
+                stays = blocked_groups(scale == params.scale, tensor.shape, blocks)
+                stays = stays.expand(blocked(before[0], blocks).shape)
+                weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after))
+            mark_range_current(weight)
             raised.append(path)
     return raised
 
@@ -426,27 +443,6 @@ def warn_raised(paths: list[str]) -> None:
             "float32 holds; if you saved the model before, save it again",
             StaleScaleWarning,
         )
-
-
-def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
-    """Set the scales of a weight to at least a floor, those of zeros to the largest; chosen codes stay codes."""
-    quantizer = weight.quantizer
-    before = quantizer.encoded(tensor) if weight.has_fixed_codes else None
-    if quantizer.scales_each_call:
-        quantizer.dynamic = False
-        quantizer.freeze(tensor)
-    params = quantizer.qparams(tensor)
-    scale = torch.maximum(params.scale, floor)
-    scale = torch.where(zero & (params.scale < floor), scale.max(), scale)
-    quantizer.set_qparams(QParams(scale, params.zero_point))
-    if before is not None:
-        spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)
-        after = library.encode(tensor, quantizer.qparams(tensor), spec)
-        assert after is not None, "values of codes are no NaN"
-        blocks = quantizer.spec.granularity.block_shape(tensor.shape)
-        stays = blocked_groups(scale == params.scale, tensor.shape, blocks).expand(blocked(before[0], blocks).shape)
-        weight.fix_codes(torch.where(unblocked(stays, tensor.shape, blocks), before[0], after))
-    mark_range_current(weight)
 
 
 MERGED = (

@@ -63,7 +63,25 @@ def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     values, axes = values.unsqueeze(-1), (*axes, values.dim())
     is_finite = values.isfinite()
     finite, others = torch.where(is_finite, values, 0.0), torch.where(is_finite, 0.0, values.detach())
-    total = _sum_of_finite(finite.detach(), axes) + whole_sums(others.sum(axes))
+    # The exponent field: the largest is below 2**(field - 1022), for subnormals too.
+    field = torch.bitwise_right_shift(whole_sums(finite.detach().abs().amax(axes, keepdim=True)).view(torch.int64), 52)
+    power = (field - 1022 + (DIGIT_BITS - 1)) // DIGIT_BITS
+    # The first digit becomes the integer part. Halved, because float64 lacks 2**1050, by which subnormals are scaled.
+    half = power_of_two((1 - power) * (DIGIT_BITS // 2))
+    rest = finite.detach() * half * half
+    digits = []
+    for _ in range(DIGITS):
+        digit = rest.trunc()
+        digits.append(whole_sums(digit.to(torch.int64).sum(axes)))
+        rest = (rest - digit) * 2.0**DIGIT_BITS
+    back = power_of_two((power.squeeze(axes) - 1) * (DIGIT_BITS // 2))
+    # The number that summed digits stand for, in units of the first digit.
+    number, carry = torch.zeros_like(digits[0], dtype=torch.float64), 0
+    for digit in reversed(digits[1:]):
+        digit = digit + carry
+        carry = torch.bitwise_right_shift(digit + 2 ** (DIGIT_BITS - 1), DIGIT_BITS)
+        number = (number + (digit - carry * 2**DIGIT_BITS)) * 2.0**-DIGIT_BITS
+    total = (number + (digits[0] + carry)) * back * back + whole_sums(others.sum(axes))
     # Zeros, which carry the gradient: integers have none.
     return total + (finite - finite.detach()).sum(axes) if finite.requires_grad else total
 
@@ -103,28 +121,6 @@ def whole_sums(values: Tensor) -> Tensor:
     assert isinstance(values, DTensor)
     whole = [Replicate() if placement.is_partial() else placement for placement in values.placements]
     return values.redistribute(placements=whole)
-
-
-def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    # The exponent field: the largest is below 2**(field - 1022), for subnormals too.
-    field = torch.bitwise_right_shift(whole_sums(values.abs().amax(axes, keepdim=True)).view(torch.int64), 52)
-    power = (field - 1022 + (DIGIT_BITS - 1)) // DIGIT_BITS
-    # The first digit becomes the integer part. Halved, because float64 lacks 2**1050, by which subnormals are scaled.
-    half = power_of_two((1 - power) * (DIGIT_BITS // 2))
-    rest = values * half * half
-    digits = []
-    for _ in range(DIGITS):
-        digit = rest.trunc()
-        digits.append(whole_sums(digit.to(torch.int64).sum(axes)))
-        rest = (rest - digit) * 2.0**DIGIT_BITS
-    back = power_of_two((power.squeeze(axes) - 1) * (DIGIT_BITS // 2))
-    # The number that summed digits stand for, in units of the first digit.
-    number, carry = torch.zeros_like(digits[0], dtype=torch.float64), 0
-    for digit in reversed(digits[1:]):
-        digit = digit + carry
-        carry = torch.bitwise_right_shift(digit + 2 ** (DIGIT_BITS - 1), DIGIT_BITS)
-        number = (number + (digit - carry * 2**DIGIT_BITS)) * 2.0**-DIGIT_BITS
-    return (number + (digits[0] + carry)) * back * back
 
 
 class Codes(NamedTuple):

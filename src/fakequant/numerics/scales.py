@@ -267,7 +267,23 @@ class ScaleSpec:
         """
         bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):
-            return self._power_of_two(extent, element, self.format.exponent_bias, limit)
+            # 2**e for every group, e limited to +-largest; a group of zeros gets the smallest.
+            largest = self.format.exponent_bias
+            if self.rounding is ScaleRounding.CEIL:
+                measured = divide(extent, torch.full_like(extent, element.bound))
+                mantissa, exponent = torch.frexp(measured)
+                exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+            else:
+                measured = extent
+                mantissa, exponent = torch.frexp(measured)
+                exponent = exponent - 1 - (math.frexp(element.bound)[1] - 1)
+                exponent = exponent + (mantissa >= self.up_from(element)).to(exponent.dtype)
+            # At most the largest power of two that is not beyond the limit.
+            exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
+            # frexp gives 0, to which a quotient may underflow, the exponent 0 instead of one below all.
+            exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
+            # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
+            return power_of_two(exponent).to(extent.dtype)
         if self.format is None:
             scale = divide(extent, torch.full_like(extent, bound)).clamp(min=torch.finfo(extent.dtype).tiny)
             return scale.clamp(max=limit)
@@ -297,24 +313,6 @@ class ScaleSpec:
         """The integers of as many bits as the numbers of the format, in whose order positive numbers are."""
         assert self.format is not None, "float32 scales are not searched"
         return torch.int16 if self.format.bits > 8 else torch.uint8
-
-    def _power_of_two(self, amax: Tensor, element: Format, largest: int, limit: float) -> Tensor:
-        """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
-        if self.rounding is ScaleRounding.CEIL:
-            measured = divide(amax, torch.full_like(amax, element.bound))
-            mantissa, exponent = torch.frexp(measured)
-            exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-        else:
-            measured = amax
-            mantissa, exponent = torch.frexp(measured)
-            exponent = exponent - 1 - (math.frexp(element.bound)[1] - 1)
-            exponent = exponent + (mantissa >= self.up_from(element)).to(exponent.dtype)
-        # At most the largest power of two that is not beyond the limit.
-        exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
-        # frexp gives 0, to which a quotient may underflow, the exponent 0 instead of one below all.
-        exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
-        # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
-        return power_of_two(exponent).to(amax.dtype)
 
     def _shared(self, extent: Tensor, divisor: float) -> Tensor:
         """The farthest of the extents that share a scale, divided, at each of them."""

@@ -480,7 +480,22 @@ class Collector:
             seen = self._sums(stage, calls, reads[:1] if len({*reads}) == 1 else reads)
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, stage.all_calls, seen
-        yield self._with_drift(stage, calls, seen, self._added(stage, wanted)) if with_drift else stacked(seen.sums)
+        if not with_drift:
+            yield stacked(seen.sums)
+            return
+        # How far the values that the layer's result is added to are from those of the float model, by batch: rows of
+        # each group of outputs [groups, rows, outputs]; none where a process does not see all of them.
+        found: dict[int, Tensor] = {}
+        for number, own in stage.added.items() if Parts.of(product).count == 1 else ():
+            other = None if wanted is None else wanted.added.get(number)
+            if other is None or other.shape != own.shape:
+                continue
+            masks = self._batches.mask, self._batches.masks[number]
+            far = product.with_axis(masks[0].select(stage.name, product.layer, (other - own).float(), masks[1]))
+            rows = product.channels_last(far).flatten(0, -2)
+            found[number] = rows.unflatten(1, (product.groups, -1)).movedim(1, 0)
+        is_whole = all(self._processes.all(found.keys() == stage.calls.keys()))
+        yield self._with_drift(stage, calls, seen, found if is_whole else {})
 
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
         """The sums of the inputs at some places, without a drift."""
@@ -503,22 +518,6 @@ class Collector:
         for own in sums:
             if self._processes.group is not None:
                 own.merge_processes(self._processes.group, product.tensor.device)
-
-    def _added(self, stage: Stage, wanted: Stage | None) -> dict[int, Tensor]:
-        """How far the values that the layer's result is added to are from those of the float model, by batch.
-
-        Rows of each group of outputs [groups, rows, outputs]; none where a process does not see all of them.
-        """
-        product, found = self._layers[stage.name], dict[int, Tensor]()
-        for number, own in stage.added.items() if Parts.of(product).count == 1 else ():
-            other = None if wanted is None else wanted.added.get(number)
-            if other is None or other.shape != own.shape:
-                continue
-            masks = self._batches.mask, self._batches.masks[number]
-            far = product.with_axis(masks[0].select(stage.name, product.layer, (other - own).float(), masks[1]))
-            rows = product.channels_last(far).flatten(0, -2)
-            found[number] = rows.unflatten(1, (product.groups, -1)).movedim(1, 0)
-        return found if all(self._processes.all(found.keys() == stage.calls.keys())) else {}
 
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]

@@ -308,33 +308,6 @@ class _ReadData(ReportData):
     verifications: Sequence[_Read] = ()
 
 
-def _of_first_form(values: dict[str, Any]) -> None:
-    """Rename fields of the first form, which had rows of its own for comparisons and verifications."""
-    rows, metric = values.get("curve") or [], values.pop("curve_metric", "")
-    for row in rows:
-        row |= {"preset": row.pop("label"), "method": "", "steps": ""}
-        if metric == DECIBELS and not row["failed"]:
-            row |= {"error": 10 ** (-float(row["metric"]) / 10), "metric": None}
-    negated = [row.pop("negated", False) for row in rows]
-    values["curve"] = {"rows": rows, "negated": any(negated)} if rows else None
-    for one in values.get("verifications") or []:
-        nodes, deployed = one.pop("nodes"), one.pop("as_deployed", None)
-        one["rows"] = [
-            {
-                "quantizer": node["name"],
-                "spec": node["spec"],
-                "kind": "",
-                "elements": node["elements"],
-                "differing": node["differing"],
-                "intact": not node.get("fault"),
-            }
-            for node in nodes
-        ]
-        faults = [f"{node['name']}: {node['fault']}" for node in nodes if node.get("fault")]
-        one |= {"path": one.pop("title"), "inputs": "", "not_run": [*one.pop("notes", ()), *faults]}
-        one |= {"verdict": deployed, "style": "portable" if deployed is not None else "standard"}
-
-
 def from_json(text: str) -> ReportData:
     """The content that `to_json` wrote, of this release or an earlier one.
 
@@ -347,7 +320,29 @@ def from_json(text: str) -> ReportData:
         raise UnexpectedValue("fakequant_report is another one")
     if form != _FORM:
         try:
-            _of_first_form(values)
+            rows, metric = values.get("curve") or [], values.pop("curve_metric", "")
+            for row in rows:
+                row |= {"preset": row.pop("label"), "method": "", "steps": ""}
+                if metric == DECIBELS and not row["failed"]:
+                    row |= {"error": 10 ** (-float(row["metric"]) / 10), "metric": None}
+            negated = [row.pop("negated", False) for row in rows]
+            values["curve"] = {"rows": rows, "negated": any(negated)} if rows else None
+            for one in values.get("verifications") or []:
+                nodes, deployed = one.pop("nodes"), one.pop("as_deployed", None)
+                one["rows"] = [
+                    {
+                        "quantizer": node["name"],
+                        "spec": node["spec"],
+                        "kind": "",
+                        "elements": node["elements"],
+                        "differing": node["differing"],
+                        "intact": not node.get("fault"),
+                    }
+                    for node in nodes
+                ]
+                faults = [f"{node['name']}: {node['fault']}" for node in nodes if node.get("fault")]
+                one |= {"path": one.pop("title"), "inputs": "", "not_run": [*one.pop("notes", ()), *faults]}
+                one |= {"verdict": deployed, "style": "portable" if deployed is not None else "standard"}
         except (KeyError, TypeError, AttributeError) as error:
             raise UnexpectedValue(f"curve or verifications lack {error}") from error
     found: ReportData = value_of(values, "the file", _ReadData)

@@ -302,10 +302,27 @@ class Blocks:
             with self._source.loaded(paths[number], self._blocks[paths[number]]):
                 work.check_weights(number, paths[number], _weights_of(self._blocks[paths[number]]))
         for number in track(left, "choosing blocks", len(left), progress):
-            block, calls = self._blocks[paths[number]], self._calls.of_blocks[number]
-            with self._source.loaded(paths[number], block), evaluating(block), torch.no_grad():
+            path, calls = paths[number], self._calls.of_blocks[number]
+            block = self._blocks[path]
+            with self._source.loaded(path, block), evaluating(block), torch.no_grad():
                 weights = _weights_of(block)
-                layers = self._improved(paths[number], block, calls, steps)
+                wanted, given = _batches(calls, self._floats), _batches(calls, self._quantized)
+                layers, held = list[LayerResult](), quantizers(block).values()
+                if _needs_ranges(held):
+                    calibrate(
+                        block, [*wanted], forward=_run, mask=_mask_of(calls), group=self._processes.group or False
+                    )
+                with disabled(block):
+                    self._floats = _outputs(path, block, wanted)
+                if not held:
+                    self._quantized = _outputs(path, block, given)
+                else:
+                    calibrated = calibrated_weights(block, _CALLER)
+                    held_out = HeldOut(given, given, given.part([]))  # none judges
+                    found = improved(block, calibrated, held_out, steps, self._processes, floats=wanted, progress=False)
+                    layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
+                    self._quantized = _given(path, given)  # its last runs had all layers chosen
+                raise_scales(block)
                 self._processes.all(None)
                 work.put_hidden(number + 1, self._floats, self._quantized)
                 work.put_block(number, block if self.quantized[number] else None, layers, weights)
@@ -373,27 +390,6 @@ class Blocks:
                 for call in self._calls.of_blocks[0].values()
             ]
             return digest([given, [x for x in model.state_dict().values() if not x.is_meta]])
-
-    def _improved(
-        self, path: str, block: nn.Module, calls: Mapping[int, BlockCall], steps: tuple[str, ...]
-    ) -> list[LayerResult]:
-        """What is chosen in a block; the hidden states become those after it."""
-        wanted, given = _batches(calls, self._floats), _batches(calls, self._quantized)
-        layers, held = list[LayerResult](), quantizers(block).values()
-        if _needs_ranges(held):
-            calibrate(block, [*wanted], forward=_run, mask=_mask_of(calls), group=self._processes.group or False)
-        with disabled(block):
-            self._floats = _outputs(path, block, wanted)
-        if not held:
-            self._quantized = _outputs(path, block, given)
-        else:
-            weights = calibrated_weights(block, _CALLER)
-            held_out = HeldOut(given, given, given.part([]))  # none judges
-            found = improved(block, weights, held_out, steps, self._processes, floats=wanted, progress=False)
-            layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
-            self._quantized = _given(path, given)  # its last runs had all layers chosen
-        raise_scales(block)
-        return layers
 
 
 _PRESENT: ContextVar[Any] = ContextVar("present")

@@ -134,8 +134,22 @@ class Mlx(LayeredFormat):
         weight, has_scales = module.tensors.get(f"{module.base}.weight"), module.has("scales")
         if not has_scales and (weight is None or weight.dtype is not torch.uint32):
             return None
-        layout = _layout_in(module, weight)
-        (rows, columns), bits = module.shape, layout.bits
+        (rows, columns), said = module.shape, module.folder.config["quantization"].get(module.base)
+        scales = module.tensors.get(f"{module.base}.scales")
+        for end, one in (("weight", weight), ("scales", scales)):
+            if one is None or one.dim() != 2 or not one.shape[-1]:
+                module.get(end, torch.uint32 if end == "weight" else FLOATS, (rows, columns))
+        assert weight is not None
+        assert scales is not None
+        sizes = {"group_size": columns // scales.shape[-1], "bits": weight.shape[-1] * 32 // columns}
+        modes = [name for name, one in _MODES.items() if vars(one) == {**sizes, "mode": name}]
+        mode = (modes or ["of 8 bits scales"])[0] if scales.dtype is torch.uint8 else "affine"
+        layout = _said({**sizes, "mode": mode} if said is None else said)  # by its path, else as mlx-lm finds it
+        if isinstance(layout, str):
+            module.refuse(f"weight is of shape {[*weight.shape]} and scales of {[*scales.shape]}: {layout}")
+        if columns % layout.group_size:
+            module.refuse(f"groups of {layout.group_size} do not divide {columns} inputs")
+        bits = layout.bits
         packed, groups = (rows, columns * bits // 32), (rows, columns // layout.group_size)
         stored = module.get("weight", torch.uint32, packed)
         read = module.get("scales", FLOATS if layout.mode == "affine" else torch.uint8, groups)
@@ -318,27 +332,6 @@ def _said(values: Any) -> _Layout | str:
     if not is_known or not type(size) is type(bits) is int:
         return f"group_size is {size!r:.40} and bits {bits!r:.40} in the mode {mode}; {_HOLDS}"
     return _Layout(size, bits, mode)
-
-
-def _layout_in(module: LayerTensors, weight: Tensor | None) -> _Layout:
-    """The layout of a weight in a file: as said of it by its path, else by the shapes, as mlx-lm finds it."""
-    columns, said = module.shape[1], module.folder.config["quantization"].get(module.base)
-    scales = module.tensors.get(f"{module.base}.scales")
-    for end, one in (("weight", weight), ("scales", scales)):
-        if one is None or one.dim() != 2 or not one.shape[-1]:
-            module.get(end, torch.uint32 if end == "weight" else FLOATS, (module.shape[0], columns))
-    assert weight is not None
-    assert scales is not None
-    sizes = {"group_size": columns // scales.shape[-1], "bits": weight.shape[-1] * 32 // columns}
-    modes = [name for name, one in _MODES.items() if vars(one) == {**sizes, "mode": name}]
-    found = _said({**sizes, "mode": (modes or ["of 8 bits scales"])[0] if scales.dtype is torch.uint8 else "affine"})
-    if said is not None:
-        found = _said(said)
-    if isinstance(found, str):
-        module.refuse(f"weight is of shape {[*weight.shape]} and scales of {[*scales.shape]}: {found}")
-    if columns % found.group_size:
-        module.refuse(f"groups of {found.group_size} do not divide {columns} inputs")
-    return found
 
 
 def _spec_in(module: LayerTensors, layout: _Layout) -> QuantSpec:

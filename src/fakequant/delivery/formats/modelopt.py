@@ -75,37 +75,33 @@ class ModelOpt(LayeredFormat):
             scale = module.get("weight_scale", _E4M3, (rows, -(-columns // 16)))
             shared = module.get("weight_scale_2", _F32, (1,), ())
             coded = CodedWeight(_NVFP4, codes, lambda: scale().float() * shared())
-        return _with_input(module, coded)
+        transform, given = None, module.folder.quantization
+        if (module.folder.path / _OWN).is_file():
+            given = module.folder.json(_OWN).get("quantization", {})
+        layers = given.get("quantized_layers") or {}
+        own = layers.get(module.base, {}) if isinstance(layers, dict) else {}
+        method = str((own if isinstance(own, dict) else {}).get("quant_algo") or given.get("quant_algo") or "")
+        if method not in {*_STATIC, *_DYNAMIC, *_WEIGHT_ONLY}:
+            module.refuse(f"quant_algo is {method!r:.40}, which this reader does not know")
+        if module.has("pre_quant_scale"):
+            if not module.is_alone:
+                module.refuse("pre_quant_scale is that of one weight of a stack, which has no transform of its own")
+            factor = module.get("pre_quant_scale", FLOATS, (columns,), (1, columns))().float()
+            transform = "channel_scale", {"scale": factor}
+        step = module.get("input_scale", FLOATS, (1,), ())().float() if module.has("input_scale") else None
+        config, ranges = None, dict[str, Tensor]()
+        if method in _STATIC and step is not None:
+            config, ranges = TensorConfig(_STATIC[method]), {"input.scale": step}
+        elif method in _DYNAMIC and (step is not None or _DYNAMIC[method] != _NVFP4):
+            config = TensorConfig(_DYNAMIC[method], dynamic=True)
+            if step is not None and config.spec == _NVFP4:
+                ranges = {f"input.{GLOBAL_SCALE}": reciprocal(step)}
+        return replace(coded, input=config, ranges=ranges, transform=transform)
 
     def skips(self, name: str) -> str | None:
         if name.endswith((".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")):
             return "the cache of keys and values stays in float, and the scales of it in the file are left out"
         return super().skips(name)
-
-
-def _with_input(module: LayerTensors, coded: CodedWeight) -> CodedWeight:
-    transform, given = None, module.folder.quantization
-    if (module.folder.path / _OWN).is_file():
-        given = module.folder.json(_OWN).get("quantization", {})
-    layers = given.get("quantized_layers") or {}
-    own = layers.get(module.base, {}) if isinstance(layers, dict) else {}
-    method = str((own if isinstance(own, dict) else {}).get("quant_algo") or given.get("quant_algo") or "")
-    if method not in {*_STATIC, *_DYNAMIC, *_WEIGHT_ONLY}:
-        module.refuse(f"quant_algo is {method!r:.40}, which this reader does not know")
-    if module.has("pre_quant_scale"):
-        if not module.is_alone:
-            module.refuse("pre_quant_scale is that of one weight of a stack, which has no transform of its own")
-        columns = (module.shape[1],)
-        transform = "channel_scale", {"scale": module.get("pre_quant_scale", FLOATS, columns, (1, *columns))().float()}
-    scale = module.get("input_scale", FLOATS, (1,), ())().float() if module.has("input_scale") else None
-    config, ranges = None, dict[str, Tensor]()
-    if method in _STATIC and scale is not None:
-        config, ranges = TensorConfig(_STATIC[method]), {"input.scale": scale}
-    elif method in _DYNAMIC and (scale is not None or _DYNAMIC[method] != _NVFP4):
-        config = TensorConfig(_DYNAMIC[method], dynamic=True)
-        if scale is not None and config.spec == _NVFP4:
-            ranges = {f"input.{GLOBAL_SCALE}": reciprocal(scale)}
-    return replace(coded, input=config, ranges=ranges, transform=transform)
 
 
 def _eight_bits(module: LayerTensors, spec: QuantSpec) -> CodedWeight:

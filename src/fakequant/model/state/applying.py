@@ -108,7 +108,19 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             undo = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
             was_empty = give_memory(model)
             restore_plan(model, state)
-            _load_state(model, state, tensors)
+            _check_dtypes(model, tensors)  # those of quantizers, too
+            versions = versions_of(model) if state.versions is None else state.versions
+            given = OrderedDict(tensors)
+            paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+            vars(given)["_metadata"] = OrderedDict((name, {"version": versions.get(name, 1)}) for name in paths)
+            try:
+                model.load_state_dict(given)
+                copy_kept(model)
+            except RuntimeError as error:
+                for value in tensors.values():
+                    if isinstance(value, Placed) and value.error is not None:  # which torch made a part of its message
+                        raise value.error from None
+                raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
             if was_empty:
                 check_attributes(model)
             processes.all(None)
@@ -304,22 +316,6 @@ def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, and the model has {dtype}; "
                 "build the model with the dtypes that were saved"
             )
-
-
-def _load_state(model: nn.Module, state: QuantizedState, tensors: Mapping[str, Tensor]) -> None:
-    _check_dtypes(model, tensors)  # those of quantizers, too
-    versions = versions_of(model) if state.versions is None else state.versions
-    given = OrderedDict(tensors)
-    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    vars(given)["_metadata"] = OrderedDict((name, {"version": versions.get(name, 1)}) for name in paths)
-    try:
-        model.load_state_dict(given)
-        copy_kept(model)
-    except RuntimeError as error:
-        for value in tensors.values():
-            if isinstance(value, Placed) and value.error is not None:  # which torch made a part of its message
-                raise value.error from None
-        raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 
 
 def _make_transform(layer: nn.Module, entry: LayerEntry) -> InputTransform | None:

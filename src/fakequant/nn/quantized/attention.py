@@ -163,8 +163,22 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
 
         Inputs are query, key and value [length, n, features]. Where `is_causal`, later keys are masked, without masks.
         """
-        queries, n, width = inputs[0].value.shape
-        self._check_inputs([x.value for x in inputs], masks)
+        of_query, of_key, of_value = (x.value.shape for x in inputs)
+        (queries, n, width), keys = of_query, of_key[0]
+        if width != self.embed_dim:
+            raise AssertionError(f"the query must have {self.embed_dim} features, got {width}")
+        same = 3 if self._qkv_same_embed_dim else 2
+        if of_key[:same] != of_value[:same]:
+            raise AssertionError(
+                f"key and value must have the same length and batch, got shapes {list(of_key)} and {list(of_value)}"
+            )
+        if masks.attention is not None:
+            expected = (n * self.num_heads, queries, keys)[-masks.attention.dim() :]
+            if masks.attention.shape != expected:
+                raise RuntimeError(
+                    f"attn_mask must have shape {[queries, keys]} or {[n * self.num_heads, queries, keys]}, got "
+                    f"{list(masks.attention.shape)}"
+                )
         q, k, v = self._projected(*inputs)
         if self.bias_k is not None and self.bias_v is not None:
             k, v = torch.cat([k, self.bias_k.repeat(1, n, 1)]), torch.cat([v, self.bias_v.repeat(1, n, 1)])
@@ -178,8 +192,20 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         if need_weights or self.is_on("_probability_quantizer") or is_trained(self.gradient):
             if is_causal and mask is None:
                 mask = torch.full((queries, k.shape[1]), -math.inf, dtype=q.dtype, device=q.device).triu(1).unsqueeze(0)
-            y, weights = self._explicitly(q, k, v, mask, hides_rows=not need_weights)
-            y = y.transpose(0, 1)
+            query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
+            key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
+            scores = self._times(query, key, mask)
+            if mask is not None and not need_weights:
+                # A query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
+                hidden = (scores == -math.inf).all(-1, keepdim=True)
+                weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
+            else:
+                weights = F.softmax(scores, dim=-1)
+            factor = self._heads("_probability_quantizer", weights)
+            if self.training and self.dropout > 0.0:
+                kept = F.dropout(torch.ones_like(weights), p=self.dropout)
+                factor = factor.map(lambda own: own * kept)
+            y, weights = self._times(factor, self._heads("_value_quantizer", v)).transpose(0, 1), factor.value
         else:
             options = {}
             if self.is_on("_query_quantizer"):
@@ -197,22 +223,6 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         y = self._product(last, of_weight, self.out_proj.bias)
         weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None
         return y.view(queries, n, y.shape[1]), weights
-
-    def _check_inputs(self, inputs: list[Tensor], masks: _Masks) -> None:
-        (queries, n, width), (keys, *_) = inputs[0].shape, inputs[1].shape
-        if width != self.embed_dim:
-            raise AssertionError(f"the query must have {self.embed_dim} features, got {width}")
-        same = 3 if self._qkv_same_embed_dim else 2
-        if inputs[1].shape[:same] != inputs[2].shape[:same]:
-            shapes = f"{list(inputs[1].shape)} and {list(inputs[2].shape)}"
-            raise AssertionError(f"key and value must have the same length and batch, got shapes {shapes}")
-        if masks.attention is not None:
-            expected = (n * self.num_heads, queries, keys)[-masks.attention.dim() :]
-            if masks.attention.shape != expected:
-                raise RuntimeError(
-                    f"attn_mask must have shape {[queries, keys]} or {[n * self.num_heads, queries, keys]}, got "
-                    f"{list(masks.attention.shape)}"
-                )
 
     def _product(self, x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
         return multiplied(LinearSum(), self.backward_of(), x, weight, bias)
@@ -247,27 +257,6 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             return [y]
         parts = y.unflatten(-1, (count, self.embed_dim)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
         return [parts[place] for place in range(count)]
-
-    def _explicitly(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, hides_rows: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Output [n * heads, queries, head_dim] and probabilities [n * heads, queries, keys].
-
-        `hides_rows`: a query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
-        """
-        query = self._heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
-        key = self._heads("_key_quantizer", k).map(lambda own: own.transpose(-2, -1))
-        scores = self._times(query, key, mask)
-        if mask is not None and hides_rows:
-            hidden = (scores == -math.inf).all(-1, keepdim=True)
-            weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
-        else:
-            weights = F.softmax(scores, dim=-1)
-        factor = self._heads("_probability_quantizer", weights)
-        if self.training and self.dropout > 0.0:
-            kept = F.dropout(torch.ones_like(weights), p=self.dropout)
-            factor = factor.map(lambda own: own * kept)
-        return self._times(factor, self._heads("_value_quantizer", v)), factor.value
 
     def _times(self, x: Factor, other: Factor, mask: Tensor | None = None) -> Tensor:
         """x @ other + mask, of which each is [n * heads, ...]; in float in one operation, as torch has it."""

@@ -34,7 +34,16 @@ def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
         np.add(part, np.uint8(plus % 256), out=wide[: len(part), :count])
         numbers, width = wide[: len(part)], bits
         if _TOGETHER % bits:
-            numbers = _joined(numbers, bits)
+            word = numbers.view("<u8")
+            for doubled in range(3):
+                # Fields of n bits lie 8 * 2**doubled bits apart: each second one joins the one below it.
+                size, apart = bits << doubled, _TOGETHER << doubled
+                low = np.uint64(sum(((1 << size) - 1) << place for place in range(0, 64, 2 * apart)))
+                second = word >> np.uint64(apart - size)
+                second &= low << np.uint64(size)
+                word &= low
+                word |= second
+            numbers = numbers.reshape(len(numbers), -1, _TOGETHER)[..., :bits].reshape(len(numbers), -1)
         else:
             while width < _TOGETHER:  # pairs become one byte until it is full
                 pairs = numbers.view("<u2")
@@ -42,20 +51,6 @@ def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
                 numbers, width = pairs.astype(np.uint8), 2 * width
         packed[start : start + step] = numbers[:, : packed.shape[1]]
     return torch.from_numpy(packed).reshape(*patterns.shape[:-1], packed.shape[1])
-
-
-def _joined(wide: Array, bits: int) -> Array:
-    """The numbers of bytes, which are overwritten: eight become `bits` bytes."""
-    word = wide.view("<u8")
-    for step in range(3):
-        # Fields of n bits lie 8 * 2**step bits apart: each second one joins the one below it.
-        size, apart = bits << step, _TOGETHER << step
-        low = np.uint64(sum(((1 << size) - 1) << place for place in range(0, 64, 2 * apart)))
-        second = word >> np.uint64(apart - size)
-        second &= low << np.uint64(size)
-        word &= low
-        word |= second
-    return wide.reshape(len(wide), -1, _TOGETHER)[..., :bits].reshape(len(wide), -1)
 
 
 def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:

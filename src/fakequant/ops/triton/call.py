@@ -199,10 +199,32 @@ def call_of(
 
 def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> KernelCall:
     """The kernel's call for a dtype, which computes each scale from the range of its group."""
-    call, rule = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask), _choice_of(spec, dtype)
+    rule, computed = rule_of(spec, dtype), compute_dtype(dtype)
+    number, info = (np.float64 if computed == torch.float64 else np.float32), torch.finfo(computed)
+    scales = None
+    if rule.kind == UNDER_A_SCALE:
+        assert spec.scale.format is not None
+        scales = replace(call_of(QuantSpec("int8"), dtype), plain=False, **_fields(spec.scale.format, dtype))
+    choice = ScaleChoice(
+        kind=_KINDS[rule.kind],
+        bound=float(number(rule.bound)),
+        limit=float(number(rule.limit)),
+        least_multiplier=float(number(1.0 / rule.limit)),
+        largest_multiplier=float(number(1.0 / info.tiny)),
+        largest_number=float(info.max),
+        divisor=float(number(rule.divisor)),
+        offset=rule.offset,
+        up_from=float(number(rule.up_from)),
+        down_at=float(number(rule.down_at)),
+        lowest=rule.lowest,
+        highest=rule.highest,
+        smallest=float(number(rule.smallest)),
+        scales=scales,
+    )
+    call = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask)
     # Dividing by a power of two is multiplying by its reciprocal, bit for bit, where that exists: from 2**-127 on.
-    exact = rule.kind == "power_of_two" and rule.lowest >= -127 and spec.arithmetic is Arithmetic.DIVIDE
-    return replace(call, rule=rule, arithmetic=Arithmetic.RECIPROCAL.value if exact else call.arithmetic)
+    exact = choice.kind == "power_of_two" and choice.lowest >= -127 and spec.arithmetic is Arithmetic.DIVIDE
+    return replace(call, rule=choice, arithmetic=Arithmetic.RECIPROCAL.value if exact else call.arithmetic)
 
 
 def _family(fmt: Format) -> str:
@@ -234,31 +256,6 @@ def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
         "infinity_pattern": infinity_pattern,
         "table_size": (len(table_fields(fmt, compute_dtype(dtype))) + 1) // 2,
     }
-
-
-def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleChoice:
-    rule, computed = rule_of(spec, dtype), compute_dtype(dtype)
-    number, info = (np.float64 if computed == torch.float64 else np.float32), torch.finfo(computed)
-    scales = None
-    if rule.kind == UNDER_A_SCALE:
-        assert spec.scale.format is not None
-        scales = replace(call_of(QuantSpec("int8"), dtype), plain=False, **_fields(spec.scale.format, dtype))
-    return ScaleChoice(
-        kind=_KINDS[rule.kind],
-        bound=float(number(rule.bound)),
-        limit=float(number(rule.limit)),
-        least_multiplier=float(number(1.0 / rule.limit)),
-        largest_multiplier=float(number(1.0 / info.tiny)),
-        largest_number=float(info.max),
-        divisor=float(number(rule.divisor)),
-        offset=rule.offset,
-        up_from=float(number(rule.up_from)),
-        down_at=float(number(rule.down_at)),
-        lowest=rule.lowest,
-        highest=rule.highest,
-        smallest=float(number(rule.smallest)),
-        scales=scales,
-    )
 
 
 @dataclass(frozen=True)
