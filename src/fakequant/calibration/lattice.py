@@ -243,7 +243,31 @@ class _Search:
         s, m = self._free()
         point = self._on_lattice(s, m)
         for _ in range(_ROUNDS):
-            point = self._shared_again(self._codes_again(point))
+            # Other codes of scales, each with the offset that fits it.
+            sums = self._sums(self._codes(point.scale, point.offset))
+            fitted = self.scale.codes(self._allowed((sums.qx + point.offset * sums.q1) / sums.qq), point.d)
+            tried = [fitted, point.sc, point.sc + 1, point.sc - 1] if self.scale.shares else [fitted, point.sc]
+            for sc in tried:
+                if self.scale.spec.format is not None:
+                    sc = rounded(sc, self.scale.spec.format)
+                mc = point.mc
+                if self.offset is not None:
+                    s = point.d * sc
+                    mc = self.offset.codes(self._offset_for(self._codes(s, point.offset), s), point.dm)
+                point = _less(point, self._point(point.d, sc, point.dm, mc))
+            # Shared scales that fit the codes better.
+            if self.scale.shares:
+                sums = self._sums(self._codes(point.scale, point.offset))
+                up = self.scale.over(point.sc * (sums.qx + point.offset * sums.q1))
+                down = self.scale.over(point.sc.square() * sums.qq)
+                d = self.scale.shared((up / down).nan_to_num(0.0, 0.0, 0.0))
+                point = _less(point, self._point(d, point.sc, point.dm, point.mc), self.scale)
+            if self.offset is not None and self.offset.shares:
+                q1 = (self._codes(point.scale, point.offset) * self._one).sum(-1)
+                up = self.offset.over(point.mc * (point.scale * q1 - self._1x))
+                down = self.offset.over(point.mc.square() * self._11)
+                dm = self.offset.shared((up / down).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0))
+                point = _less(point, self._point(point.d, point.sc, dm, point.mc), self.offset)
         return QParams(point.scale, None if self.offset is None else point.offset)
 
     def _free(self) -> tuple[Tensor, Tensor]:
@@ -309,37 +333,6 @@ class _Search:
             found = _less(found, self._point(wanted.d, wanted.sc, dm, self.offset.codes(wanted.mc, dm)), self.offset)
         assert found is not None
         return found
-
-    def _codes_again(self, best: _Point) -> _Point:
-        """Other codes of scales, each with the offset that fits it."""
-        sums = self._sums(self._codes(best.scale, best.offset))
-        fitted = self.scale.codes(self._allowed((sums.qx + best.offset * sums.q1) / sums.qq), best.d)
-        tried = [fitted, best.sc, best.sc + 1, best.sc - 1] if self.scale.shares else [fitted, best.sc]
-        for sc in tried:
-            if self.scale.spec.format is not None:
-                sc = rounded(sc, self.scale.spec.format)
-            mc = best.mc
-            if self.offset is not None:
-                s = best.d * sc
-                mc = self.offset.codes(self._offset_for(self._codes(s, best.offset), s), best.dm)
-            best = _less(best, self._point(best.d, sc, best.dm, mc))
-        return best
-
-    def _shared_again(self, best: _Point) -> _Point:
-        """Shared scales that fit the codes better."""
-        if self.scale.shares:
-            sums = self._sums(self._codes(best.scale, best.offset))
-            up = self.scale.over(best.sc * (sums.qx + best.offset * sums.q1))
-            down = self.scale.over(best.sc.square() * sums.qq)
-            d = self.scale.shared((up / down).nan_to_num(0.0, 0.0, 0.0))
-            best = _less(best, self._point(d, best.sc, best.dm, best.mc), self.scale)
-        if self.offset is not None and self.offset.shares:
-            q1 = (self._codes(best.scale, best.offset) * self._one).sum(-1)
-            up = self.offset.over(best.mc * (best.scale * q1 - self._1x))
-            down = self.offset.over(best.mc.square() * self._11)
-            dm = self.offset.shared((up / down).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0))
-            best = _less(best, self._point(best.d, best.sc, dm, best.mc), self.offset)
-        return best
 
 
 _Candidate = TypeVar("_Candidate", _Fit, _Point)

@@ -132,7 +132,22 @@ def load_recipe(
     if options := [option for option, was_given in given.items() if was_given]:
         raise RecipeError(f"{options[0]} is for a folder of Hugging Face, and {file} is none; leave it out")
     if _MODULE.fullmatch(str(path)) and not file.exists():
-        return _of_module(str(path))
+        module_name, _, function = str(path).partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # as `python -m` does
+        try:
+            module = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise RecipeError(
+                f"there is no module {module_name}; run the command in the folder that holds it"
+            ) from error
+        if not hasattr(module, function):
+            raise RecipeError(f"{module_name} defines no {function}; give the function that makes the model")
+        file = Path(module.__file__ or module_name)
+        LOADED.add(str(file))
+        return Recipe(file, _functions(str(path), {**vars(module), "model": getattr(module, function)}))
     if file.is_dir():
         raise RecipeError(
             f"{file} is a folder without config.json; give a Python file that defines model(), or a folder that "
@@ -155,24 +170,6 @@ def load_recipe(
     LOADED.add(f"{spec.origin}")  # absolute, as in tracebacks
     spec.loader.exec_module(module)
     return Recipe(file, _functions(str(file), vars(module)))
-
-
-def _of_module(name: str) -> Recipe:
-    """Import `package.module` and return its recipe, with `function` as `model`."""
-    module_name, _, function = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise RecipeError(f"there is no module {module_name}; run the command in the folder that holds it") from error
-    if not hasattr(module, function):
-        raise RecipeError(f"{module_name} defines no {function}; give the function that makes the model")
-    path = Path(module.__file__ or module_name)
-    LOADED.add(str(path))
-    return Recipe(path, _functions(name, {**vars(module), "model": getattr(module, function)}))
 
 
 def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:

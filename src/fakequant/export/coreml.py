@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 
 from fakequant.data.batches import Inputs
 from fakequant.errors import ExportError
@@ -79,7 +78,13 @@ def export_coreml(
         )
         function = next(iter(made._mil_program.functions.values()))
         found = {one.name: one for one in function.operations if one.op_type.startswith("constexpr")}
-        expected = _weights(program)
+        specs = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+        expected = dict[str, Tensor]()  # the values of quantized weights by the names of their nodes
+        for node in program.graph.nodes:
+            is_weight = all(one.name in specs and one.op == "placeholder" for one in node.all_input_nodes)
+            if "dequantize" in str(node.target) and is_weight:
+                args = fx.map_arg(node.args, lambda one: program.state_dict[specs[one.name]])
+                expected[node.name] = node.target(*args)
         for name, value in expected.items():
             if name not in found:
                 raise ExportError(f"Core ML has no integers for the weight {name}; report the model")
@@ -103,18 +108,6 @@ class _ToCoreML(LoweringToInt8):
     """Codes of activations are int8, ranges static."""
 
     label = "Core ML"
-
-
-def _weights(program: ExportedProgram) -> dict[str, Tensor]:
-    """The values of quantized weights by the names of their nodes."""
-    specs = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
-    values = dict[str, Tensor]()
-    for node in program.graph.nodes:
-        sources = node.all_input_nodes
-        if "dequantize" in str(node.target) and all(one.name in specs and one.op == "placeholder" for one in sources):
-            args = fx.map_arg(node.args, lambda one: program.state_dict[specs[one.name]])
-            values[node.name] = node.target(*args)
-    return values
 
 
 refuse_early("export_coreml", _ToCoreML)

@@ -321,7 +321,17 @@ class _Split:
             shape = self._editor.shape(str(site.codes))
             if encoding.axis != 1 or len(shape) != 2 or shape[1] != encoding.scale.shape[1] * encoding.block_size:
                 return f"encodings have blocks of the inputs of a matrix, whose number they divide, and this is {shape}"
-        name = self._weight(site, encoding) if site.codes is not None else self._names.get(site.x, site.x)
+        name = self._names.get(site.x, site.x)
+        if site.codes is not None:  # the values of a weight's codes become a constant with the name of the weight
+            codes = self._editor.tensor(site.codes).float()
+            scale, zero = (torch.from_numpy(one).float() for one in (encoding.scale, encoding.zero_point))
+            if encoding.block_size:
+                assert encoding.axis is not None
+                scale, zero = (one.repeat_interleave(encoding.block_size, encoding.axis) for one in (scale, zero))
+            elif encoding.axis is not None:
+                shape = [-1 if axis == encoding.axis else 1 for axis in range(codes.dim())]
+                scale, zero = scale.reshape(shape), zero.reshape(shape)
+            name = self._editor.add(site.x, ((codes - zero) * scale).numpy())
         if self.encodings.setdefault(name, encoding) != encoding:
             others = listed(self.quantizers[name])
             return f"quantizes {name} otherwise than {others}, and a tensor has one encoding; {_ONE_RANGE}"
@@ -386,19 +396,6 @@ class _Split:
         axis = given.get("axis", 1) if scale.dim() else None
         values = scale.numpy(), zero.to(torch.int64).numpy()
         return TensorEncoding(*values, fmt.bits, fmt.signed, axis, given.get("block_size", 0))
-
-    def _weight(self, site: SiteRecord, encoding: TensorEncoding) -> str:
-        """Add the values of a weight's codes as a constant with the name of the weight."""
-        assert site.codes is not None
-        codes = self._editor.tensor(site.codes).float()
-        scale, zero = (torch.from_numpy(one).float() for one in (encoding.scale, encoding.zero_point))
-        if encoding.block_size:
-            assert encoding.axis is not None
-            scale, zero = (one.repeat_interleave(encoding.block_size, encoding.axis) for one in (scale, zero))
-        elif encoding.axis is not None:
-            shape = [-1 if axis == encoding.axis else 1 for axis in range(codes.dim())]
-            scale, zero = scale.reshape(shape), zero.reshape(shape)
-        return self._editor.add(site.x, ((codes - zero) * scale).numpy())
 
 
 def _document(found: Mapping[str, TensorEncoding], weights: Collection[str], version: str) -> dict[str, Any]:

@@ -285,7 +285,14 @@ class FakeQuantCache(DynamicCache):
         start, past = self.get_seq_length(layer_idx), self._past_of(layer_idx)
         keys, values = floats = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         padding = self._padding_of(len(keys))
-        runs = list(self._runs(start, keys.shape[_TOKENS], padding))
+        # The new queries that see the same, with how many tokens of each sequence are quantized for them.
+        after, span = keys.shape[_TOKENS] + 1, self._residual + self._group
+        due = {n for pad in {*padding} for n in range(pad + span + self._count(start - pad), after, self._group)}
+        firsts = sorted({start + 1, *due})
+        runs = [
+            Run(first - 1 - start, next_first - 1 - start, [pad + self._count(first - pad) for pad in padding])
+            for first, next_first in zip(firsts, [*firsts[1:], after], strict=True)
+        ]
         if len(runs) > 1 or self._past is not None:
             keys, values = keys.clone(), values.clone()
         self._settle(layer_idx, keys, values, start)
@@ -319,17 +326,6 @@ class FakeQuantCache(DynamicCache):
                 rows = torch.tensor([row for row, own in enumerate(padding) if own == pad], device=keys.device)
                 part = rows, slice(None), slice(first, stop)
                 keys[part], values[part] = self._quantized(layer, keys[part], values[part])
-
-    def _runs(self, start: int, length: int, padding: list[int]) -> Iterator[Run]:
-        """The new queries that see the same, with how many tokens of each sequence are quantized for them."""
-        due = {
-            tokens
-            for pad in {*padding}
-            for tokens in range(pad + self._residual + self._group + self._count(start - pad), length + 1, self._group)
-        }
-        firsts = sorted({start + 1, *due})
-        for first, after in zip(firsts, [*firsts[1:], length + 1], strict=True):
-            yield Run(first - 1 - start, after - 1 - start, [pad + self._count(first - pad) for pad in padding])
 
     def _padding_of(self, sequences: int) -> list[int]:
         """The padding before each of the sequences, of which beams have several for one of the prompt."""

@@ -158,21 +158,18 @@ class FoldConstants:
             found.append(results if isinstance(results, tuple) else (results,))
         made = {}
         for id, without, graded in zip(types, *found, strict=True):
-            constant = Constant(f"folded.t{id}", _own_memory(without), graded.requires_grad)
+            # As far from a boundary of 64 bytes: no view of a parameter that training moves.
+            without = without.detach()
+            shift = without.data_ptr() % 64 // without.element_size()
+            span = 1 + sum((n - 1) * stride for n, stride in zip(without.shape, without.stride(), strict=True))
+            memory = without.new_empty(shift + span)
+            memory[shift:].copy_(without.as_strided((span,), (1,)))
+            copied = memory.as_strided(without.shape, without.stride(), shift)
+            constant = Constant(f"folded.t{id}", copied, graded.requires_grad)
             if without.stride() != graded.stride() or constant.digest() != Constant("", graded).digest():
                 return None
             made[id] = constant
         return made
-
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, as far from a boundary of 64 bytes: no view of a parameter that training moves."""
-    tensor = tensor.detach()
-    shift = tensor.data_ptr() % 64 // tensor.element_size()
-    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.new_empty(shift + span)
-    memory[shift:].copy_(tensor.as_strided((span,), (1,)))
-    return memory.as_strided(tensor.shape, tensor.stride(), shift)
 
 
 _PRODUCTS = ("Linear", "MatMul", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")

@@ -161,7 +161,20 @@ class Site(Watched, Trained):
                 "with the example that was given to fakequant.prepare, or prepare it with an example that takes this "
                 "path"
             )
-        self._refuse_other_weights(mode, places)
+        for name, holder, key in places:  # the scales of a planned parameter would not fit another one
+            path = self.weights.get(name)
+            if path is not None and isinstance(found := holder[key], nn.Parameter):
+                inner, _, attribute = path.rpartition(".")
+                planned = mode.module.get_submodule(inner)._parameters.get(attribute)
+                if planned is not None and planned is not found:
+                    named = mode.module.named_parameters()
+                    own = next((name for name, one in named if one is found), "another parameter")
+                    raise SiteError(
+                        f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the call at this "
+                        f"place was planned with {path}, whose scales do not fit it: a branch calls the same functions "
+                        "in the same order. Move each branch into a module of its own, or leave the function in float "
+                        "by a rule"
+                    )
         if self.is_watched:
             self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
@@ -196,23 +209,6 @@ class Site(Watched, Trained):
         if written is not None and result is not written:
             result = written.copy_(result)
         return result
-
-    def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
-        """Raise if an operand is another parameter than the planned one, whose scales would not fit it."""
-        for name, holder, key in places:
-            path = self.weights.get(name)
-            if path is not None and isinstance(found := holder[key], nn.Parameter):
-                inner, _, attribute = path.rpartition(".")
-                planned = mode.module.get_submodule(inner)._parameters.get(attribute)
-                if planned is not None and planned is not found:
-                    named = mode.module.named_parameters()
-                    own = next((name for name, one in named if one is found), "another parameter")
-                    raise SiteError(
-                        f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the call at this "
-                        f"place was planned with {path}, whose scales do not fit it: a branch calls the same functions "
-                        "in the same order. Move each branch into a module of its own, or leave the function in float "
-                        "by a rule"
-                    )
 
 
 class Sites(nn.Module):

@@ -187,7 +187,13 @@ def fold_scales(
             return given.call(model, batch)
 
     outputs = OutputCheck(model, Batches([batch], "fold_scales", forward=in_float).kept())
-    makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
+    makers = {  # normalisations in float, of any class, by their factor per channel
+        module: name
+        for name, module in model.named_modules()
+        if (own := module._parameters.get("weight")) is not None
+        and own.dim() == 1
+        and not isinstance(module, QuantizedLayer)
+    }
     recording = record(model, outputs.run)
     found = find_neighbors(model, recording, makers.keys(), layers.keys())
     shared, unreached = shared_parameters(model), Unreached(model, recording)
@@ -224,13 +230,6 @@ def fold_scales(
 class _Group(NamedTuple):
     maker: nn.Module
     layers: list[Any]
-
-
-def _weight(module: nn.Module) -> Tensor | None:
-    """The factor per channel of a normalisation in float, whatever its class."""
-    weight = module._parameters.get("weight")
-    is_vector = weight is not None and weight.dim() == 1 and not isinstance(module, QuantizedLayer)
-    return weight if is_vector else None
 
 
 def _why_scale_stays(

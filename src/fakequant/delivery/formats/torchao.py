@@ -76,7 +76,25 @@ class TorchAo(LayeredFormat):
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         writer = LayeredWriter(state, model, parts, _stored)
-        said = {name: _described(part, lazy(state.tensors, name).dtype) for name, part in writer.coded.items()}
+        said = dict[str, dict[str, Any]]()  # of each weight, in the header of the file
+        for name, part in writer.coded.items():
+            spec, dtype = part.operands["weight"].spec, _dtype(lazy(state.tensors, name).dtype)
+            kind, groups = _class_of(spec, part.shape), spec.granularity.group_shape(part.shape)
+            block = [size // count for size, count in zip(part.shape, groups, strict=True)]
+            data: dict[str, Any] = {"block_size": block, "dtype": dtype}
+            if kind == INTX:
+                target = {"target_dtype": _dtype(f"int{spec.format.bits}")}
+                data = {**target, **data, "activation_quantization": None}
+            elif kind == INT8:
+                data = {"act_quant_kwargs": None, "reduce_range": False, **data}
+            elif kind == FP8:
+                preference = {"_type": "KernelPreference", "_data": "AUTO"}
+                data = {"mm_config": None, "act_quant_kwargs": None, "kernel_preference": preference, **data}
+            else:
+                given = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
+                data = {**given, "block_size": block[1], "orig_dtype": dtype}
+            names = [end.removeprefix("_weight_") for end in _stored(part, part.shape, torch.float32)]
+            said[name] = {"_type": kind, "_data": data, "_tensor_data_names": names}
         texts = {f"{base}.weight": said[name] for name, bases in writer.pieces.items() for base in bases}
         for key in writer.tensors:
             base, is_field, _ = key.rpartition("._weight_")
@@ -220,24 +238,3 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, S
         middle = 0 if spec.symmetric else shift
         found["_weight_zero_point"] = Stored("zero_point", groups, torch.int8, lambda x: (x - middle).to(torch.int8))
     return found
-
-
-def _described(part: Part, kind_of_weight: torch.dtype) -> dict[str, Any]:
-    """What the header of a file says of a weight."""
-    spec, dtype = part.operands["weight"].spec, _dtype(kind_of_weight)
-    kind, groups = _class_of(spec, part.shape), spec.granularity.group_shape(part.shape)
-    block = [size // count for size, count in zip(part.shape, groups, strict=True)]
-    data: dict[str, Any] = {"block_size": block, "dtype": dtype}
-    if kind == INTX:
-        target = {"target_dtype": _dtype(f"int{spec.format.bits}")}
-        data = {**target, **data, "activation_quantization": None}
-    elif kind == INT8:
-        data = {"act_quant_kwargs": None, "reduce_range": False, **data}
-    elif kind == FP8:
-        preference = {"_type": "KernelPreference", "_data": "AUTO"}
-        data = {"mm_config": None, "act_quant_kwargs": None, "kernel_preference": preference, **data}
-    else:
-        given = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
-        data = {**given, "block_size": block[1], "orig_dtype": dtype}
-    names = [end.removeprefix("_weight_") for end in _stored(part, part.shape, torch.float32)]
-    return {"_type": kind, "_data": data, "_tensor_data_names": names}

@@ -269,9 +269,13 @@ class Training:
             train_merged(model)
             if self._distillation is not None:
                 self._distillation.check(model)
+            words = {}  # how quantizers quantize and learn, without their parameters
+            for name, one in quantizers(model).items():
+                how = None if one.learned is None else (one.learned.method, one.learned.options())
+                words[name] = f"{one.spec!r}, {one.kind}, dynamic={one.dynamic}, {how}"
             settings = {  # now, because a learned range becomes that of the checkpoint which is loaded
                 "config": getattr(self.config, "name", self.config),
-                "quantizers": digest({name: _words(one) for name, one in quantizers(model).items()}),
+                "quantizers": digest(words),
                 "scales": self.scales.value,
                 "method": self.method,
                 "learn_after": self.learn_after,
@@ -496,13 +500,6 @@ class Training:
         self._distances.clear()
         self._begun.clear()
         self._seen.clear()
-
-
-def _words(quantizer: Quantizer) -> str:
-    """How a quantizer quantizes and learns, without its parameters."""
-    learned = quantizer.learned
-    how = None if learned is None else (learned.method, learned.options())
-    return f"{quantizer.spec!r}, {quantizer.kind}, dynamic={quantizer.dynamic}, {how}"
 
 
 def learned_scales(model: nn.Module) -> list[nn.Parameter]:
