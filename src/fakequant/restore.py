@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+Value = TypeVar("Value")
 Restore = Callable[[], object]
 """Restores the earlier state."""
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
@@ -43,6 +45,16 @@ def restore_on_error(restore: Restore) -> Iterator[None]:
     except BaseException:
         restore()
         raise
+
+
+@contextmanager
+def set_to(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """A context in which a context variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def attributes_of(objects: Iterable[object], *names: str) -> Restore:

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from fakequant.distributed import is_moved
 from fakequant.nn.quantizer import Quantizer
 from fakequant.ops.waiting import are_equal, read_flags
-from fakequant.restore import Restore, in_order, restore_after
+from fakequant.restore import Restore, in_order, restore_after, set_to
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOT = __name__.partition(".")[0]
@@ -351,14 +351,9 @@ def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> 
         yield values
 
 
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def _kept(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which other contexts leave a model as it is after a run."""
-    token = _KEPT.set(_KEPT.get() | {id(model)})
-    try:
-        yield
-    finally:
-        _KEPT.reset(token)
+    return set_to(_KEPT, _KEPT.get() | {id(model)})
 
 
 class Runs:

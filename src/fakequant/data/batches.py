@@ -26,7 +26,7 @@ from fakequant.nn.quantized.recurrent import Recurrent
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import inside
 from fakequant.numerics.granularity import Granularity
-from fakequant.restore import Restore, attributes_of
+from fakequant.restore import Restore, attributes_of, set_to
 from fakequant.text import listed, module_name
 
 OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
@@ -692,17 +692,12 @@ class _Counts(NamedTuple):
 _COUNTS: ContextVar[_Counts | None] = ContextVar("counts", default=None)
 
 
-@contextmanager
-def counting(tell: Callable[[str], None], *, bars: bool = True) -> Iterator[None]:
+def counting(tell: Callable[[str], None], *, bars: bool = True) -> AbstractContextManager[None]:
     """Let `track` tell counts in plain lines, at most one in `COUNT_EVERY` seconds, where it shows no bar.
 
     A line is such as "calibrating: 16 of 64". Without `bars` there is no bar on a terminal either.
     """
-    token = _COUNTS.set(_Counts(tell, bars))
-    try:
-        yield
-    finally:
-        _COUNTS.reset(token)
+    return set_to(_COUNTS, _Counts(tell, bars))
 
 
 def say(text: str) -> None:

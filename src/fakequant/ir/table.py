@@ -32,6 +32,7 @@ from torch.fx.node import map_aggregate
 
 from fakequant.errors import GraphError, nearest
 from fakequant.ir.op import DYNAMIC, IROp, IRType, Ref, TensorShape, TensorType, items_to_text, references, to_text
+from fakequant.restore import set_to
 
 
 class ArgumentKind(Enum):
@@ -452,10 +453,9 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
     """
     assert isinstance(call.signature.target, OpOverload)
     left = iter(lengths)
-    before = _inferring.set(True)
     try:
         # Fallback kernels run an operator that has no rule for shapes on real tensors.
-        with FakeTensorMode(allow_fallback_kernels=False):
+        with set_to(_inferring, True), FakeTensorMode(allow_fallback_kernels=False):
             fakes: list[torch.Tensor | int | None] = []
             for type, shape in call.inputs:
                 if type is IRType.Index:
@@ -470,8 +470,6 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
         raise
     except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
         raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
-    finally:
-        _inferring.reset(before)
     return tuple(type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made]))
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import dispatch
 from fakequant.ops.backend import VALUES, CallKind, Extras, KernelPlan, ParameterKind
 from fakequant.ops.dispatch import backends, choose, choose_for, plan_by, plan_of
+from fakequant.restore import set_to
 
 
 def needs_tracing(*tensors: object) -> bool:
@@ -79,27 +80,17 @@ def is_recorded() -> bool:
 _translated: ContextVar[bool] = ContextVar("_translated", default=False)
 
 
-@contextmanager
-def translated_to_onnx() -> Iterator[None]:
+def translated_to_onnx() -> AbstractContextManager[None]:
     """A context in which torch.onnx.export is given a form for the operators of this package."""
-    token = _translated.set(True)
-    try:
-        yield
-    finally:
-        _translated.reset(token)
+    return set_to(_translated, True)
 
 
 _seen: ContextVar[bool] = ContextVar("_seen", default=False)
 
 
-@contextmanager
-def seen_as_operators() -> Iterator[None]:
+def seen_as_operators() -> AbstractContextManager[None]:
     """A context in which a dispatch mode of torch sees each call of the operator as one, as exporters do."""
-    token = _seen.set(True)
-    try:
-        yield
-    finally:
-        _seen.reset(token)
+    return set_to(_seen, True)
 
 
 def refuse_onnx() -> None:

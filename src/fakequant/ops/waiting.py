@@ -13,6 +13,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from fakequant.restore import set_to
+
 
 class PutOff:
     """Checks that are put off.
@@ -48,11 +50,9 @@ _NOW: ContextVar[PutOff | None] = ContextVar("put_off", default=None)
 @contextmanager
 def one_wait() -> Iterator[PutOff]:
     """A context in which checks are put off to the next `read_flags`, or to its end."""
-    token = _NOW.set(checks := PutOff())
-    try:
+    checks = PutOff()
+    with set_to(_NOW, checks):
         yield checks
-    finally:
-        _NOW.reset(token)
     checks.read()
 
 

@@ -38,7 +38,7 @@ from fakequant.ptq.collector import TRANSFORMS
 from fakequant.ptq.improvement import check_same, checked_steps, improved
 from fakequant.ptq.judging import Improvement, LayerResult
 from fakequant.ptq.weights import calibrated_weights
-from fakequant.restore import attributes_of, restore_after
+from fakequant.restore import attributes_of, restore_after, set_to
 from fakequant.streaming.blocks import BlockCall, Work, blocks_of, calls_of, in_place_of
 from fakequant.text import listed, module_name
 
@@ -344,11 +344,8 @@ class Blocks:
         mask = _mask_of(dict(enumerate(given)))
 
         def run(model: nn.Module, call: _Rest) -> Any:
-            token = _PRESENT.set(call)
-            try:
+            with set_to(_PRESENT, call):
                 return self._batches.run(model, call.batch)
-            finally:
-                _PRESENT.reset(token)
 
         floats, quantized = (Batches(own, _CALLER, forward=run, mask=mask).kept() for own in (wanted, given))
         see = self._calls.substitute(lambda: _PRESENT.get().hidden)

@@ -6,8 +6,8 @@ written as a loop over any number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, cast
@@ -28,6 +28,7 @@ from fakequant.nn.wrappers import Operand, Role
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.restore import set_to
 
 _PREFIX = "weight_"
 
@@ -113,14 +114,9 @@ _why_not: ContextVar[str | None] = ContextVar("_why_not", default=_NONE)
 _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
-@contextmanager
-def written_as_loops(why_not: str | None = None) -> Iterator[None]:
+def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
     """A context in which layers call the operator where it can hold their quantizers, unless `why_not` says why not."""
-    token = _why_not.set(why_not)
-    try:
-        yield
-    finally:
-        _why_not.reset(token)
+    return set_to(_why_not, why_not)
 
 
 def is_exporting_loops() -> bool:
