@@ -14,19 +14,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
+from fakequant.ir import table
 from fakequant.ir.op import IROp, IRType, Ref, TensorShape, TensorType, to_text
 from fakequant.ir.ops import FakeQuantize
-from fakequant.ir.table import (
-    ArgumentKind,
-    Signature,
-    bind,
-    find_row,
-    in_order,
-    make_op,
-    name_of,
-    shown_target,
-    type_of,
-)
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops.layout import relu_later
 
@@ -149,7 +139,7 @@ def operations(
             op = _operation(node, ids)
         except GraphError as error:
             where = f"{path}: " if (path := _origin(node)) else ""
-            raise GraphError(f"{where}{shown_target(node.target)}: {error}") from error
+            raise GraphError(f"{where}{table.shown_target(node.target)}: {error}") from error
         op.output_ids = list(range(free, free + len(op.outputs)))
         free += len(op.outputs)
         ops.append(op)
@@ -183,7 +173,7 @@ def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
     op, inputs = (_quantizer if node.target is _FAKE_QUANTIZE else _by_table)(node)
     value = node.meta["val"]
     op.input_ids, op.origin = [ids[source] for source in inputs], _origin(node)
-    op.outputs = [type_of(part) for part in (value if isinstance(value, (tuple, list)) else [value])]
+    op.outputs = [table.type_of(part) for part in (value if isinstance(value, (tuple, list)) else [value])]
     schema = getattr(node.target, "_schema", None)
     if isinstance(value, (tuple, list)):
         # Where torch's schema counts the results, its shape rules contradict each other for unread ones.
@@ -205,24 +195,24 @@ def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     """The operation of a node and the nodes that are its inputs."""
     # A view needs the strides of the trace, which a real tensor may not have.
     target = torch.ops.aten.reshape.default if node.target in _RESHAPES else node.target
-    name = name_of(target)
-    row = find_row(name)
+    name = table.name_of(target)
+    row = table.find_row(name)
     signature = next(s for s in row.signatures if s.target is target)
     arguments = dict(zip((p.name for p in signature.parameters), node.args, strict=False)) | dict(node.kwargs)
     inputs: list[fx.Node] = []
     bound = {key: _with_refs(value, inputs) for key, value in arguments.items()}
-    types = [type_of(source.meta["val"]) for source in inputs]
-    tensors = {p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE}
+    types = [table.type_of(source.meta["val"]) for source in inputs]
+    tensors = {p.name for p in signature.parameters if p.kind is not table.ArgumentKind.VALUE}
     # As little as says the same arguments: no tensor, the lists of tensors, or all by name.
-    for named in ((), (ArgumentKind.TENSORS,), (ArgumentKind.TENSORS, ArgumentKind.TENSOR)):
-        op = make_op(name, range(len(inputs)), _attributes(signature, bound, named))
+    for named in ((), (table.ArgumentKind.TENSORS,), (table.ArgumentKind.TENSORS, table.ArgumentKind.TENSOR)):
+        op = table.make_op(name, range(len(inputs)), _attributes(signature, bound, named))
         try:
-            found = bind(op, (signature,), types).arguments
+            found = table.bind(op, (signature,), types).arguments
         except GraphError:
             continue
         if found == {k: v for k, v in bound.items() if k in op.attributes or (k in tensors and v is not None)}:
             break
-    if bind(op, row.signatures, types).signature is not signature:
+    if table.bind(op, row.signatures, types).signature is not signature:
         op.attributes["overload"] = signature.name
     return op, inputs
 
@@ -230,24 +220,26 @@ def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
 def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
     """A value with a `Ref` for every node in it, which is added to the inputs."""
     if isinstance(value, fx.Node):
-        if value.target is operator.getitem and 0 in type_of(value.meta["val"]).shape:
+        if value.target is operator.getitem and 0 in table.type_of(value.meta["val"]).shape:
             return None  # an empty part of a result, which batch normalisation in eval mode saves for its gradient
         inputs.append(value)
         return Ref(len(inputs) - 1)
     return [_with_refs(item, inputs) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[ArgumentKind]) -> dict[str, Any]:
+def _attributes(
+    signature: table.Signature, bound: dict[str, Any], named: Sequence[table.ArgumentKind]
+) -> dict[str, Any]:
     """The arguments that become attributes: all except defaults and unnamed tensors."""
     found: dict[str, Any] = {}
-    tensors = [p.name for p in signature.parameters if p.kind is not ArgumentKind.VALUE and p.name in bound]
+    tensors = [p.name for p in signature.parameters if p.kind is not table.ArgumentKind.VALUE and p.name in bound]
     last = max((i for i, name in enumerate(tensors) if isinstance(bound[name], (Ref, list))), default=-1)
     for parameter in signature.parameters:
         name = parameter.name
         if name not in bound:
             continue
         value = bound[name]
-        if parameter.kind is ArgumentKind.VALUE:
+        if parameter.kind is table.ArgumentKind.VALUE:
             if parameter.required or to_text(value) != to_text(parameter.default):
                 found[name] = value
         elif value is None:
@@ -275,7 +267,9 @@ def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     # Those left out before one that is given.
     *_, last = (place for place, value in enumerate(tensors.values()) if value is not None)
     attributes |= {name: None for name in list(tensors)[:last] if tensors[name] is None}
-    return make_op("FakeQuantize", (), attributes), [node for node in tensors.values() if isinstance(node, fx.Node)]
+    return table.make_op("FakeQuantize", (), attributes), [
+        node for node in tensors.values() if isinstance(node, fx.Node)
+    ]
 
 
 _POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
@@ -292,7 +286,7 @@ def lower(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         quantizer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(quantizer, FakeQuantize) or not in_order(node.meta["op"]):
+        if not isinstance(quantizer, FakeQuantize) or not table.in_order(node.meta["op"]):
             continue
         parameters = [value.meta.get("constant") for name, value in node.kwargs.items() if name != "x"]
         if not parameters or any(constant is None or constant.trainable for constant in parameters):
@@ -317,7 +311,7 @@ def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
     value = quantizer.kwargs["x"]
     while isinstance(value, fx.Node) and len(value.users) == 1:
         op = value.meta.get("op")
-        if op is None or not in_order(op):
+        if op is None or not table.in_order(op):
             return None
         if op.op_type == "ReLU":
             return value

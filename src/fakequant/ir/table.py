@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.fx.node import map_aggregate
 
 from fakequant.errors import GraphError, nearest
@@ -342,9 +337,9 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
 # torch raises these for operators without a rule for shapes, and for sizes that depend on values, as with nonzero.
 _UNTOLD = (
     NotImplementedError,
-    UnsupportedOperatorException,
-    DynamicOutputShapeException,
-    DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
 )
 
 
@@ -455,7 +450,7 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
     left = iter(lengths)
     try:
         # Fallback kernels run an operator that has no rule for shapes on real tensors.
-        with set_to(_inferring, True), FakeTensorMode(allow_fallback_kernels=False):
+        with set_to(_inferring, True), fake_tensor.FakeTensorMode(allow_fallback_kernels=False):
             fakes: list[torch.Tensor | int | None] = []
             for type, shape in call.inputs:
                 if type is IRType.Index:

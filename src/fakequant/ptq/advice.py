@@ -16,16 +16,7 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
-from fakequant.data.batches import (
-    Batches,
-    Forward,
-    HeldOut,
-    Inputs,
-    Mask,
-    example_arguments,
-    example_in,
-    tell,
-)
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, Mask, example_arguments, example_in, tell
 from fakequant.data.digest import digest, function_digest
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder

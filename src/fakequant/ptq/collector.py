@@ -33,14 +33,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ptq.judging import LayerResult
 from fakequant.ptq.solvers.layer import ENOUGH_ROWS, Choice, choose, on_device
 from fakequant.ptq.solvers.problem import structured_zeros
-from fakequant.ptq.solvers.sums import (
-    MOST_DRIFT,
-    HalvedSums,
-    InputSums,
-    drift_share,
-    parts_of_outputs,
-    stacked,
-)
+from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, parts_of_outputs, stacked
 from fakequant.ptq.solvers.transforms import (
     ROWS_PER_CHANNEL,
     WIDEST_HALVED,

@@ -33,12 +33,7 @@ from fakequant.ptq.stream import (
     call_order,
     check_side_by_side,
 )
-from fakequant.ptq.weights import (
-    COMPUTED,
-    calibrated_weights,
-    computed_weights,
-    fixed_parameters,
-)
+from fakequant.ptq.weights import COMPUTED, calibrated_weights, computed_weights, fixed_parameters
 from fakequant.restore import Restore, in_order, restore_on_error, state_of_parts, structure_of
 from fakequant.text import listed, module_name
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from fakequant.delivery.folder import built, check_counts
 from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, float_names
-from fakequant.delivery.gguf import llama_cpp
+from fakequant.delivery.gguf import blocks, llama_cpp
 from fakequant.delivery.gguf.architecture import (
     REST,
     GgufNames,
@@ -31,17 +31,6 @@ from fakequant.delivery.gguf.architecture import (
     describe,
     has_cache,
     inputs_for,
-)
-from fakequant.delivery.gguf.blocks import (
-    LAYOUTS,
-    Array,
-    GgufFile,
-    GgufTensor,
-    content,
-    is_gguf,
-    kind_of,
-    require_gguf,
-    to_blocks,
 )
 from fakequant.errors import CheckpointError, ShapeError
 from fakequant.model.presets import LLAMA_CPP_CACHE
@@ -70,7 +59,7 @@ class Gguf(DeliveryFormat):
                 names.of(shared.get(name, name))
             with warnings.catch_warnings():  # which come where the file is written
                 warnings.simplefilter("ignore")
-                describe(require_gguf().GGUFWriter("", architecture.name), architecture, model)
+                describe(blocks.require_gguf().GGUFWriter("", architecture.name), architecture, model)
         except CheckpointError as error:
             return str(error)
         return None
@@ -94,16 +83,18 @@ class Gguf(DeliveryFormat):
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         architecture = architecture_of(model)
         names = GgufNames(architecture, model.config)
-        kinds = {part.weight: kind_of(part.operands["weight"].spec, part.shape) for part in parts if not part.call}
+        kinds = {
+            part.weight: blocks.kind_of(part.operands["weight"].spec, part.shape) for part in parts if not part.call
+        }
         own = [name for name in float_names(model) if name not in state.shared]
         tensors = {key: one for name in own for key, one in _stored(state, names, name, kinds.get(name)).items()}
         for name, made in architecture.extra(model.config).items():
-            tensors[name] = GgufTensor("F32", tuple(made.shape), made.numpy)
+            tensors[name] = blocks.GgufTensor("F32", tuple(made.shape), made.numpy)
 
         def say(writer: Any) -> None:
             describe(writer, architecture, model)
             writer.add_string(_DTYPE, str(next(iter(state.tensors.values())).dtype))
-            types = require_gguf().LlamaFileType.__members__  # llama.cpp's numbers for the type of most weights
+            types = blocks.require_gguf().LlamaFileType.__members__  # llama.cpp's numbers for the type of most weights
             most = [f"MOSTLY_{kind}{end}" for kind, _ in Counter(kinds.values()).most_common(1) for end in ("", "_S")]
             if (file_type := next((int(types[name]) for name in most if name in types), None)) is not None:
                 writer.add_file_type(file_type)
@@ -113,20 +104,20 @@ class Gguf(DeliveryFormat):
                 if (rest := values - ((values + shift) - shift)).any():
                     writer.add_array(REST + names.of(name)[0], rest.tolist())
 
-        return {f"model{self.suffix}": content(architecture.name, say, tensors)}
+        return {f"model{self.suffix}": blocks.content(architecture.name, say, tensors)}
 
     def recognizes(self, path: Path) -> bool:
-        return is_gguf(path)
+        return blocks.is_gguf(path)
 
     def wrote(self, path: Path) -> bool:
         try:
-            return is_gguf(path) and _DTYPE in GgufFile(path).metadata
+            return blocks.is_gguf(path) and _DTYPE in blocks.GgufFile(path).metadata
         except CheckpointError:
             return False
 
     def build(self, path: Path) -> nn.Module:
         transformers: Any = import_module("transformers")
-        file = GgufFile(path)  # which reads damaged files with care
+        file = blocks.GgufFile(path)  # which reads damaged files with care
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         check_counts(config.to_dict(), len(file.tensors), path)
         if file.count > 1:  # of which transformers has looked into the first
@@ -179,7 +170,7 @@ class Gguf(DeliveryFormat):
             yield LoadedFile("llama.cpp", notes=[note])
 
 
-def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, GgufTensor]:
+def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None) -> dict[str, blocks.GgufTensor]:
     """A tensor of a model as the file stores it: as blocks or unchanged; vectors in float32, as llama.cpp requires."""
     tensor = lazy(state.tensors, name)
     shape = tuple(tensor.shape)
@@ -188,9 +179,9 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
         raise CheckpointError(f"{name} is of {tensor.dtype}, which GGUF has not; convert the model to float32 first")
     rows, shift = names.rows(name, *shape[:1]), names.shift(name)
 
-    def make() -> Array:
-        if kind in LAYOUTS:
-            raw = to_blocks(kind, state.weights[name])
+    def make() -> blocks.Array:
+        if kind in blocks.LAYOUTS:
+            raw = blocks.to_blocks(kind, state.weights[name])
         else:
             values = state.tensors[name].detach().cpu().contiguous()
             raw = (values.view(torch.int16) if kind == "BF16" else values.float() if kind == "F32" else values).numpy()
@@ -199,14 +190,14 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
 
     stored = names.shape(name, shape)
     if len(places := names.of(name)) == 1:
-        return {places[0]: GgufTensor(kind, stored, lambda: make().reshape(*stored[:-1], -1))}
+        return {places[0]: blocks.GgufTensor(kind, stored, lambda: make().reshape(*stored[:-1], -1))}
     share = (*shape[:-2], shape[-2] // len(places), shape[-1])
-    left = dict[int, Array]()
+    left = dict[int, blocks.Array]()
 
-    def make_share(number: int) -> Array:
+    def make_share(number: int) -> blocks.Array:
         # The tensor is made once for all shares, which are kept until they are asked for.
         if number not in left:
             left.update(enumerate(np.split(make(), len(places), axis=-2)))
         return left.pop(number)
 
-    return {key: GgufTensor(kind, share, partial(make_share, number)) for number, key in enumerate(places)}
+    return {key: blocks.GgufTensor(kind, share, partial(make_share, number)) for number, key in enumerate(places)}

@@ -25,17 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fakequant.delivery.format import WeightSlot, float_names, weight_slots
-from fakequant.delivery.gguf.blocks import (
-    LAYOUTS,
-    Array,
-    GgufFile,
-    GgufTensor,
-    for_rows,
-    from_blocks,
-    kind_of,
-    require_gguf,
-    spec_of,
-)
+from fakequant.delivery.gguf import blocks
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
 from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig, register_preset
 from fakequant.model.prepare import quantizers_of
@@ -165,7 +155,7 @@ def head_size(config: Any) -> int:
 
 def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
     """Add the metadata of a model of transformers, with its tokenizer, to a `gguf.GGUFWriter`."""
-    gguf, name = require_gguf(), Path(getattr(model, "name_or_path", "")).name or architecture.name
+    gguf, name = blocks.require_gguf(), Path(getattr(model, "name_or_path", "")).name or architecture.name
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -186,7 +176,7 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_size(config))
     writer.add_value_length(head_size(config))
-    gguf, rotary = require_gguf(), rotary_of(config)
+    gguf, rotary = blocks.require_gguf(), rotary_of(config)
     writer.add_rope_dimension_count(int(head_size(config) * rotary.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rotary["rope_theta"])
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -197,9 +187,9 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
     architecture.describe(writer, config)
 
 
-def check_settings(file: GgufFile, architecture: Architecture, config: Any) -> None:
+def check_settings(file: blocks.GgufFile, architecture: Architecture, config: Any) -> None:
     """Raise where a file says anything else of a model than one that is written of a configuration."""
-    writer, begin = require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
+    writer, begin = blocks.require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
     _describe_settings(writer, architecture, config)
     built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
     said = {key.removeprefix(begin): one for key, one in file.metadata.items() if key.startswith(begin)}
@@ -238,7 +228,7 @@ class GgufNames:
     """The names of a model's tensors in a file, and the order of their rows there."""
 
     def __init__(self, architecture: Architecture, config: Any) -> None:
-        gguf = require_gguf()
+        gguf = blocks.require_gguf()
         (kind,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         self._names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         self._architecture, self._config = architecture, config
@@ -370,14 +360,14 @@ def mixture(model: nn.Module, name: str) -> Config:
         columns = model.get_parameter(weight).shape[-1]
         kind = _MIXTURES[key][0]
         if is_head:
-            kind = "Q6_K" if kind != "Q8_0" and columns % LAYOUTS[kind].weights == 0 else "Q8_0"
+            kind = "Q6_K" if kind != "Q8_0" and columns % blocks.LAYOUTS[kind].weights == 0 else "Q8_0"
         elif found := _LAYER.fullmatch(names.of(weight)[-1]):
             own = found[2].replace("attn_qkv", "attn_v")  # the three in one count as values
             at = _Layer(int(found[1]), config.num_hidden_layers, shares)
             kind = next((other for holds, other in _MIXTURES[key][1].get(own, ()) if holds(at)), kind)
             is_70b = architecture.name == "llama" and at.layers == _LAYERS_OF_70B and shares > 1
             kind = "Q5_K" if is_70b and own == "attn_v" and kind in ("Q3_K", "Q4_K") else kind
-        rules.append(Rule(slot.path, weight=TensorConfig(spec_of(for_rows(kind, columns)))))
+        rules.append(Rule(slot.path, weight=TensorConfig(blocks.spec_of(blocks.for_rows(kind, columns)))))
     return Config(f"GGUF_{key}", tuple(rules))
 
 
@@ -404,7 +394,7 @@ _BLOCK, _BOUND = 32, 127
 
 def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
     """How llama.cpp quantizes the inputs of a product with a weight."""
-    return LLAMA_CPP_INPUTS[LAYOUTS[kind_of(weight, shape)].weights]
+    return LLAMA_CPP_INPUTS[blocks.LAYOUTS[blocks.kind_of(weight, shape)].weights]
 
 
 @accepts_wrapped_model
@@ -506,7 +496,7 @@ class NamedTensors:
     """The tensors of a file by their names in a model."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
-        self.file, self.model, architecture = GgufFile(path), model, architecture_of(model)
+        self.file, self.model, architecture = blocks.GgufFile(path), model, architecture_of(model)
         self.names, self.shared = GgufNames(architecture, model.config), shared_names(model)
         self.slots = weight_slots(model)
         if (said := self.file.metadata.get("general.architecture")) != architecture.name:
@@ -517,10 +507,10 @@ class NamedTensors:
         named = {one for name in self.stored for one in self.names.of(name)}
         if left := sorted(self.file.tensors.keys() - named - {*MADE}):
             raise CheckpointError(f"{path} has tensors for which the model has no place: {listed(left)}")
-        self.coded = [name for name, one in self.stored.items() if one.kind in LAYOUTS and name in self.slots]
+        self.coded = [name for name, one in self.stored.items() if one.kind in blocks.LAYOUTS and name in self.slots]
         check_settings(self.file, architecture, model.config)
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    def _find(self, name: str, shape: tuple[int, ...]) -> blocks.GgufTensor:
         places = self.names.of(name)
         stored = self.names.shape(name, shape)
         if len(places) > 1:
@@ -536,14 +526,16 @@ class NamedTensors:
         if any(one.kind != first.kind for one in others):
             raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, and {name} has one")
         if not others:
-            return GgufTensor(first.kind, shape, lambda: first.make().reshape(*shape[:-1], -1))
-        return GgufTensor(first.kind, shape, lambda: np.concatenate([one.make() for one in (first, *others)], axis=-2))
+            return blocks.GgufTensor(first.kind, shape, lambda: first.make().reshape(*shape[:-1], -1))
+        return blocks.GgufTensor(
+            first.kind, shape, lambda: np.concatenate([one.make() for one in (first, *others)], axis=-2)
+        )
 
     def state(self) -> QuantizedState:
         """The state in the file."""
         layers: dict[str, LayerEntry] = {}
         for name in self.coded:
-            spec = spec_of(self.stored[name].kind)
+            spec = blocks.spec_of(self.stored[name].kind)
             inputs = inputs_for(spec, self.stored[name].shape)
             for slot in self._readers(name):
                 held = layers.setdefault(slot.path, LayerEntry(slot.kind, quantizers={})).quantizers
@@ -562,7 +554,7 @@ class NamedTensors:
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
         return [self.slots[one] for one in names if one in self.slots]
 
-    def _rows(self, name: str) -> Array:
+    def _rows(self, name: str) -> blocks.Array:
         """The content of a tensor, in the order of the model's rows."""
         raw = self.stored[name].make()
         if (order := self.names.rows(name, *raw.shape[:1])) is None:
@@ -573,7 +565,7 @@ class NamedTensors:
 
     def _weight(self, name: str) -> WeightCodes:
         try:
-            found = from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
+            found = blocks.from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self.file.path}: {listed(self.names.of(name))}: {error}") from error
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
@@ -592,6 +584,6 @@ class NamedTensors:
 
     def theirs(self, name: str) -> Tensor:
         """The values that the package gguf reads, once rounded to the dtype of the model."""
-        gguf = require_gguf()
+        gguf = blocks.require_gguf()
         values = gguf.quants.dequantize(self._rows(name), gguf.GGMLQuantizationType[self.stored[name].kind])
         return torch.from_numpy(values).reshape(self.stored[name].shape).to(self.like[name].dtype)

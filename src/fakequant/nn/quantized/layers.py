@@ -16,17 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError, NoWeightError
-from fakequant.nn.backward import (
-    BatchedSum,
-    Factor,
-    LinearSum,
-    Trained,
-    WeightedSum,
-    WindowSum,
-    is_trained,
-    matmul,
-    trained_product,
-)
+from fakequant.nn import backward
 from fakequant.nn.integer import ConvolutionProduct, Execution, IntegerProduct, LinearProduct, MatMulProduct
 from fakequant.nn.products import MatrixProduct, Product, TransposedWindowProduct, WindowProduct
 from fakequant.nn.quantizer import Mode, Proxy, Quantizer, as_leaf
@@ -65,7 +55,7 @@ _ATTRIBUTES["input_transform"] = "_input_transform"
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
-class QuantizedLayer(StoringLayer, Trained):
+class QuantizedLayer(StoringLayer, backward.Trained):
     """What quantized layers share; always combined with the float layer's class.
 
     A quantizer that is None leaves its tensor in float.
@@ -195,7 +185,7 @@ class QuantizedLayer(StoringLayer, Trained):
         return self.weight if quantizer is None else quantizer(self.weight)
 
     @classmethod
-    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+    def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
         """How a float or quantized layer multiplies, the first of its products; None if its gradients stay in float."""
         return None
 
@@ -367,13 +357,13 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     product = LinearProduct()
 
     @classmethod
-    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
-        return LinearSum() if cls.forward is QuantLinear.forward else None
+    def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
+        return backward.LinearSum() if cls.forward is QuantLinear.forward else None
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
-        y = None if self.gradient is None else trained_product(self, input, self.gradient)
+        y = None if self.gradient is None else backward.trained_product(self, input, self.gradient)
         if y is None and self.execution is not Execution.SIMULATE:  # before a computed weight is read, and computed
             y = self.integer_product(input, self.weight, self.bias)
         if y is None:
@@ -406,16 +396,16 @@ class _QuantConv(SpatialLayer):
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     @classmethod
-    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
+    def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
         is_plain = cls.forward is _QuantConv.forward and cls._conv_forward in _FORWARDS
-        return WindowSum(layer) if is_plain else None
+        return backward.WindowSum(layer) if is_plain else None
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
         if self._is_one_example(input):
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        y = None if self.gradient is None else trained_product(self, input, self.gradient)
+        y = None if self.gradient is None else backward.trained_product(self, input, self.gradient)
         if y is None and self.execution is not Execution.SIMULATE:
             y = self.integer_product(input, self.weight, self.bias)
         if y is not None:
@@ -459,15 +449,18 @@ class QuantMatMul(_QuantPair, MatMul):
     product = MatMulProduct()
 
     @classmethod
-    def weighted_sum(cls, layer: nn.Module) -> WeightedSum | None:
-        return BatchedSum()
+    def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
+        return backward.BatchedSum()
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input, other)
-        if is_trained(self.gradient):
-            factors = Factor.of(self, "_input_quantizer", input), Factor.of(self, "_other_quantizer", other)
-            return matmul(self.backward_of(), *factors)
+        if backward.is_trained(self.gradient):
+            factors = (
+                backward.Factor.of(self, "_input_quantizer", input),
+                backward.Factor.of(self, "_other_quantizer", other),
+            )
+            return backward.matmul(self.backward_of(), *factors)
         if (y := self.integer_product(input, other)) is not None:
             return y
         return super().forward(self.quantized_input(input), self.quantized("_other_quantizer", other))
