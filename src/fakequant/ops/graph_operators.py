@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops import dispatch
 from fakequant.ops.backend import VALUES, CallKind, Extras, KernelPlan, ParameterKind
 from fakequant.ops.dispatch import backends, choose, choose_for, plan_by, plan_of
-from fakequant.restore import set_to
 
 
 def needs_tracing(*tensors: object) -> bool:
@@ -80,9 +79,18 @@ def is_recorded() -> bool:
 _translated: ContextVar[bool] = ContextVar("_translated", default=False)
 
 
+@contextmanager
+def _raised(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
+
+
 def translated_to_onnx() -> AbstractContextManager[None]:
     """A context in which torch.onnx.export is given a form for the operators of this package."""
-    return set_to(_translated, True)
+    return _raised(_translated)
 
 
 _seen: ContextVar[bool] = ContextVar("_seen", default=False)
@@ -90,7 +98,7 @@ _seen: ContextVar[bool] = ContextVar("_seen", default=False)
 
 def seen_as_operators() -> AbstractContextManager[None]:
     """A context in which a dispatch mode of torch sees each call of the operator as one, as exporters do."""
-    return set_to(_seen, True)
+    return _raised(_seen)
 
 
 def refuse_onnx() -> None:

@@ -13,8 +13,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from fakequant.restore import set_to
-
 
 class PutOff:
     """Checks that are put off.
@@ -50,9 +48,11 @@ _NOW: ContextVar[PutOff | None] = ContextVar("put_off", default=None)
 @contextmanager
 def one_wait() -> Iterator[PutOff]:
     """A context in which checks are put off to the next `read_flags`, or to its end."""
-    checks = PutOff()
-    with set_to(_NOW, checks):
+    token = _NOW.set(checks := PutOff())
+    try:
         yield checks
+    finally:
+        _NOW.reset(token)
     checks.read()
 
 
