@@ -261,8 +261,8 @@ def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
         own = outline.get(path)
         if own is None or not isinstance(layer, computed_class(own)) or shape_of(own) != shape_of(layer):
             found[path] = (
-                f"{cls.__name__} makes {described(own)} there by its configuration, and so does who loads the folder, "
-                f"but the model has {described(layer)}; quantize the model as its class makes it"
+                f"{cls.__name__} makes {described(own)} there by its configuration, and a loader of the folder does, "
+                f"too, but the model has {described(layer)}; quantize the model as its class makes it"
             )
     return found
 
