@@ -202,13 +202,14 @@ def register_delivery(format: DeliveryFormat) -> None:
 
 
 def delivery_formats() -> dict[str, DeliveryFormat]:
-    """All formats by name: those in the folder `formats`, and those that were registered."""
+    """All formats in the order of their names: those in the folder `formats`, and those that were registered."""
     folder = Path(__file__).parent / "formats"
     names = [one.name for one in pkgutil.iter_modules([str(folder)])]
     modules = [import_module(f"{__package__}.formats.{name}") for name in names]
     values = ((module.__name__, value) for module in modules for value in vars(module).values())
     classes = [one for name, one in values if isinstance(one, type) and one.__module__ == name]
-    return {cls.name: cls() for cls in classes if issubclass(cls, DeliveryFormat) and hasattr(cls, "name")} | _added
+    own = {cls.name: cls() for cls in classes if issubclass(cls, DeliveryFormat) and hasattr(cls, "name")}
+    return dict(sorted((own | _added).items()))
 
 
 def delivery_format(name: str) -> DeliveryFormat:

@@ -552,7 +552,8 @@ def _without_borders(
         return weight.sum(-2 if called.function.name == "matmul" else [*range(1, weight.dim())])
     axes = weight.dim() - 2
     named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args[3:], strict=False)) | kwargs
-    stride, dilation = (torch.tensor(named.get(key, 1)).expand(axes).tolist() for key in ("stride", "dilation"))
+    each = (torch.tensor(named.get(key, 1), device="cpu") for key in ("stride", "dilation"))
+    stride, dilation = (numbers.expand(axes).tolist() for numbers in each)
     reach = [size * by for size, by in zip(weight.shape[2:], dilation, strict=True)]
     sizes = [size + 2 * more for size, more in zip(x.shape[2:], reach, strict=True)]
     sums = summed(weight.new_ones(1, x.shape[1], *sizes), weight)
