@@ -79,7 +79,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "model on meta": (GOOD.replace("Linear(8, 2)", "Linear(8, 2, device='meta')"), r"meta"),
     "generator kept": (
         f"{MODEL}kept = (torch.ones(4, 8) for _ in range(2))\ndef calibration_batches():\n    return kept\n",
-        r"returned the same generator at another call.*; make the generator inside the function",
+        r"returned one generator twice, .*; make the generator inside the function",
     ),
     "evaluate nothing": (evaluate("None"), r"evaluate\(model\) returned None of type NoneType, not a number"),
     "evaluate text": (evaluate("'good'"), r"evaluate\(model\) returned 'good' of type str, not a number"),
