@@ -68,7 +68,7 @@ def rank(room):
 
 @cache
 def nodes(source):
-    """Of a syntax tree, which several of these tests walk."""
+    """All nodes of a source; several of these tests walk them."""
     return tuple(ast.walk(ast.parse(source)))
 
 

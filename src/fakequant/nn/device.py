@@ -240,7 +240,7 @@ class Device:
             or `Operands` and the grid of the quantizer that stores them, whose range ends where a ReLU ends it: a new
             tensor of floats, or one of integers that is clamped to the range.
         source: the program from which the rules come, and how far they were compared with it.
-        wide: the same where activations have codes of 9 to 16 bits, before and after the function.
+        wide: the same where activations have codes of 16 bits, before and after the function.
         unsigned: whether codes of activations have no sign.
     """
 
@@ -475,6 +475,8 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     if (device := _device_of(*factors)) is None or factors[0].has.grid.scale.numel() > 1:
         return NotImplemented
     x, other = factors
+    if other.dim() < 2:
+        return NotImplemented
     position = called.operands[1].position + 1
     bias: Any = kwargs.get(
         "bias", args[position] if len(args) > position and isinstance(args[position], Tensor) else None
@@ -495,7 +497,9 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         if sums is None:
             sums = _exact_sums(summed, x.has, other.has.codes, called.operands[:2], groups)
         axis = 1 if called.operands[1].positions else -1
-        kept = {} if other.has.kept is None else other.has.kept.constants(bias, x.has.grid, other.has.grid, sums.dim())
+        # Of 16 bits constants hold sums of the weight's codes, which change while its grid stays: they are not kept.
+        keeps = None if x.has.grid.is_wide else other.has.kept
+        kept = {} if keeps is None else keeps.constants(bias, x.has.grid, other.has.grid, sums.dim())
         if "scales" not in kept:
             axes = [1] * sums.dim()
             axes[axis] = -1
@@ -546,10 +550,13 @@ def _without_borders(
 ) -> Tensor:
     """The sums of a weight's codes that a position sees where no border cuts its window.
 
-    They are those of each output [out]; of a transposed convolution they differ by position [1, out, ...].
+    They are those of each output [out], of matrices [..., 1, out]; of a transposed convolution they differ by position
+    [1, out, ...].
     """
+    if called.function.name == "matmul":
+        return weight.sum(-2, keepdim=True)
     if "transpose" not in called.function.name:
-        return weight.sum(-2 if called.function.name == "matmul" else [*range(1, weight.dim())])
+        return weight.sum([*range(1, weight.dim())])
     axes = weight.dim() - 2
     named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args[3:], strict=False)) | kwargs
     each = (torch.tensor(named.get(key, 1), device="cpu") for key in ("stride", "dilation"))

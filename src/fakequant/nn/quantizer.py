@@ -479,8 +479,8 @@ class Quantizer(QuantizerPart):
         spec = self.spec
         if device is None or not isinstance(spec.format, IntegerFormat) or not spec.arithmetic.is_linear:
             return f"{spec} has no codes of a device"
-        most = 16 if device.wide and self.kind is not Kind.WEIGHT else 8
-        if spec.format.bits > most or spec.offset is not None:
+        is_wide = spec.format.bits == 16 and device.wide and self.kind is not Kind.WEIGHT
+        if not (is_wide or spec.format.bits <= 8) or spec.offset is not None:
             return f"no rule is known for {spec}"
         if self.kind is Kind.WEIGHT:
             fits = spec.symmetric and isinstance(spec.granularity, (PerTensor, PerChannel))

@@ -3,9 +3,8 @@
 A method of learning computes scale and zero point from its parameters by differentiable torch operations; the gradients
 of scale and zero point are those of the operator. A new method is one class here.
 
-Of several ranges of a tensor each call of the model takes the one of a value of its batch, such as a timestep. A hook
-of the model reads the value before its `forward`; the quantizers inside take the range of its bin. Outside of such a
-call they have none to take, and say so.
+A value of the batch, such as a timestep, chooses among several ranges of a tensor. A hook reads the value before the
+model's `forward`. The quantizers take the range of its bin. Outside of such a call they raise an error.
 """
 
 from __future__ import annotations
