@@ -96,7 +96,7 @@ def test_gptq_knows_what_its_values_lose(damping: float | None, kind: str, with_
 
 
 def test_both_halves_of_the_moments_follow_rows_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums_module, "_PANEL", 1)  # several panels
+    monkeypatch.setattr(sums_module.library, "at_once", lambda _: 1)  # several panels
     sums, rows = InputSums(), torch.randint(-8, 8, (2, 30, 300)).float()
     sums.add(rows[:, :10])
     assert torch.equal(sums.moments, sums.moments.mT)

@@ -21,6 +21,7 @@ from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.ops import library
 from fakequant.ops.backend import ColumnGrid
 from fakequant.ops.sweep import nearest, sweep
 from fakequant.ptq.solvers.sums import InputSums
@@ -167,7 +168,7 @@ DAMPING = 0.05
 """The damping that serves most models: see docs/notes/improve.md."""
 _PRIOR = 0.5
 """`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
-_PANEL = 1024  # columns that are multiplied at once
+_PANEL = 1024  # rows of moments that are put in float32 at once
 _ROWS = 128  # rows of moments that are put in order at once
 _VALUES = 2**22  # that are put in order or added at once: 16 MB
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
@@ -319,8 +320,9 @@ def _trace(matrix: Tensor, moments: Tensor) -> float:
     The moments are sums of such products, too. They are symmetric: each product of two columns is made once.
     """
     found, unit = moments.new_zeros(()), mean_of_diagonal(moments)
-    for start in range(0, matrix.shape[2], _PANEL):
-        end = min(start + _PANEL, matrix.shape[2])
+    width = library.at_once(matrix) // _PANEL
+    for start in range(0, matrix.shape[2], width):
+        end = min(start + width, matrix.shape[2])
         panel = by_unit(moments[:, start:, start:end], unit)
         panel[:, end - start :] *= 2
         found += _inner(matrix[:, :, start:] @ panel, matrix[:, :, start:end])
@@ -351,10 +353,11 @@ def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of products of two tensors, added in float64; some rows at a time."""
-    rows = max(_VALUES // max(one[0, :1].numel(), 1), 1)
-    pairs = zip(one.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    return sum(((x * y).sum(dtype=torch.float64) for x, y in pairs), one.new_zeros((), dtype=torch.float64))
+    """The sum of products of two tensors, added in float64: of each row, then of all, whatever rows fit a cache."""
+    size = max(library.at_once(one) // max(one.shape[-1], 1), 1)
+    pairs = zip(one.flatten(0, -2).split(size), other.flatten(0, -2).split(size), strict=True)
+    rows = [(x * y).sum(-1, dtype=torch.float64) for x, y in pairs]
+    return torch.cat(rows).sum()
 
 
 _BLOCK = 128  # columns whose errors are carried over to the others at once
@@ -420,7 +423,7 @@ def gptq_and_loss(
     chosen, errors = torch.empty_like(weight), weight.new_empty(weight.T.shape, dtype=torch.float32)
     loss = weight.new_zeros((), dtype=torch.float64)
     if pulled is not None:
-        loss -= _inner(pulled[None], pulled[None])
+        loss -= _inner(pulled, pulled)
     size = max(_VALUES // max(len(weight), 1) // _BLOCK, 1) * _BLOCK
     for last in range(len(order), 0, -size):
         first = max(last - size, 0)
@@ -434,9 +437,9 @@ def gptq_and_loss(
             shares = factor.mT[start:end, start:] / diagonal[start:end, None]  # L_ik / L_kk of the error of column i
             torch.addmm(moved[own], shares[:, end - start :], errors[end:], out=wanted[own])
             sweep(wanted[own], left[own], shares, errors[start:end], missed[own], of_panel.columns(own))
-        loss += _inner(missed.mul_(diagonal[first:last, None])[None], missed[None])
+        loss += _inner(missed.mul_(diagonal[first:last, None]), missed)
         spread = errors[first:last] * added[first:last, None].sqrt()
-        loss -= _inner(spread[None], spread[None])
+        loss -= _inner(spread, spread)
         chosen[:, columns] = wanted.T.to(weight.dtype)
     return chosen, float(loss * unit)
 

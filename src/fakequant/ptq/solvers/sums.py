@@ -12,11 +12,10 @@ from torch import Tensor
 
 from fakequant.distributed import gather
 from fakequant.errors import CalibrationError
+from fakequant.ops import library
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
-_PANEL = 2**21
-"""Values of a matrix that are added at a time: 16 MB in float64."""
 _MIRRORED = 128
 """Rows that are mirrored at a time."""
 _NOISE = 1e-6
@@ -323,7 +322,7 @@ def _check_finite(rows: Tensor) -> None:
 
 def _add_products(sums: Tensor, one: Tensor, other: Tensor, *, upper: bool = False) -> None:
     """Add one^T other to sums [groups, a, b], some rows at a time; `upper`: of a square the upper half alone."""
-    width = max(_PANEL // max(len(one) * other.shape[2], 1), 64)
+    width = max(library.at_once(one) // max(len(one) * other.shape[2], 1), 64)
     for start in range(0, one.shape[2], width):
         rows, first = slice(start, start + width), start if upper else 0
         sums[:, rows, first:] += one[:, :, rows].mT @ other[:, :, first:]
