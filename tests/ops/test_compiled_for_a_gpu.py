@@ -36,6 +36,7 @@ def test_a_quantizer_is_part_of_one_exact_kernel_forward_and_one_backward(specs)
     for line in told(specs, interpret="0"):
         masks = ["torch.bool"] * (1 if "identity" in line["spec"] else 2)  # of the ReLU before it, and its own
         assert (line["kernels"], line["saved"], line["inexact"]) == ([1, 1], masks, []), line
+        assert line["no_cuda_graph"] == [None, None], line  # torch's own reasons
 
 
 @which

@@ -1,9 +1,9 @@
 """What Inductor writes for a GPU of compute capability 9.0, without a GPU: `python -m tests.support.gpu_code SPEC ...`.
 
 For each specification it prints a line of JSON: how many kernels the forward and the backward pass have, what passes
-between them, and which approximate instructions their assembly has. With TRITON_INTERPRET=1 the generated code runs in
-Triton's interpreter instead, and each line says in how many elements the values and the gradient differ from the
-reference. A process of its own, because it puts a device in torch's place.
+between them, which approximate instructions their assembly has, and why torch would capture them in no CUDA graph. With
+TRITON_INTERPRET=1 the generated code runs in Triton's interpreter instead, and each line says in how many elements the
+values and the gradient differ from the reference. A process of its own, because it puts a device in torch's place.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, _recursive_post_grad_passes
+from torch._inductor.cudagraph_utils import check_lowering_disable_cudagraph
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -113,6 +115,12 @@ class Compiled:
             with V.set_graph_handler(made), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
                 made.run(*given)
                 code, _ = made.codegen()
+        by_device = check_lowering_disable_cudagraph(made.device_node_mapping)
+        self.no_cuda_graph = made.disable_cudagraphs_reason or by_device
+        if odd := get_first_incompatible_cudagraph_node(moved):
+            self.no_cuda_graph = f"incompatible: {odd}"
+        if made.mutated_inputs:
+            self.no_cuda_graph = f"writes into its inputs {made.mutated_inputs}"
         self.code: str = code if isinstance(code, str) else code.value
         self.plain, self.inputs = graph.forward, []
 
@@ -240,7 +248,8 @@ def told(text: str, scale: float) -> dict[str, Any]:
         found = [kernels(part.code) for part in (forward, backward)]
         inexact = [one for part in found for kernel in part for one in kernel.inexact]
         saved = [str(one.dtype) for one in backward.inputs[:-1]]
-        return {"kernels": [len(part) for part in found], "saved": saved, "inexact": inexact}
+        no_graph = [part.no_cuda_graph for part in (forward, backward)]
+        return {"kernels": [len(part) for part in found], "saved": saved, "inexact": inexact, "no_cuda_graph": no_graph}
     y, *rest = run(forward.code, forward.inputs)
     (dx,) = (one for one in run(backward.code, [*rest, dy]) if one is not None)
     params = fq.QParams(given, zero_point)
