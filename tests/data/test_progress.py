@@ -151,6 +151,11 @@ def delivered(folder: Path, **how: Any) -> None:
     fq.verify_delivery(fq.deliver(model, folder / "delivered", "compressed-tensors"), model, tokens, **how)
 
 
+def written(format: str) -> Callable[..., Any]:
+    preset = "GGUF_Q8_0" if format == "gguf" else "INT4_GROUP32"
+    return lambda folder, **how: fq.deliver(fq.prepare(language_model("llama"), preset), folder, format, **how)
+
+
 def mix() -> fq.ptq.Allocation:
     return fq.ptq.search(net(), batches(), bits=6, progress=False)
 
@@ -170,6 +175,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "report": (lambda folder, **how: fq.report(ready(), batches(), folder / "page.html", **how), "measuring layers: "),
     "verify_onnx": (exported, "verifying: "),
     "verify_delivery": (delivered, "running transformers "),
+    "verify_delivery, the weights": (delivered, "comparing weights: "),
+    "deliver": (written("compressed-tensors"), "writing tensors: "),
+    "deliver, a file": (written("gguf"), "writing tensors: "),
 }
 
 

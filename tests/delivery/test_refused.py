@@ -198,8 +198,21 @@ def test_layers_without_names_and_tables_alone(make: Any, text: str, format: str
 def test_layers_of_gpt_2_are_refused_before_the_work_with_the_cure(target: str) -> None:
     model, preset = language_model("gpt2", n_positions=16), "MLX_4BIT" if target == "mlx" else "INT4_GROUP32"
     said = r"this is a Conv1D, whose weight is \[in, out\], for which transformers loads no codes"
-    with pytest.raises(ConfigError, match=f"(?s)cannot hold 8 parts .*{said}; leave it in float by Rule"):
+    others = r"GGUF files of GPT-2 \(a preset GGUF_\.\.\.\) and export_onnx hold it"
+    with pytest.raises(ConfigError, match=f"(?s)cannot hold 8 parts .*{said}; {others}; leave it in float by Rule"):
         fq.prepare(model, preset, target=target)
+
+
+def test_files_of_gpt_2_that_the_refusal_names_are_written(tmp_path: Path) -> None:
+    model = fq.prepare(language_model("gpt2"), "GGUF_Q8_0", target="llama.cpp")
+    with pytest.warns(UserWarning, match="the file has no tokenizer"):
+        assert fq.verify_delivery(fq.deliver(model, tmp_path, target="llama.cpp"), model).passed
+    model, ids = (
+        fq.prepare(language_model("gpt2", n_positions=16, num_hidden_layers=1), "INT4_GROUP32"),
+        torch.ones(1, 8),
+    )
+    fq.export_onnx(model, ids.long(), tmp_path / "model.onnx")
+    assert fq.verify_onnx(tmp_path / "model.onnx", model).exact
 
 
 def _linear_for_conv1d(model: Any) -> None:

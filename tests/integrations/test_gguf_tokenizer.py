@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS  # noqa: E402
 
 from fakequant.delivery.gguf.architecture import architecture_of, describe  # noqa: E402
-from fakequant.delivery.gguf.blocks import GgufFile, GgufTensor, content  # noqa: E402
+from fakequant.delivery.gguf.blocks import GgufContent, GgufFile, GgufTensor  # noqa: E402
 
 CORPUS = [
     "Hello world, this is 12 quantized models of 3 sizes.",
@@ -83,7 +83,7 @@ def written(tokenizer, folder, vocab_size=340):
     architecture = architecture_of(model)
     say, tensors = partial(describe, architecture=architecture, model=model), dict[str, GgufTensor]()
     path = folder / "model.gguf"
-    path.write_bytes(b"".join(map(bytes, content(architecture.name, say, tensors))))
+    path.write_bytes(b"".join(map(bytes, GgufContent(architecture.name, say, tensors))))
     return path
 
 
@@ -120,7 +120,7 @@ def test_llama_cpp_cuts_texts_in_the_same_way(make, kind, pre, tmp_path):
 def test_without_a_tokenizer_there_is_a_warning_and_the_ids_of_the_configuration():
     model = transformers.LlamaForCausalLM(tiny(8, pad_token_id=5))
     with pytest.warns(UserWarning, match=r"the file has no tokenizer, .* configuration: programs .* token ids only"):
-        parts = list(content("llama", partial(describe, architecture=architecture_of(model), model=model), {}))
+        parts = list(GgufContent("llama", partial(describe, architecture=architecture_of(model), model=model), {}))
     assert b"tokenizer.ggml.padding_token_id" in bytes(parts[0])
 
 

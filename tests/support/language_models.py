@@ -28,6 +28,7 @@ SIZES = {
 }
 # What transformers takes for granted where it reads a GGUF file, because the file does not say it.
 OWN = {
+    "gpt2": {"max_position_embeddings": 1024, "num_key_value_heads": 4},
     "qwen3": {"head_dim": 128},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2},

@@ -364,6 +364,7 @@ def deliver(
     *,
     target: str | Engine | None = None,
     max_shard_size: int = 5 * 10**9,
+    progress: bool | None = None,
 ) -> Path:
     """Write a prepared model in a format that other programs load; nothing is quantized again.
 
@@ -378,6 +379,7 @@ def deliver(
         format: "compressed-tensors", or another of `fakequant.delivery.delivery_formats()`.
         target: in place of the format, the engine that shall load the files, as for `prepare`.
         max_shard_size: the largest number of bytes of a file of tensors, as far as its largest tensor allows.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
         The folder, or the file where the format is one: what `read` and `verify_delivery` take.
@@ -402,7 +404,7 @@ def deliver(
     chosen, state = delivery_format(format_for(format, target)), snapshot(model)
     source = folder_of(model)
     left = {} if source is None else skipped(model, source)
-    path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size)
+    path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size, progress=progress)
     if left:
         warn_user(
             f"{path} lacks {listed(left)} of {source}, which {type(model).__name__} does not load, as layers for "
@@ -440,6 +442,7 @@ def deliver_state(
     *,
     max_shard_size: int,
     others: Mapping[str, LazyTensor] | None = None,
+    progress: bool | None = None,
 ) -> Path:
     """Write a state in a format, see `deliver`, with `others`, tensors that the model does not load, as they are."""
     target = Path(folder)
@@ -453,7 +456,7 @@ def deliver_state(
     out = writable_folder(target.parent if name else target)
     if chosen.suffix:
         files = {name or key: content for key, content in files.items()}
-        write_folder(out, files, lambda: _refuse_others(chosen, out, files))
+        write_folder(out, files, lambda: _refuse_others(chosen, out, files), progress=progress)
         return out / next(iter(files))
     small, missing = beside(model)
     free, kept = unchanged(out, small, written_in(out) or {})
@@ -464,7 +467,7 @@ def deliver_state(
         )
     copied = {one: small[one] for one in free}
     files = {**copied, **sharded(files, max_shard_size, digests(copied))}
-    write_folder(out, files, lambda: _refuse_others(chosen, out, {*files} - {*free}))
+    write_folder(out, files, lambda: _refuse_others(chosen, out, {*files} - {*free}), progress=progress)
     if notes:
         warn_user(f"{chosen.name}: {'; '.join(notes)}")
     return out

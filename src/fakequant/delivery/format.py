@@ -23,7 +23,7 @@ from fakequant.files import check_path
 from fakequant.model.config import TensorConfig
 from fakequant.model.state.applying import apply_from
 from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile, lazy
-from fakequant.model.state.weight_codes import QuantizedWeights
+from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.quantized.forms import own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, is_table
@@ -31,7 +31,34 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.nn.stored import with_stored
 from fakequant.nn.transforms import first_weights, make_transform
 from fakequant.nn.wrappers import Operand, Role
+from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name
+
+_TURNED = {0: -1, 1: 0, -1: 0, -2: -1}
+"""From the axes of a matrix to those of the transposed one."""
+
+
+def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
+    """Whether a weight is the matrix [in, out] of a linear layer, which files have as [out, in]."""
+    return len(shape) == 2 and operand.channels == 1 and not operand.is_stack
+
+
+def in_rows(spec: QuantSpec, shape: tuple[int, ...], operand: Operand) -> tuple[QuantSpec, tuple[int, ...]]:
+    """The specification and shape of a weight, those of the transposed one for a matrix [in, out]."""
+    return (TensorConfig(spec).placed(_TURNED).spec, shape[::-1]) if is_turned(operand, shape) else (spec, shape)
+
+
+def turned(weight: WeightCodes) -> WeightCodes:
+    """The codes of the transposed matrix."""
+    point = weight.zero_point
+    return replace(
+        weight,
+        codes=weight.codes.mT.contiguous(),
+        scale=weight.scale.mT.contiguous(),
+        zero_point=None if point is None else point.mT.contiguous(),
+        spec=TensorConfig(weight.spec).placed(_TURNED).spec,
+        shape=weight.shape[::-1],
+    )
 
 
 @dataclass(frozen=True)
@@ -82,11 +109,22 @@ class Part:
         return self.is_table or is_linear(self.module)
 
     @property
+    def is_turned(self) -> bool:
+        """Whether the weight is the matrix [in, out] of a linear layer."""
+        return bool(self.weight) and is_turned(self.places["weight"], self.shape)
+
+    @property
+    def in_rows(self) -> tuple[QuantSpec, tuple[int, ...]]:
+        """How the weight is quantized, and its shape, as files have them: see `in_rows`."""
+        return in_rows(self.operands["weight"].spec, self.shape, self.places["weight"])
+
+    @property
     def refused(self) -> str:
         """The kind of a layer that no file holds, for a message; transformers 5.23 quantizes no Conv1D of GPT-2."""
-        is_turned = len(self.shape) == 2 and not self.is_stack and self.places["weight"].channels == 1
-        why = ", whose weight is [in, out], for which transformers loads no codes" if is_turned else ""
-        return f"this is a {self.kind}{why}"
+        if not self.is_turned:
+            return f"this is a {self.kind}"
+        others = "GGUF files of GPT-2 (a preset GGUF_...) and export_onnx hold it"
+        return f"this is a {self.kind}, whose weight is [in, out], for which transformers loads no codes; {others}"
 
     @property
     def is_stack(self) -> bool:

@@ -98,7 +98,7 @@ def verify_delivery(
     if kept is None:
         kept, report.inputs = _dummy_batches(model)
     weights = {path for path, one in quantizers(model).items() if one.kind is Kind.WEIGHT}
-    _compare_states(report, live, stored, weights)
+    _compare_states(report, live, stored, weights, progress)
     if missing := [name for name in format.packages if find_spec(name) is None]:
         report.not_run.append(f"Not loaded by another program: {' and '.join(missing)} not installed.")
         return report
@@ -151,12 +151,15 @@ def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
         report.failed.append(f"{what}: {type(error).__name__}: {error}")
 
 
-def _compare_states(report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str]) -> None:
+def _compare_states(
+    report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str], progress: bool | None
+) -> None:
     """Add a row for each weight, for the ranges of activations, for the float tensors, and for what one side lacks.
 
     `weights` are the paths of the quantizers of weights.
     """
-    for name in [*live.weights, *(one for one in stored.weights if one not in live.weights)]:
+    names = [*live.weights, *(one for one in stored.weights if one not in live.weights)]
+    for name in track(names, "comparing weights", len(names), progress):
         if name in live.weights and name in stored.weights:
             row = Row(name, str(live.weights[name].spec), "codes")
             _count(row, _numbers(live.weights[name]), _numbers(stored.weights[name]))

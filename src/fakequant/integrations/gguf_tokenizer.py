@@ -32,6 +32,7 @@ from fakequant.delivery.gguf.architecture import (
 from fakequant.delivery.gguf.blocks import require_gguf
 from fakequant.errors import CheckpointError, warn_user
 from fakequant.files import output_errors
+from fakequant.text import listed
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -235,6 +236,30 @@ def _qwen_experts(config: Any) -> str:
     return ""
 
 
+def _gpt2(writer: Any, config: Any) -> None:
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+
+
+def _gpt2_options(config: Any) -> str:
+    """llama.cpp computes the network of the paper, without the options that came later."""
+    wanted = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    for key, value in {**wanted, "add_cross_attention": False}.items():
+        if (own := getattr(config, key)) != value:
+            return f"its {key} is {own}, not {value}"
+    return ""
+
+
+def _gpt2_unread(config: Any, said: Mapping[str, Any]) -> str:
+    """Sizes that transformers 5.23 does not take from the file: those of GPT-2 stand in their place."""
+    width = config.n_inner or 4 * config.n_embd
+    sizes = {"n_positions": (config.n_positions, 1024), "n_inner": (width, 4 * config.n_embd)}
+    if "tokenizer.ggml.tokens" not in said:
+        sizes["vocab_size"] = config.vocab_size, 50257
+    left = [f"{key} for {theirs}, not {own}" for key, (own, theirs) in sizes.items() if own != theirs]
+    return f"takes {listed(left)}" if left else ""
+
+
 _LLAMA = Architecture(
     "llama",
     interleaved={"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"},
@@ -247,13 +272,19 @@ _GEMMA = {"norms_from_one": True, "activation": "gelu_pytorch_tanh", "refuse": _
 for _type, _architecture in {
     "llama": _LLAMA,
     "mistral": replace(_LLAMA, refuse=_mistral_window),
-    "mixtral": replace(_LLAMA, refuse=_mistral_window, in_transformers=False, **_EXPERTS),
+    "mixtral": replace(
+        _LLAMA,
+        refuse=_mistral_window,
+        unread=lambda config, said: "takes the file for a model without experts",
+        **_EXPERTS,
+    ),
     "qwen2": Architecture("qwen2"),
     "qwen2_moe": Architecture("qwen2moe", refuse=_qwen_experts, vectors=["shared_expert_gate.weight"], **_EXPERTS),
     "qwen3_moe": Architecture("qwen3moe", refuse=_qwen_experts, **_EXPERTS),
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", pattern=2, describe=_gemma2, **_GEMMA),
     "gemma3_text": Architecture("gemma3", pattern=6, describe=_gemma3, **_GEMMA),
+    "gpt2": Architecture("gpt2", describe=_gpt2, refuse=_gpt2_options, unread=_gpt2_unread, rotaries=()),
     "phi3": Architecture(
         "phi3",
         describe=_phi3,

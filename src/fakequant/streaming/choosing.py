@@ -587,7 +587,13 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
                 state = joined_state(opened, found, kept, chooser.quantized)
                 others = {} if isinstance(source, nn.Module) else skipped(opened.model, Path(source))
                 written = deliver_state(
-                    state, opened.model, target, chosen, max_shard_size=max_shard_size, others=others
+                    state,
+                    opened.model,
+                    target,
+                    chosen,
+                    max_shard_size=max_shard_size,
+                    others=others,
+                    progress=progress,
                 )
         processes.all(None)
     if rank == 0:

@@ -36,6 +36,10 @@ def logits(model):
     return model(IDS).logits
 
 
+def one_rule(weight):
+    return fq.Config("own rules", [fq.Rule("*", weight=fq.TensorConfig(weight))])
+
+
 def same_tensors(one, other):
     one, other = GgufFile(one).tensors, GgufFile(other).tensors
     assert list(one) == list(other)
@@ -95,6 +99,35 @@ def test_each_type(type_, tmp_path):
 )
 def test_each_architecture(kind, values, tmp_path):
     check(kind, str(spec_of("Q4_K")), tmp_path, **values)
+
+
+@pytest.mark.parametrize("type_", LAYOUTS)
+def test_weights_of_gpt_2_are_turned_and_those_in_float_too(type_, tmp_path):
+    model, path = check("gpt2", str(spec_of(type_)), tmp_path, mine=True)
+    notes = verify_delivery(path, model).not_run
+    assert any("takes vocab_size for 50257, not 320" in note for note in notes)
+    held = GgufFile(path).tensors
+    shapes = {"attn_qkv": (768, 256), "attn_output": (256, 256), "ffn_up": (1024, 256), "ffn_down": (256, 1024)}
+    assert {name: held[f"blk.1.{name}.weight"].shape for name in shapes} == shapes
+    in_float = [f"transformer.h.1.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    other = fq.prepare(language_model("gpt2"), one_rule(spec_of(type_)), skip=in_float)
+    path = deliver(other, tmp_path / "half.gguf", "gguf")
+    held = GgufFile(path).tensors
+    assert {name: (held[f"blk.1.{name}.weight"].kind, held[f"blk.1.{name}.weight"].shape) for name in shapes} == {
+        name: ("F32", shape) for name, shape in shapes.items()
+    }
+    assert verify_delivery(path, other, [IDS]).passed
+    assert torch.equal(logits(read(path, language_model("gpt2"))), logits(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_a_gpt_2_of_the_usual_sizes(dtype, tmp_path):
+    model = language_model("gpt2", hidden_size=64, vocab_size=50257).to(dtype)
+    path = deliver(fq.prepare(model, one_rule(spec_of("Q8_0")), skip=[]), tmp_path / "one.gguf", "gguf")
+    report = verify_delivery(path, model, [IDS])
+    assert report.passed, str(report)
+    assert "transformers" in report.runtime
+    assert torch.equal(logits(read(path)), logits(model))
 
 
 @pytest.mark.parametrize("type_", ["Q8_0", "Q4_0", "IQ4_NL", "MXFP4"])
@@ -170,6 +203,7 @@ def test_several_files_of_a_model(tmp_path):
         ("gemma3_text", {}, 3e-4),
         ("phi3", {}, 1e-5),
         ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 256}, 1e-5),
+        ("gpt2", {"n_inner": 512}, 4e-4),
     ],
 )
 def test_llama_cpp_computes_each_architecture(kind, values, close, tmp_path):
@@ -265,7 +299,7 @@ def test_rows_of_halves_of_heads_alternate_in_llama_alone(kind, tmp_path):
 
 
 REFUSED = [
-    ("gpt_neox", {}, "config.model_type is one of gemma2, gemma3_text, llama, .*; got 'gpt_neox'"),
+    ("gpt_neox", {}, "config.model_type is one of gemma2, gemma3_text, gpt2, llama, .*; got 'gpt_neox'"),
     ("llama", {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
     ("gemma2", {"query_pre_attn_scalar": 144}, "its query_pre_attn_scalar is 144, not 256"),
     ("gemma2", {"layer_types": ["full_attention"] * 2}, r"layer_types are \['full_attention', .*each 2\. attends"),
@@ -279,6 +313,9 @@ REFUSED = [
     ("qwen2", {"rope_parameters": LLAMA3}, "rope_type is 'llama3'"),
     ("gemma2", {"attn_logit_softcapping": None}, "its attn_logit_softcapping is None"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "it attends in both directions"),
+    ("gpt2", {"activation_function": "gelu"}, "its activation_function is gelu, not gelu_new"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True, not False"),
+    ("gpt2", {"scale_attn_weights": False}, "its scale_attn_weights is False, not True"),
 ]
 
 

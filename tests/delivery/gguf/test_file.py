@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fakequant.delivery.gguf.blocks import GgufFile, GgufTensor, content, is_gguf, pack
+from fakequant.delivery.gguf.blocks import GgufContent, GgufFile, GgufTensor, is_gguf, pack
 from fakequant.errors import CheckpointError
 from tests.support import llama_cpp_files
 
@@ -33,7 +33,7 @@ def say(writer):
 @pytest.fixture
 def path(tmp_path):
     found = tmp_path / "x.gguf"
-    found.write_bytes(b"".join(bytes(part) for part in content("llama", say, TENSORS)))
+    found.write_bytes(b"".join(bytes(part) for part in GgufContent("llama", say, TENSORS)))
     return found
 
 
@@ -60,7 +60,7 @@ def test_the_package_gguf_reads_what_is_written_and_the_reader_here_the_same(pat
 def test_a_tensor_is_made_when_its_part_is_asked_for(path):
     made = []
     tensors = {name: one._replace(make=lambda name=name: made.append(name)) for name, one in TENSORS.items()}
-    parts = content("llama", say, tensors)
+    parts = iter(GgufContent("llama", say, tensors))
     next(parts)
     assert made == []
 
@@ -68,7 +68,7 @@ def test_a_tensor_is_made_when_its_part_is_asked_for(path):
 def test_content_of_another_size_is_refused():
     tensors = {"a": GgufTensor("F32", (2, 3), lambda: VALUES[:1])}
     with pytest.raises(CheckpointError, match="a has 12 bytes, but 24 were stated"):
-        list(content("llama", say, tensors))
+        list(GgufContent("llama", say, tensors))
 
 
 def test_a_file_that_ends_anywhere_is_refused(path):
@@ -119,7 +119,7 @@ def test_damage_is_named_and_takes_no_memory(path, old, new, message):
 @pytest.mark.parametrize("align", [0, 3, 48])
 def test_an_alignment_that_is_no_power_of_two_is_refused(tmp_path, align):
     path = tmp_path / "x.gguf"
-    parts = content("llama", lambda writer: writer.add_uint32("general.alignment", align), TENSORS)
+    parts = GgufContent("llama", lambda writer: writer.add_uint32("general.alignment", align), TENSORS)
     path.write_bytes(b"".join(map(bytes, parts)))
     with pytest.raises(CheckpointError, match=f"alignment of {align}"):
         GgufFile(path)
@@ -191,4 +191,4 @@ def test_a_tensor_in_two_files_and_one_too_few(path, first, tmp_path):
 
 def test_no_temporary_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
-    assert next(content("llama", lambda _: None, TENSORS))[:4] == b"GGUF"
+    assert next(iter(GgufContent("llama", lambda _: None, TENSORS)))[:4] == b"GGUF"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fakequant.delivery.folder import built, check_counts
-from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, float_names
+from fakequant.delivery.format import DeliveryFormat, LoadedFile, Part, float_names, turned
 from fakequant.delivery.gguf import blocks, llama_cpp
 from fakequant.delivery.gguf.architecture import (
     REST,
@@ -53,7 +53,7 @@ class Gguf(DeliveryFormat):
     def refuses(self, model: nn.Module) -> str | None:
         try:
             architecture = architecture_of(model)
-            names = GgufNames(architecture, model.config)
+            names = GgufNames(architecture, model)
             shared = shared_names(model)
             for name in float_names(model):
                 names.of(shared.get(name, name))
@@ -68,12 +68,12 @@ class Gguf(DeliveryFormat):
         if part.call:
             cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
             return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
-        if not (part.is_matrix or part.is_stack):
+        if not (part.is_matrix or part.is_turned or part.is_stack):
             return f"it quantizes linear layers, experts and embeddings, and {part.refused}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:
             return "it quantizes weights, and inputs of products with them"
         try:
-            own = inputs_for(part.operands["weight"].spec, part.shape)
+            own = inputs_for(*part.in_rows)
         except ShapeError as error:
             return str(error)
         if (given := part.operands.get("input", own)) != own:
@@ -82,10 +82,8 @@ class Gguf(DeliveryFormat):
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
         architecture = architecture_of(model)
-        names = GgufNames(architecture, model.config)
-        kinds = {
-            part.weight: blocks.kind_of(part.operands["weight"].spec, part.shape) for part in parts if not part.call
-        }
+        names = GgufNames(architecture, model)
+        kinds = {part.weight: blocks.kind_of(*part.in_rows) for part in parts if not part.call}
         own = [name for name in float_names(model) if name not in state.shared]
         tensors = {key: one for name in own for key, one in _stored(state, names, name, kinds.get(name)).items()}
         for name, made in architecture.extra(model.config).items():
@@ -104,7 +102,7 @@ class Gguf(DeliveryFormat):
                 if (rest := values - ((values + shift) - shift)).any():
                     writer.add_array(REST + names.of(name)[0], rest.tolist())
 
-        return {f"model{self.suffix}": blocks.content(architecture.name, say, tensors)}
+        return {f"model{self.suffix}": blocks.GgufContent(architecture.name, say, tensors)}
 
     def recognizes(self, path: Path) -> bool:
         return blocks.is_gguf(path)
@@ -145,7 +143,7 @@ class Gguf(DeliveryFormat):
         values = Made({name: partial(reader.theirs, name) for name in reader.coded})
         yield LoadedFile(f"gguf {metadata.version('gguf')}", values)
         dtype = next(iter(reader.like.values())).dtype
-        why_not = "" if architecture_of(model).in_transformers else "takes the file for a model without experts"
+        why_not = architecture_of(model).unread(model.config, reader.file.metadata)
         why_not = "reads the first of several files alone" if reader.file.count > 1 else why_not
         transformers: Any = import_module("transformers")
         name, notes = f"transformers {transformers.__version__}", [] if llama_cpp.is_there() else [llama_cpp.ABSENT]
@@ -179,11 +177,14 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
         raise CheckpointError(f"{name} is of {tensor.dtype}, which GGUF has not; convert the model to float32 first")
     rows, shift = names.rows(name, *shape[:1]), names.shift(name)
 
+    is_turned = name in names.turned
+
     def make() -> blocks.Array:
         if kind in blocks.LAYOUTS:
-            raw = blocks.to_blocks(kind, state.weights[name])
+            raw = blocks.to_blocks(kind, turned(state.weights[name]) if is_turned else state.weights[name])
         else:
-            values = state.tensors[name].detach().cpu().contiguous()
+            values = state.tensors[name].detach().cpu()
+            values = (values.mT if is_turned else values).contiguous()
             raw = (values.view(torch.int16) if kind == "BF16" else values.float() if kind == "F32" else values).numpy()
         raw = raw + np.float32(shift) if shift else raw
         return raw if rows is None else raw[rows]

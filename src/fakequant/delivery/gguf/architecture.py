@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fakequant.delivery.format import WeightSlot, float_names, weight_slots
+from fakequant.delivery.format import WeightSlot, float_names, in_rows, is_turned, turned, weight_slots
 from fakequant.delivery.gguf import blocks
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError, nearest
 from fakequant.model.config import Config, ModelConfig, Rule, TensorConfig, register_preset
@@ -34,6 +34,7 @@ from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, s
 from fakequant.model.state.snapshots import Made, QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join
+from fakequant.nn.quantized.foreign import QuantConv1D
 from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import accepts_wrapped_model
@@ -59,11 +60,12 @@ class Architecture:
         activation: the function that llama.cpp computes between the matrices.
         pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
         extra: more tensors by name, made from the configuration.
-        rotaries: types of rotary positions that its graph computes.
+        rotaries: types of rotary positions that its graph computes; () where it adds learned ones, and norms are
+            centred, whose sizes `describe` adds.
         rotary_keys: more of their keys that the file says.
         parts: tensors whose rows the file has in several tensors: the end of the name, and those of the parts.
         vectors: the ends of names of matrices with one row, which the file has as vectors.
-        in_transformers: whether transformers builds the model of a file.
+        unread: from the configuration and the metadata of a file, why transformers does not build the model of it.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Architecture:
     tokenizer: Callable[[Any, nn.Module], None] = lambda writer, model: None
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     vectors: Sequence[str] = ()
-    in_transformers: bool = True
+    unread: Callable[[Any, Mapping[str, Any]], str] = lambda config, metadata: ""
 
 
 _known: dict[str, Architecture] = {}
@@ -117,6 +119,8 @@ def _refused(architecture: Architecture, config: Any) -> str:
         return (
             f"its layer_types are {kinds!r:.200}, but it is taken for granted that each {every}. attends to all tokens"
         )
+    if not architecture.rotaries:
+        return ""
     rotary, around = rotary_of(config), rotary_of(config, "sliding_attention")
     known = {kind: keys for kind, keys in _ROTARIES.items() if kind in architecture.rotaries}
     if rotary["rope_type"] not in known:
@@ -169,11 +173,18 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if architecture.rotaries:
+        _describe_rotary(writer, config)
+    architecture.describe(writer, config)
+
+
+def _describe_rotary(writer: Any, config: Any) -> None:
+    """Add the sizes and positions of a model with rotary positions and RMS norms."""
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_size(config))
     writer.add_value_length(head_size(config))
     gguf, rotary = blocks.require_gguf(), rotary_of(config)
@@ -184,7 +195,6 @@ def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> 
         writer.add_rope_scaling_factor(rotary["factor"])
     if rotary["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
-    architecture.describe(writer, config)
 
 
 def check_settings(file: blocks.GgufFile, architecture: Architecture, config: Any) -> None:
@@ -198,6 +208,7 @@ def check_settings(file: blocks.GgufFile, architecture: Architecture, config: An
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None
     defaults = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0, "vocab_size": rows}  # of llama.cpp
     defaults |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), size)
+    defaults = {key: one for key, one in defaults.items() if key in built}
     said = defaults | said
     for key in sorted({*built, *said} - {"rope.scaling.finetuned"}):
         ours, theirs = built.get(key), said.get(key)
@@ -225,13 +236,22 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class GgufNames:
-    """The names of a model's tensors in a file, and the order of their rows there."""
+    """The names of a model's tensors in a file, and the order of their rows there.
 
-    def __init__(self, architecture: Architecture, config: Any) -> None:
-        gguf = blocks.require_gguf()
+    Attributes:
+        turned: the matrices [in, out] of the model, which the file has as [out, in].
+    """
+
+    def __init__(self, architecture: Architecture, model: Any) -> None:
+        gguf, config = blocks.require_gguf(), model.config
         (kind,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         self._names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         self._architecture, self._config = architecture, config
+        self.turned = {
+            name
+            for name, slot in weight_slots(model).items()
+            if is_turned(slot.operand, model.get_parameter(name).shape)
+        }
 
     def of(self, name: str) -> list[str]:
         """The names in the file of a tensor, in the order of its rows, mostly one; a CheckpointError without one."""
@@ -244,6 +264,8 @@ class GgufNames:
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a tensor in the file, from that in the model."""
+        if name in self.turned:
+            return tuple(shape[::-1])
         return tuple(shape[1:]) if name.endswith(tuple(self._architecture.vectors)) else tuple(shape)
 
     def rows(self, name: str, count: int) -> Sequence[int] | None:
@@ -351,13 +373,15 @@ def mixture(model: nn.Module, name: str) -> Config:
             "such as GGUF_Q4_K"
         )
     config: Any = model.config
-    names, heads = GgufNames(architecture, config), config.num_attention_heads
+    names, heads = GgufNames(architecture, model), config.num_attention_heads
     shares = heads // (getattr(config, "num_key_value_heads", None) or heads)
     rules = []
     for weight, slot in weight_slots(model).items():
         # A head that is tied to the embedding is one weight with it, of the type of heads.
+        if names.of(weight) == ["position_embd.weight"]:  # which llama-quantize leaves in float
+            continue
         is_head = weight in shared or weight in shared.values() or names.of(weight) == ["output.weight"]
-        columns = model.get_parameter(weight).shape[-1]
+        columns = names.shape(weight, model.get_parameter(weight).shape)[-1]
         kind = _MIXTURES[key][0]
         if is_head:
             kind = "Q6_K" if kind != "Q8_0" and columns % blocks.LAYOUTS[kind].weights == 0 else "Q8_0"
@@ -420,7 +444,7 @@ def llama_cpp_inputs(model: Model) -> Model:
             continue
         try:
             shape = tuple(getattr(layer, slot.operand.weight).shape)
-            found.append((slot, layer, inputs_for(quantizer.spec, shape)))
+            found.append((slot, layer, inputs_for(*in_rows(quantizer.spec, shape, slot.operand))))
         except ShapeError as error:
             raise ExportError(f"llama.cpp cannot have {name}: {error}") from error
     with restore_on_error(structure_of([model])):
@@ -445,7 +469,7 @@ def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
         for layer in model.modules():
-            weight = layer.weight_quantizer if isinstance(layer, QuantLinear) else None
+            weight = layer.weight_quantizer if isinstance(layer, (QuantLinear, QuantConv1D)) else None
             if weight is None or not weight.quantizes:
                 continue
             if weight.spec.offset is not None and weight.spec.scale.shared is None:  # Q4_1 and Q5_1
@@ -461,7 +485,7 @@ def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tenso
     step = params.scale * (_BOUND + 1) / _BOUND
     gap = (step * sums).half().double() - step.half().double() * sums
     offsets = layer.weight_quantizer.qparams(layer.weight).zero_point
-    return (y.double() - gap @ offsets.double().mT).to(y.dtype)
+    return (y.double() - gap @ (offsets if isinstance(layer, QuantConv1D) else offsets.mT).double()).to(y.dtype)
 
 
 class _LongSums(TorchFunctionMode):
@@ -481,7 +505,8 @@ class _LongSums(TorchFunctionMode):
         return found.float() if any(map(_is_float32, pytree.tree_leaves(args))) else found
 
 
-_SUMS = (functional.linear, functional.scaled_dot_product_attention, torch.matmul, torch.mean, Tensor.mean)
+_PRODUCTS = (functional.linear, torch.addmm, functional.scaled_dot_product_attention, torch.matmul)
+_SUMS = (*_PRODUCTS, functional.layer_norm, torch.mean, Tensor.mean)
 
 
 def _is_float32(x: Any) -> bool:
@@ -497,7 +522,7 @@ class NamedTensors:
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.file, self.model, architecture = blocks.GgufFile(path), model, architecture_of(model)
-        self.names, self.shared = GgufNames(architecture, model.config), shared_names(model)
+        self.names, self.shared = GgufNames(architecture, model), shared_names(model)
         self.slots = weight_slots(model)
         if (said := self.file.metadata.get("general.architecture")) != architecture.name:
             raise CheckpointError(f"{path} is of the architecture {said!r:.80}, and the model of {architecture.name!r}")
@@ -525,6 +550,8 @@ class NamedTensors:
         first, *others = (self.file.tensors[place] for place in places)
         if any(one.kind != first.kind for one in others):
             raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, and {name} has one")
+        if name in self.names.turned:
+            return first
         if not others:
             return blocks.GgufTensor(first.kind, shape, lambda: first.make().reshape(*shape[:-1], -1))
         return blocks.GgufTensor(
@@ -539,7 +566,8 @@ class NamedTensors:
             inputs = inputs_for(spec, self.stored[name].shape)
             for slot in self._readers(name):
                 held = layers.setdefault(slot.path, LayerEntry(slot.kind, quantizers={})).quantizers
-                held[slot.attribute] = QuantizerEntry(TensorConfig(spec))
+                axes = slot.operand.axes() if name in self.names.turned else {}
+                held[slot.attribute] = QuantizerEntry(TensorConfig(spec).placed(axes))
                 # The type of the weight in the file implies llama.cpp's inputs: the model says whether it has them.
                 own = getattr(self.model.get_submodule(slot.path), slot.input, None) if slot.input else None
                 if isinstance(own, Quantizer) and own.quantizes and TensorConfig(own.spec, own.dynamic) == inputs:
@@ -568,6 +596,7 @@ class NamedTensors:
             found = blocks.from_blocks(self.stored[name].kind, self._rows(name), self.like[name].dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self.file.path}: {listed(self.names.of(name))}: {error}") from error
+        found = turned(found) if name in self.names.turned else found
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
@@ -579,11 +608,15 @@ class NamedTensors:
         if shift := self.names.shift(name):
             rest = self.file.metadata.get(REST + self.names.of(name)[0], np.float32(0))
             raw = raw - np.float32(shift) + rest
-        values = torch.from_numpy(np.array(raw.view(np.int16) if kind == "BF16" else raw))
+        values = self._as_in_model(name, torch.from_numpy(np.array(raw.view(np.int16) if kind == "BF16" else raw)))
         return (values.view(torch.bfloat16) if kind == "BF16" else values).to(self.like[name].dtype)
 
     def theirs(self, name: str) -> Tensor:
         """The values that the package gguf reads, once rounded to the dtype of the model."""
         gguf = blocks.require_gguf()
         values = gguf.quants.dequantize(self._rows(name), gguf.GGMLQuantizationType[self.stored[name].kind])
-        return torch.from_numpy(values).reshape(self.stored[name].shape).to(self.like[name].dtype)
+        values = torch.from_numpy(values).reshape(self.stored[name].shape)
+        return self._as_in_model(name, values).to(self.like[name].dtype)
+
+    def _as_in_model(self, name: str, values: Tensor) -> Tensor:
+        return values.mT.contiguous() if name in self.names.turned else values

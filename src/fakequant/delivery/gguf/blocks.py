@@ -392,26 +392,39 @@ def sizes_of(kind: str) -> tuple[int, int]:
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
-def content(architecture: str, describe: Callable[[Any], None], tensors: Mapping[str, GgufTensor]) -> Iterator[Any]:
-    """The bytes of a file, in parts; a tensor is made when its part is asked for."""
-    gguf, buffer = require_gguf(), BytesIO()
-    writer = gguf.GGUFWriter(None, architecture)
-    describe(writer)
-    for name, one in tensors.items():
-        kind = gguf.GGMLQuantizationType[one.kind]
-        writer.add_tensor_info(name, one.shape, np.dtype("f4"), one.size, raw_dtype=kind)
-    writer.fout, writer.state = [buffer], gguf.gguf_writer.WriterState.EMPTY  # in place of a file that it opens
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    header = buffer.getvalue()
-    yield header + bytes(-len(header) % _ALIGNMENT)
-    for name, one in tensors.items():
-        raw = np.ascontiguousarray(one.make()).reshape(-1).view(np.uint8)
-        if len(raw) != one.size:
-            raise CheckpointError(f"{name} has {len(raw)} bytes, but {one.size} were stated")
-        yield raw.data
-        yield bytes(-len(raw) % _ALIGNMENT)
+@dataclass(frozen=True)
+class GgufContent:
+    """The bytes of a file: metadata, then a part for each of its tensors, which is made when its part is asked for.
+
+    Args:
+        describe: adds the metadata to a `gguf.GGUFWriter`.
+    """
+
+    architecture: str
+    describe: Callable[[Any], None]
+    tensors: Mapping[str, GgufTensor]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        gguf, buffer = require_gguf(), BytesIO()
+        writer = gguf.GGUFWriter(None, self.architecture)
+        self.describe(writer)
+        for name, one in self.tensors.items():
+            kind = gguf.GGMLQuantizationType[one.kind]
+            writer.add_tensor_info(name, one.shape, np.dtype("f4"), one.size, raw_dtype=kind)
+        writer.fout, writer.state = [buffer], gguf.gguf_writer.WriterState.EMPTY  # in place of a file that it opens
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        header = buffer.getvalue()
+        yield header + bytes(-len(header) % _ALIGNMENT)
+        for name, one in self.tensors.items():
+            raw = np.ascontiguousarray(one.make()).reshape(-1).view(np.uint8)
+            if len(raw) != one.size:
+                raise CheckpointError(f"{name} has {len(raw)} bytes, but {one.size} were stated")
+            yield np.pad(raw, (0, gap)).data if (gap := -len(raw) % _ALIGNMENT) else raw.data
 
 
 class GgufFile:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model, refuse_unprepared
+from fakequant.data.batches import length, track
 from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CheckpointError
 from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
@@ -513,7 +515,9 @@ def decoded(name: str, folder: Path) -> QuantizedState:
         ) from error
 
 
-def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambda: None) -> None:
+def write_folder(
+    folder: Path, files: Files, check: Callable[[], object] = lambda: None, *, progress: bool | None = False
+) -> None:
     """Write the files of a codec whole, the last one last; others in the folder stay.
 
     One process at a time writes to a folder. The old files go before the first new one comes, so that a process that
@@ -522,6 +526,7 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
     Args:
         files: by name; that of a copied file may have a folder.
         check: is called before anything is written, and again when the folder is locked.
+        progress: whether to show a progress bar of the tensors, see `track`.
 
     Raises:
         CheckpointError: a name that is no file of the folder, or content that does not fit it.
@@ -537,22 +542,40 @@ def write_folder(folder: Path, files: Files, check: Callable[[], object] = lambd
             )
     refuse_links(folder, files)
     check()
+    counts = [length(one) for one in files.values() if not isinstance(one, (bytes, Path))]
+    total = sum(one or 0 for one in counts)
     with ExitStack() as stack:
         ready: dict[Path, bytes | Path] = {}
+        told = stack.enter_context(closing(_counter("writing tensors", None if None in counts else total, progress)))
         for name, content in files.items():
             if (folder / name).parent != folder:
                 writable_folder((folder / name).parent)
             if isinstance(content, bytes):
                 ready[folder / name] = content
                 continue
-            parts: Any = file_parts(content) if isinstance(content, Path) else content
-            if isinstance(content, Mapping):
+            if isinstance(content, Path):
+                parts: Any = file_parts(content)
+            elif isinstance(content, Mapping):
                 metadata = content.metadata if isinstance(content, TensorFile) else None
-                parts = file_content(cast("Tensors", content), metadata)
+                parts = _counted(file_content(cast("Tensors", content), metadata), told)
+            else:
+                parts = _counted(content, told)
             ready[folder / name] = stack.enter_context(temporary_file(folder, parts))
         stack.enter_context(locked(folder))  # only now: processes that gather tensors make them together
         check()
         write_in_order(ready, without_old=len(ready) > 1)
+
+
+def _counter(what: str, total: int | None, progress: bool | None) -> Generator[int, None, None]:
+    yield from track(count(), what, total, progress)
+
+
+def _counted(parts: Iterable[bytes | memoryview], told: Iterator[int]) -> Iterator[bytes | memoryview]:
+    parts = iter(parts)
+    yield from islice(parts, 1)  # the header
+    for part in parts:
+        yield part
+        next(told)
 
 
 def file_parts(path: Path) -> Iterator[bytes]:
