@@ -181,6 +181,7 @@ def compare(  # noqa: PLR0913  the command's options
     out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
     plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
     over: Annotated[str, one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
+    target: Target = None,
     text: TextFile = None,
     trust: Trust = False,
     task: Task = "auto",
@@ -191,20 +192,20 @@ def compare(  # noqa: PLR0913  the command's options
     from fakequant.data.batches import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
-    from fakequant.ptq.comparison import USUAL_WAYS, check_axis, checked_picture
+    from fakequant.ptq.comparison import USUAL_WAYS, check_axis, checked_picture, presets_for
 
     check_axis(over)
     if plot is not None:
         checked_picture(plot, over)
     steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
-    ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
+    ways = Ways(preset or presets_for(target), method or USUAL_WAYS.methods, steps)
     with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):
         metric = loaded.metric
 
         def show(row: Compared) -> None:
             say(f"{row if metric is None or row.metric is None else replace(row, metric=metric.shown(row.metric))}")
 
-        how: dict[str, Any] = {"path": out, "on_row": show, "metric": metric}
+        how: dict[str, Any] = {"path": out, "on_row": show, "metric": metric, "target": target}
         found = compare_ways(model, loaded.calibration_batches(), ways, **how)
     Console(soft_wrap=True).print(Text("\n".join([str(found), *_said(loaded, task)])))
     if plot is not None:

@@ -35,7 +35,7 @@ from fakequant.files import read_whole, remove_abandoned, writable_file, write_w
 from fakequant.ir import capture, to_text
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
-from fakequant.model.engine import set_execution
+from fakequant.model.engine import executed_by, set_execution
 from fakequant.model.observation import check_unseen
 from fakequant.model.prepare import prepare, with_exceptions
 from fakequant.model.presets import find_preset
@@ -48,8 +48,8 @@ from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.judging import LayerResult
-from fakequant.ptq.next_step import AdviceContext, places, unknown_gain
-from fakequant.ptq.trial import Preparation
+from fakequant.ptq.next_step import AdviceContext, unknown_gain
+from fakequant.ptq.trial import Preparation, places
 from fakequant.report import (
     RESULTS,
     Accuracy,
@@ -205,6 +205,11 @@ class Job:
         placed = places(self.target) and self.target_for(config) is not None
         return example_of(model, recipe.first_batch()) if placed else None
 
+    @property
+    def executor(self) -> str | None:
+        """The engine whose arithmetic measures, where it is known; None where layers multiply integers."""
+        return self.target if as_execution(self.execution) is Execution.SIMULATE else None
+
     def target_for(self, config: Config) -> str | None:
         """The target as `prepare` gets it for a configuration."""
         return Preparation(target=self.target).target_for(config)
@@ -351,7 +356,7 @@ class _Progress:
         """Add the metric of a model, if the recipe defines one."""
         if not self.recipe.offers("evaluate"):
             return
-        with evaluating(model), cached_weights(model), torch.no_grad():
+        with executed_by(model, self.job.executor), evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
         task = self.recipe.task
         self.accuracy.append(Accuracy(format, method, value, negated=task.smaller))
@@ -459,10 +464,10 @@ def _write(
         save(model, folder / CHECKPOINT, packed=job.packed)
     export, check, refusal = _exported(job, progress, model, example, folder / ONNX)
     progress.page(config, "the file is exported and verified, and the layers are not measured")
-    with steps.step("measuring layers"), progress.named(model):
+    with steps.step("measuring layers"), progress.named(model), executed_by(model, job.executor) as device:
         measured = measure(model, recipe.calibration_batches())
     with steps.step("writing the report"):
-        lines: list[str] = []
+        lines = [] if device is None else [f"Measured by the arithmetic of {device.name}."]
         if as_execution(job.execution) is not Execution.SIMULATE:
             layers = summary(model).layers
             integer = sum(layer.execution == "integer" for layer in layers)
@@ -489,7 +494,8 @@ def _write(
             verifications=[] if check is None else [check],
         )
         known = AdviceContext(command=job.command, target=job.target)
-        data = advised(model, data, measured, recipe.metric, known=known)
+        with executed_by(model, job.executor):
+            data = advised(model, data, measured, recipe.metric, known=known)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)

@@ -36,6 +36,7 @@ register_engine(
         variant=variant,
         tables=False,
         fixed_global=True,
+        merges=True,
         aliases=("sglang",),
         page="vllm",
     )

@@ -385,6 +385,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         unreached = job.unseen()
         left = unreached.settle(unseen)
         unreached.say_read(left)
+        unreached.share()
         # A function's weight that no call has shown goes on to have the range of every call.
         ranges = {
             name: quantizer.observed_range()
@@ -574,19 +575,20 @@ def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: 
     with ExitStack() as hooks, evaluating(model), torch.no_grad():
         for name, one in found.items():
 
-            def see(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            def see(_: nn.Module, args: tuple[Tensor, ...], key: str = one.range_group or name) -> None:
                 if args[0].numel():
                     amax = args[0].detach().abs().amax().float()
-                    largest[name] = torch.maximum(amax, largest[name]) if name in largest else amax
+                    largest[key] = torch.maximum(amax, largest[key]) if key in largest else amax
 
             hooks.callback(one.register_forward_pre_hook(see).remove)
         for batch in given:
             given.run(model, batch)
-    if left := [name for name in found if not bool(largest.get(name, torch.zeros((), device="cpu")) > 0)]:
+    zero = torch.zeros((), device="cpu")
+    if left := [name for name, one in found.items() if not bool(largest.get(one.range_group or name, zero) > 0)]:
         raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
     with restore_on_error(state_of(found.values())):
         for name, one in found.items():
             scale = one.spec.scale
             assert scale.format is not None, "see `has_tensor_scale`"
             most = scale.format.quant_max * scale.bound(one.spec.format)  # of a block, in units of the global scale
-            one.fix_global_scale(most / largest[name].reshape(1))
+            one.fix_global_scale(most / largest[one.range_group or name].reshape(1))

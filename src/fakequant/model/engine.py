@@ -14,11 +14,13 @@ from fakequant.data.arguments import refuse_unprepared
 from fakequant.errors import ConfigError, CoverageWarning, ExportError, nearest, shown, warn_user
 from fakequant.model.config import TABLES, Config, TensorConfig
 from fakequant.model.placement import Target
+from fakequant.model.weights import group_ranges
 from fakequant.nn.device import Device
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.nn.ranges import has_tensor_scale
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.registry import import_waiting
 from fakequant.restore import attributes_of, restore_after, restore_on_error
@@ -50,6 +52,8 @@ class Engine:
             engine computes it.
         tables: whether it holds quantized embeddings.
         fixed_global: whether it fixes the scale of the tensor of NVFP4 inputs; `calibrate` does it then.
+        merges: whether it merges layers, as gate and up, and the experts of a block, each of which then has one number
+            for a tensor; `calibrate` gives them the range of all.
         device: its arithmetic on codes; None where the simulation is what it computes, or where no other is known.
         aliases: other names of it, and engines that take the same.
         page: of the documentation, "" for none.
@@ -75,6 +79,7 @@ class Engine:
     variant: Callable[[str, TensorConfig], TensorConfig] = lambda field, config: config
     tables: bool = True
     fixed_global: bool = False
+    merges: bool = False
     device: Device | None = None
     aliases: tuple[str, ...] = ()
     page: str = ""
@@ -135,6 +140,13 @@ class Engine:
                 ending = "s" if len(left) == 1 else ""
                 changes.append(f"{listed(left)} stay{ending} in float, because it holds no quantized tables")
         return result, f"for {self.name}, {'; '.join(dict.fromkeys(changes))}" if changes else ""
+
+    def mark(self, model: nn.Module) -> None:
+        """Note at the quantizers of a prepared model what `calibrate` does for this engine."""
+        for quantizer in quantizers(model).values() if self.fixed_global else ():
+            quantizer.fixes_global = quantizer.dynamic and has_tensor_scale(quantizer.spec)
+        if self.merges:
+            group_ranges(model)
 
     def refuse(self, model: nn.Module, preset: str) -> None:
         """Raise a ConfigError if its files cannot hold a prepared model."""
@@ -294,13 +306,34 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
 
 
 @contextmanager
-def simulated(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is simulated; the execution of each layer comes back."""
+def calling_quantizers(model: nn.Module) -> Iterator[None]:
+    """A context in which no layer multiplies integers, which calls no quantizer; a device stores its codes."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
-    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    with restore_after(attributes_of(layers, "execution")), restore_after(attributes_of(quantizers, "device")):
+    with restore_after(attributes_of(layers, "execution")):
         for layer in layers:
             layer.execution = Execution.SIMULATE
+        yield
+
+
+@contextmanager
+def simulated(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is simulated; its execution comes back."""
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    with calling_quantizers(model), restore_after(attributes_of(quantizers, "device")):
         for quantizer in quantizers:
             quantizer.device = None
         yield
+
+
+@contextmanager
+def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
+    """A context in which a model stores the codes of an engine; None where none of its quantizers has such codes."""
+    device = None if target is None else find_engine(target).device
+    held = quantizers(model).values()
+    if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):
+        yield None
+        return
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+    with restore_after(attributes_of(layers, "execution")), restore_after(attributes_of(held, "device")):
+        set_execution(model, device)
+        yield device

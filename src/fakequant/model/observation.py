@@ -192,6 +192,22 @@ class Unseen:
         written = dict.fromkeys(f"{path}.*" if (path := next(found, "")) else name for name, found in parts.items())
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
+    def share(self) -> None:
+        """Give quantizers that have one range, because an engine merges their layers, a calibrator of all they saw."""
+        groups: dict[str, list[str]] = {}
+        for name, quantizer in self.job.found.items():
+            if quantizer.range_group and observed(quantizer):
+                groups.setdefault(quantizer.range_group, []).append(name)
+        for group, names in groups.items():
+            merged, held = self.job.make(names[0]), [self.job.found[name] for name in names]
+            if len(held) > 1:
+                check_mergeable(merged, f"{len(held)} quantizers of {group} share a range")
+                for quantizer in held:
+                    if quantizer.calibrator is not None:
+                        merged.merge(quantizer.calibrator)
+                for quantizer in held:
+                    quantizer.calibrator = merged
+
     def _siblings(self, name: str) -> list[str]:
         """The quantizers that saw data, at the same place in other members of the innermost ModuleList around one."""
         parts = name.split(".")

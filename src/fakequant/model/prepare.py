@@ -41,7 +41,6 @@ from fakequant.nn.products import Product
 from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.nn.ranges import has_tensor_scale
 from fakequant.nn.sharded import share_mesh
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.numerics.formats import IntegerFormat
@@ -174,8 +173,7 @@ def prepare(
         gradients = gradients_in_float(model) if wanted else None
         notes += [str(note) for note in (left, hidden, gradients, untied(model, purposely)) if note is not None]
         if engine is not None:
-            for quantizer in quantizers(model).values() if engine.fixed_global else ():
-                quantizer.fixes_global = quantizer.dynamic and has_tensor_scale(quantizer.spec)
+            engine.mark(model)
             engine.refuse(model, preset.name)
             notes += [variant] if variant else []
         for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):

@@ -18,10 +18,11 @@ from fakequant.data.again import SeveralPasses, same_bits
 from fakequant.data.arguments import Metric, check_metric, check_model, measured, refuse_unprepared
 from fakequant.data.batches import Batches, Forward, Inputs, track
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.engine import simulated
+from fakequant.model.engine import calling_quantizers
 from fakequant.model.run.outputs import Distance, check_again, decibels, named_tensors, shown_place
 from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scales
+from fakequant.nn.device import plain
 from fakequant.nn.paths import join
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
@@ -129,6 +130,9 @@ def layer_sqnr(
     If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, each call counts as
     a share of its own energy, and the ratio is that of their mean.
 
+    Under the arithmetic of an engine, see `set_execution`, the noise is that of the codes that the engine stores.
+    Layers that multiply integers are simulated.
+
     Args:
         model: a calibrated model.
         batches, inputs, forward: as for `calibrate`.
@@ -150,13 +154,13 @@ def layer_sqnr(
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            with outside_of_transforms(inputs[0], output) as (x, y):
+            with outside_of_transforms(plain(inputs[0]), plain(output)) as (x, y):
                 distances[name].add({calls[name]: x}, {calls[name]: y})
             calls[name] += 1
 
         return see
 
-    with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
+    with restore_after(state_of(found.values())), calling_quantizers(model):
         for name, quantizer in found.items():
             quantizer.register_forward_hook(watch(name))
         run_all(model, data, lambda *_: calls.clear())
@@ -232,8 +236,8 @@ def sensitivity(
 
     `each="quantizer"` measures each quantizer alone, to find which of the tensors of a layer, such as an LSTM, hurts.
 
-    The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
-    is not computed again: all activations of one batch are held.
+    The quantized layer computes as `set_execution` says, also by the arithmetic of an engine. By the default metric,
+    what of a pass is as in the float model is not computed again: all activations of one batch are held.
 
     Args:
         model: a calibrated model.

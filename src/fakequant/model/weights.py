@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -27,7 +28,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer, has_statistics, is_nor
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, magnitudes, quantizers, weight_version
 from fakequant.nn.sites import site_products
 from fakequant.nn.wrappers import Role, cached_weights
-from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
+from fakequant.numerics.granularity import PerTensor, blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams, Range, fill_empty_groups
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.offload import fetched
@@ -482,6 +483,30 @@ def merged_layers(paths: Iterable[str]) -> list[list[str]]:
     groups = ([join(parent, name) for name in names] for parent in parents for names in MERGED)
     found = ([path for path in group if path in known] for group in groups)
     return [group for group in found if len(group) > 1]
+
+
+_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+
+
+def group_ranges(model: nn.Module) -> None:
+    """Mark the quantizers with one number for a tensor that merged layers share: of weights, and of inputs of experts.
+
+    Other layers that are merged read one tensor, which has one range.
+    """
+    groups: dict[str, list[Quantizer]] = {}
+    for path, quantizer in quantizers(model).items():
+        layer, _, attribute = path.rpartition(".")
+        is_input = quantizer.kind is Kind.INPUT
+        place = _EXPERT.sub(r"\1experts.*.", layer) if is_input else layer
+        has_one = not quantizer.dynamic and isinstance(quantizer.spec.granularity, PerTensor)
+        if (has_one or quantizer.fixes_global) and (place != layer or not is_input):
+            parent, _, name = place.rpartition(".")
+            merged = next((names for names in MERGED if name in names), (name,))
+            group = f"{join(parent, '|'.join(merged))}.{attribute} {quantizer.spec}"
+            groups.setdefault(group, []).append(quantizer)
+    for group, own in groups.items():
+        for quantizer in own if len(own) > 1 else ():
+            quantizer.range_group = group
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -347,6 +346,8 @@ class Quantizer(QuantizerPart):
     """The arithmetic by which calls store codes, see `fakequant.set_execution`; None for the simulation."""
     fixes_global: bool = False
     """Whether `fakequant.calibrate` fixes the scale of the tensor of a dynamic input, as the engine does."""
+    range_group: str = ""
+    """The name of those that `fakequant.calibrate` gives one range, because the engine merges layers; "" for none."""
     pinned: bool
     """Whether calibration and training leave the parameters alone, which an engine prescribes for a function."""
     is_zero_weight: bool | None = None
@@ -428,11 +429,6 @@ class Quantizer(QuantizerPart):
     # Calls.
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.device is not None and self.mode is Mode.QUANTIZE and (grid := self._grid(x)) is not None:
-            is_plain = self.may_be_skipped and self.spec.rounding is not Rounding.STOCHASTIC
-            encode = self._codes_alone if is_plain else None
-            kept = self._kept if self.kind is Kind.WEIGHT else None
-            return stored(self.device, x, grid, partial(nn.Module.__call__, self), encode, kept)
         # Hooks for all modules, as of torch's trackers, follow a gradient that a weight does not have here.
         if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
             x = x.detach()
@@ -499,6 +495,13 @@ class Quantizer(QuantizerPart):
             if self.mode is Mode.OBSERVE and not is_seen:
                 self.observe(x)
             return x
+        if self.device is not None and (grid := self._grid(x)) is not None:
+            encode = None if self.spec.rounding is Rounding.STOCHASTIC else self._codes_alone
+            kept = self._kept if self.kind is Kind.WEIGHT else None
+            return stored(self.device, x, grid, self._simulated, encode, kept)
+        return self._simulated(x)
+
+    def _simulated(self, x: Tensor) -> Tensor:
         if type(x) not in PLAIN and isinstance(x, _UNUSUAL):  # twice as fast as isinstance for plain tensors
             if isinstance(x, Proxy):
                 return as_leaf(self, x)

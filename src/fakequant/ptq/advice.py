@@ -16,7 +16,7 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric, NamedMetric, check_float_model, check_metric, named
-from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, Mask, example_arguments, example_in, tell
+from fakequant.data.batches import Batches, Forward, HeldOut, Inputs, Mask, tell
 from fakequant.data.digest import digest, function_digest
 from fakequant.errors import ConfigError, FakeQuantError, first_line, shown
 from fakequant.files import check_path, locked, writable_folder
@@ -24,14 +24,12 @@ from fakequant.model.config import find_preset
 from fakequant.model.engine import find_engine
 from fakequant.model.run.outputs import decibels
 from fakequant.model.summary import parameter_bytes
-from fakequant.model.training.fuse import fusions_of
-from fakequant.model.weights import evaluating
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.allocation import check_budget
 from fakequant.ptq.collector import remove_finished, run_of
 from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE
-from fakequant.ptq.next_step import kinds_of, places
+from fakequant.ptq.next_step import kinds_of
 from fakequant.ptq.trial import (
     METHODS,
     Compared,
@@ -425,7 +423,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
         model: in float; it stays as it is.
         batches: as for `calibrate`; they are kept as a list.
         target: the engine that will run it, by its name in `fakequant.known_engines()`, which decides what is
-            tried. None tries weights alone.
+            tried; errors and metrics are those of its arithmetic where that is known. None tries weights alone.
         floor: what is good enough, of the metric; without one, of the signal over the error of the output in dB. By
             default 99 % of the float model's metric, or 20 dB, an error of 1 % of the output's energy.
         metric: called as metric(model), larger is better. It should use none of the batches.
@@ -466,19 +464,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
     folder = None if work is None else writable_folder(work)
     given = Batches(batches, "advise", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
     held_out = HeldOut.of(given, EVERY)
-    placed, example, folds = places(target), None, False
-    if forward is not None and placed:
-        raise ConfigError(
-            f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
-            "called with a batch; give inputs= in its place"
-        )
-    if forward is None:
-        example = next(iter(held_out.made))
-        example = example_in(model, example) if inputs is None else example
-    if placed:
-        with evaluating(model):
-            folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
-    preparation = Preparation(example, inputs, target, folds)
+    preparation = Preparation.of(model, held_out.made, target, inputs, forward)
     scorer = None if metric is None else named(metric)
     trials = Trials(model, held_out, scorer, preparation, mask, times=False)
     trials.check()

@@ -388,6 +388,8 @@ class Collector:
             return InputChoice(None, None, {})
         own = group[0].input_quantizer
         assert own is not None
+        if own.range_group:  # other layers have the same range, too
+            return InputChoice(None, None, {})
         seen = [[x for x, *_ in calls if x.numel()] for calls in self.inputs(stage).values()]
         inputs = [calls for calls in seen if calls]
         if not inputs:

@@ -23,7 +23,17 @@ from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.improvement import checked_steps
 from fakequant.ptq.judging import EVERY
-from fakequant.ptq.trial import Compared, Trials, Variant, has_static_inputs, keep_row, kept_rows
+from fakequant.ptq.next_step import kinds_of
+from fakequant.ptq.trial import (
+    LAYERS_ALONE,
+    Compared,
+    Preparation,
+    Trials,
+    Variant,
+    has_static_inputs,
+    keep_row,
+    kept_rows,
+)
 from fakequant.text import html_result, table
 
 if TYPE_CHECKING:
@@ -197,6 +207,15 @@ USUAL_WAYS = Ways()
 """What `compare` tries if nothing is said."""
 
 
+def presets_for(target: str | None) -> Sequence[str]:
+    """The presets that `compare` tries if nothing is said: those of the engine.
+
+    >>> presets_for("qnn")
+    ['INT8_AFFINE']
+    """
+    return USUAL_WAYS.presets if target is None else [name for kind in kinds_of(target) for name in kind]
+
+
 @accepts_wrapped_model
 def compare(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
@@ -204,6 +223,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     ways: Ways | Sequence[str] = USUAL_WAYS,
     *,
     metric: Metric | None = None,
+    target: str | None = None,
     path: str | os.PathLike[str] | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
@@ -220,15 +240,18 @@ def compare(  # noqa: PLR0913  all but the first three by name
         ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
             method alone; steps are those of `improve`, "best" or "fast", None for none.
         metric: called as metric(model), larger is better; also for the float model.
+        target: the engine that will run the model, by its name in `fakequant.known_engines()`: it places quantizers,
+            `ways` are its presets by default, and errors and metrics are those of its arithmetic where that is known.
         path: a file of JSON lines; each row is appended when it is measured. Rows in the file for the same model,
-            batches, `metric`, `inputs` and `forward` are not measured again. Functions, and attributes of the model,
-            count as the same if the float model gives the same output for the first batch and the same metric.
+            batches, `metric`, `target`, `inputs` and `forward` are not measured again. Functions, and attributes of the
+            model, count as the same if the float model gives the same output for the first batch and the same metric.
         inputs, forward, progress: as for `calibrate`.
         on_row: called with each new row when it is measured.
         told: the old name of `on_row`, which goes with the next release.
 
     Raises:
-        ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
+        ConfigError: an unknown preset, method, steps or target, a file of another model, batches or metric, or
+            `forward` with a target that places quantizers, which needs an example.
         CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
         OutputError: the file cannot be written; raised before the work.
 
@@ -246,6 +269,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
     if told is not None:
         warn_renamed("told= of compare", "on_row=")
         on_row = told
+    if ways is USUAL_WAYS:
+        ways = Ways(presets_for(target))
     ways = ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways)
     names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
     methods = [find_method(method) for method in ways.methods]
@@ -259,7 +284,9 @@ def compare(  # noqa: PLR0913  all but the first three by name
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
     given = Batches(batches, "compare", inputs=inputs, forward=forward, progress=progress).kept()
-    trials = Trials(model, HeldOut.of(given, EVERY), metric)
+    held_out = HeldOut.of(given, EVERY)
+    by = LAYERS_ALONE if target is None else Preparation.of(model, held_out.made, target, inputs, forward)
+    trials = Trials(model, held_out, metric, by)
     trials.check()
     result = Comparison(float_metric=trials.score(model), float_milliseconds=trials.milliseconds(model))
     if metric is not None:
@@ -267,7 +294,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
     known = {}
     if path is not None:
         measure = function_digest(metric), result.float_metric
-        known = kept_rows(path, digest([run_of(model, given), measure, EVERY]), negated=result.negated)
+        run = [run_of(model, given), measure, EVERY, *([] if target is None else [target])]
+        known = kept_rows(path, digest(run), negated=result.negated)
     for way in track(tried, "comparing", len(tried), progress):
         row = known.get(way)
         if row is None:

@@ -90,11 +90,6 @@ def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
     )
 
 
-def places(name: str | None) -> bool:
-    """Whether an engine says where quantizers are, and folds batch normalisations."""
-    return name is not None and find_engine(name).placement is not None
-
-
 _MOST = 0.5
 """The share of the scales of weights that a method must give: some are raised afterwards, so that biases fit."""
 

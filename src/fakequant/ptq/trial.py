@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.data.arguments import Metric
-from fakequant.data.batches import HeldOut, Inputs, KeptBatches, Mask
+from fakequant.data.batches import Forward, HeldOut, Inputs, KeptBatches, Mask, example_arguments, example_in
 from fakequant.errors import ConfigError, FakeQuantError, FusionWarning
 from fakequant.files import output_errors, read_whole, write_whole
 from fakequant.model.calibrate import calibrate, ranges_of
 from fakequant.model.config import Config
-from fakequant.model.engine import find_engine, set_execution
+from fakequant.model.engine import executed_by, find_engine, set_execution
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.model.state.plan import value_of
 from fakequant.model.summary import parameter_bytes
-from fakequant.model.training.fuse import fuse_batch_norm
+from fakequant.model.training.fuse import fuse_batch_norm, fusions_of
 from fakequant.model.weights import bits_of_all, disabled, evaluating, quantized_weights, score_of, weight_bits
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import quantizers
@@ -160,10 +160,36 @@ class Preparation(NamedTuple):
     target: str | None = None
     folds: bool = False
 
+    @classmethod
+    def of(
+        cls, model: nn.Module, batches: KeptBatches, target: str | None, inputs: Inputs | None, forward: Forward | None
+    ) -> Preparation:
+        """The first batch as the example, unless `forward` says how the model is called.
+
+        A ConfigError if it does, and the engine places quantizers.
+        """
+        placed, example, folds = places(target), None, False
+        if forward is not None and placed:
+            raise ConfigError(
+                f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
+                "called with a batch; give inputs= in its place"
+            )
+        if forward is None:
+            example = next(iter(batches))
+            example = example_in(model, example) if inputs is None else example
+        if placed:
+            with evaluating(model):
+                folds = bool(fusions_of(model, example_arguments(example, inputs)).fused)
+        return cls(example, inputs, target, folds)
+
     def target_for(self, preset: str | Config) -> str | None:
         """The target for a preset: engines place quantizers where inputs get ranges by calibration alone."""
-        placed = self.target is not None and find_engine(self.target).placement is not None
-        return self.target if not placed or has_static_inputs(preset) else None
+        return self.target if not places(self.target) or has_static_inputs(preset) else None
+
+
+def places(target: str | None) -> bool:
+    """Whether an engine says where quantizers are, and folds batch normalisations."""
+    return target is not None and find_engine(target).placement is not None
 
 
 def has_static_inputs(preset: str | Config) -> bool:
@@ -235,14 +261,10 @@ class Trials:
         try:
             twin = self.quantized(*variant, **how)
             seconds = time.perf_counter() - started
-            # A copy stores the codes of the engine that runs it, where its arithmetic is known.
-            target = self.preparation.target
-            device = None if target is None else find_engine(target).device
-            if device is not None and any(q.why_simulated(device) is None for q in quantizers(twin).values()):
-                set_execution(twin, device)
-            distance = self.outputs.of(twin)
-            error = distance.mean if self.outputs.has_outputs else math.nan
-            found = self.score(twin)
+            with executed_by(twin, self.preparation.target):
+                distance = self.outputs.of(twin)
+                error = distance.mean if self.outputs.has_outputs else math.nan
+                found = self.score(twin)
         except FakeQuantError as reason:
             return Compared(*variant, failed=f"{type(reason).__name__}: {reason}")
         if found is not None and math.isnan(found):

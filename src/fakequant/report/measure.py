@@ -15,11 +15,12 @@ from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.calibrator import Histogram, outside_of_transforms
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.data.batches import Batches, Forward, KeptBatches
-from fakequant.model.engine import simulated
+from fakequant.model.engine import calling_quantizers
 from fakequant.model.run.outputs import Distance, decibels, float_tensors
 from fakequant.model.sensitivity import run_all, sensitivity
 from fakequant.model.summary import LayerSummary, summary
 from fakequant.model.weights import WeightBits, evaluating, weight_bits
+from fakequant.nn.device import plain
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
@@ -201,7 +202,7 @@ class _Watched:
     weight: Tensor | None = None
 
     def see(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        with outside_of_transforms(args[0].detach(), output) as (x, y):
+        with outside_of_transforms(plain(args[0]).detach(), plain(output)) as (x, y):
             if self.quantizer.kind is not Kind.WEIGHT:
                 self.distance.add({self.calls: x}, {self.calls: y})
                 self.calls += 1
@@ -247,7 +248,7 @@ def measure(
         first.extend([] if number else [(batch, output)])
         few.extend([batch] if number < TRIED_ON else [])
 
-    with restore_after(state_of([model])), simulated(model):
+    with restore_after(state_of([model])), calling_quantizers(model):
         for name, one in watched.items():
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(lambda *_, name=name: order.setdefault(layer_of(name)))

@@ -140,7 +140,8 @@ def report(  # noqa: PLR0913  all but the first four by name
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
     Each layer is also measured alone, which takes about half a run of the model for each layer: on as many examples of
-    the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many.
+    the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many. All figures
+    are those of the arithmetic of an engine where `set_execution` has set it.
 
     What the page advises next was tried: changed by every second of the first eight batches, and judged by the error of
     the output on the others, of a single batch on that one. What lowers the error there must do so with the two parts
