@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,46 @@ def test_a_device_gets_blocks_and_batches(tmp_path: Path) -> None:
     streamed(decoder(), tmp_path / "plain", "int4_group32", "fast")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("device", "plain")]
     assert files[0] == files[1]
+
+
+def test_a_thread_reads_the_next_block_while_a_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its context and with its default device; each block is read once for the choice, its errors name it."""
+    empty, load = without_weights(decoder())
+    asked, is_read, improved = list[Any](), threading.Event(), choosing.improved
+    present = ContextVar("present", default=0)
+    present.set(7)
+
+    def loaded(path: str) -> Any:
+        asked.append((path, threading.get_ident() == main, present.get(), torch.get_default_device().type))
+        if path == "blocks.1":
+            is_read.set()
+        return load(path)
+
+    def choose(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert is_read.wait(60)  # the second block, before the first one is chosen
+        return improved(module, *args, **kwargs)
+
+    main = threading.get_ident()
+    monkeypatch.setattr(choosing, "improved", choose)
+    improve_folder(empty, tmp_path / "device", "int4_group32", batches(), GPTQ, device="cpu", load=loaded)
+    assert [one for one in asked if one[0].startswith("blocks")] == [
+        ("blocks.0", True, 7, "cpu"), ("blocks.1", False, 7, "cpu"), ("blocks.2", False, 7, "cpu")
+    ]  # fmt: skip
+
+    def missing(path: str) -> Any:
+        return {} if path == "blocks.2" else load(path)
+
+    def broken(path: str) -> Any:
+        return {"up.weight": 1 / 0} if path == "blocks.1" else load(path)
+
+    for wrong, words in ((missing, "blocks.2 has no values for"), (broken, "blocks.1 cannot be loaded: ZeroDivision")):
+        empty = without_weights(decoder())[0]
+        with pytest.raises(CheckpointError, match=words):
+            improve_folder(empty, tmp_path / "x", "int4_group32", batches(), GPTQ, device="cpu", load=wrong)
+
+
+def test_an_unknown_device_is_named(tmp_path: Path) -> None:
+    load = without_weights(decoder())[1]
     with pytest.raises(ConfigError, match="device='gpu' is no device, such as 'cuda'"):
         improve_folder(
             without_weights(decoder())[0], tmp_path / "x", "int4_group32", batches(), device="gpu", load=load

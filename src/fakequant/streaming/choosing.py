@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ class ModelSource:
         files: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.model, self._load, self._device, self.files = model, load, device, files or {}
+        self._read: dict[str, Mapping[str, Tensor] | BaseException] = {}
 
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
@@ -104,12 +107,45 @@ class ModelSource:
                 for _, held, own in shared:
                     held[own] = tensor
 
+    @contextmanager
+    def reading(self, path: str, module: nn.Module) -> Iterator[None]:
+        """A context in which a thread reads the tensors that `loaded` will put on the device; without one, nothing.
+
+        They are in the memory of the CPU until then.
+        """
+        if self._device is None:
+            yield
+            return
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        names, default = [name for name, tensor in tensors if tensor.is_meta], torch.get_default_device()
+        done = SimpleQueue[Mapping[str, Tensor] | BaseException]()
+
+        def read() -> None:
+            try:
+                with nullcontext() if default.type == "cpu" else default:  # as in the thread of the caller
+                    given = self._given(path)
+                    with _named_errors(path):
+                        done.put({name: given[name].detach().to("cpu", copy=True) for name in names if name in given})
+            except BaseException as error:  # raised where the tensors are asked for
+                done.put(error)
+
+        _thread.start_new_thread(copy_context().run, (read,))
+        try:
+            yield
+        finally:
+            self._read[path] = done.get()
+
     def tensor(self, path: str, name: str) -> Tensor:
         """A tensor of a module by its name in it."""
         with _named_errors(path):
             return self._given(path)[name]
 
     def _given(self, path: str) -> Mapping[str, Tensor]:
+        read = self._read.pop(path, None)
+        if isinstance(read, BaseException):
+            raise read
+        if read is not None:
+            return read
         with _named_errors(path):
             given = self._load(path)
         if not isinstance(given, Mapping):
@@ -303,8 +339,9 @@ class Blocks:
                 work.check_weights(number, paths[number], _weights_of(self._blocks[paths[number]]))
         for number in track(left, "choosing blocks", len(left), progress):
             path, calls = paths[number], self._calls.of_blocks[number]
-            block = self._blocks[path]
-            with self._source.loaded(path, block), evaluating(block), torch.no_grad():
+            block, later = self._blocks[path], paths[number + 1 : self._last + 1]
+            following = self._source.reading(later[0], self._blocks[later[0]]) if later else nullcontext()
+            with self._source.loaded(path, block), following, evaluating(block), torch.no_grad():
                 weights = _weights_of(block)
                 wanted, given = _batches(calls, self._floats), _batches(calls, self._quantized)
                 layers, held = list[LayerResult](), quantizers(block).values()
@@ -504,7 +541,8 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         load: for a model on the meta device: gives the tensors of the module at a path by their names in it, also
             buffers that `state_dict` leaves out; for "" those outside of the blocks.
         device: where blocks, batches and hidden states are while a block is chosen, such as "cuda"; by default they
-            stay where the folder, `load` and the batches have them: on the CPU.
+            stay where the folder, `load` and the batches have them: on the CPU. With a device, a thread reads the next
+            block meanwhile.
         blocks: the path of the list of modules whose items are the blocks; by default the largest one.
         work: a new or empty folder for what is finished, or that of an earlier call; by default one in the target. What
             this function wrote there is removed at the end.
