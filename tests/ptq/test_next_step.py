@@ -405,3 +405,27 @@ def test_its_presets_are_there_once_and_its_page_is_there(name: str) -> None:
     assert len(set(presets)) == len(presets)
     assert [find_preset(preset).name for preset in presets] == presets
     assert not engine.page or (Path(__file__).parents[2] / "docs" / "engines" / f"{engine.page}.md").is_file()
+
+
+def test_a_call_that_hurts_most_is_tried_in_float() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        parts = {"one": nn.Linear(8, 16), "two": nn.Linear(8, 16), "head": nn.Linear(16, 4)}
+        return Calls(lambda m, x: m.head(torch.log(m.one(x) ** 2 + m.two(x) ** 2 + 1e-6)), **parts).eval()
+
+    def batch(seed: int) -> Tensor:
+        return drawn(seed, 32, 8) * 10 ** torch.linspace(-2, 1, 32)[:, None]
+
+    model = fq.prepare(net(), "int8_affine", batch(0), target="onnxruntime")
+    fq.calibrate(model, [batch(seed) for seed in range(4)])
+    (call,) = (one.layer for one in fq.sensitivity(model, [batch(0)])[:1])
+    assert "_sites.add" in call
+    context = AdviceContext(worst=[call])
+    found = next_step(model, given([batch(seed) for seed in range(8)]), context)
+    assert found is not None
+    (tried,) = (one for one in found.tried if one.what == f"Leave {call} in float")
+    assert tried.helps
+    assert f'skip=["{call}"]' in tried.code
+    model = fq.prepare(net(), "int8_affine", batch(0), target="onnxruntime", skip=[call])  # as the code says
+    fq.calibrate(model, [batch(seed) for seed in range(4)])
+    assert call not in [one.layer for one in fq.sensitivity(model, [batch(0)])]

@@ -35,6 +35,7 @@ from fakequant.model.summary import (
     warn_unregistered,
 )
 from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, untied
+from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
@@ -42,11 +43,12 @@ from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, is_linear, leave_fast_paths
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.sharded import share_mesh
+from fakequant.nn.sites import SITES
 from fakequant.nn.wrappers import Operand, Role, accepts_wrapped_model
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.restore import restore_after, structure_of
-from fakequant.text import module_name
+from fakequant.text import listed, module_name
 
 Model = TypeVar("Model", bound=nn.Module)
 Run = Callable[[], object]
@@ -86,7 +88,8 @@ def prepare(
             the engine wants them, and layers have none where it does not. A `fakequant.Target` says the latter alone.
             None quantizes layers, the functions that rules name, and with an example the product of a layer whose class
             has a `forward` of its own.
-        skip: patterns of layers that stay in float, as ["head"] or ["*.norm"].
+        skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
+            in `summary`, as ["block._sites.add_0"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
     Raises:
@@ -225,7 +228,7 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
         raise ConfigError(
             f"rules takes a dict of presets by pattern, got {rules!r:.80}; write rules={{'head': 'int4'}}"
         )
-    added = [Rule(pattern) for pattern in skip]
+    added = [Rule(pattern, ops=_functions_in(pattern)) for pattern in skip]
     for pattern, of in rules.items():
         added.append(Rule(pattern, of))
         kinds = (of if isinstance(of, Config) else find_preset(of)).layer_rules
@@ -233,6 +236,14 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
             replace(rule, pattern=pattern, optional=True) for rule in kinds if rule.layers and rule.pattern == "*"
         ]
     return config.with_rule(*added) if added else config
+
+
+def _functions_in(pattern: str) -> tuple[str, ...]:
+    """The functions whose calls a pattern names, as "block._sites.add_0" does; none where it is of layers."""
+    if not isinstance(pattern, str) or SITES not in pattern.split("."):
+        return ()
+    call = pattern.rpartition(".")[2]
+    return tuple(SITE_FUNCTIONS) if {*"*?["} & {*call} else (call.rpartition("_")[0],)
 
 
 _LAZY = "its parameters get their shapes in the first call; run the model once first"
@@ -248,7 +259,7 @@ def _run_of(
     """
     places = bool(config.site_rules) or target is not None
     if example is None and places:
-        ops = ", ".join(dict.fromkeys(op for rule in config.site_rules for op in rule.ops))
+        ops = listed([*dict.fromkeys(op for rule in config.site_rules for op in rule.ops)])
         why = f"rules speak of functions ({ops})" if target is None else f"the target {target.name} places quantizers"
         raise ConfigError(
             f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "

@@ -188,6 +188,10 @@ class Sensitivity:
     worst: float | None = None
 
 
+_SEVERAL, _COSTS = 3, 20.0
+"""As many layers as are compared at least, and the dB below which a layer costs much."""
+
+
 class Sensitivities(list[Sensitivity]):
     """What `sensitivity` found, the worst layer first; prints as a table.
 
@@ -198,6 +202,24 @@ class Sensitivities(list[Sensitivity]):
 
     in_decibels: bool = True
     each: str = "layer"
+
+    @property
+    def line(self) -> str:
+        """The one that costs more than all others together, and the argument that leaves it in float; "" without one.
+
+        It is said below 20 dB alone, where its error has 1 % of the output's energy.
+        """
+        if not self.in_decibels or len(self) < _SEVERAL or self[0].value >= _COSTS:
+            return ""
+        first, *others = (10 ** (-one.value / 10) for one in self)
+        path = self[0].layer if self.each == "layer" else self[0].layer.rpartition(".")[0]
+        if first <= sum(others) or not path:
+            return ""
+        times = f"{min(first / sum(others), 1000):.3g}" if sum(others) else "1000"
+        return (
+            f"{self[0].layer} alone adds {times} times the error of all other {self.each}s together; "
+            f"fakequant.prepare(..., skip=[{path!r}]) leaves {path} in float, in the engine, too"
+        )
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -215,10 +237,11 @@ class Sensitivities(list[Sensitivity]):
         return [(s.layer or "(model)", f"{s.value:.6g}", f"{s.change:+.3g}") for s in self]
 
     def __repr__(self) -> str:
-        return table([self.header, *self.rows()], numbers=(1, 2))
+        return "\n".join(filter(None, [table([self.header, *self.rows()], numbers=(1, 2)), self.line]))
 
     def _repr_html_(self) -> str:
-        return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))
+        lines = [self.line] if self.line else []
+        return html_result(self.header, self.rows(), lines, numbers=range(1, len(self.header)))
 
 
 @accepts_wrapped_model
@@ -249,7 +272,8 @@ def sensitivity(
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
-        and its difference from that of the float model (`change`; by the default metric the same number).
+        and its difference from that of the float model (`change`; by the default metric the same number). Where one
+        costs more than all others together, a line under it says what leaves it in float.
 
     Raises:
         ConfigError: `each` is unknown, the model has no quantized layers, the batches are one tensor, or, by the

@@ -32,7 +32,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.quantized.forms import quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.nn.sites import SITES
+from fakequant.nn.sites import SITES, Site
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import fill_empty_groups
 from fakequant.ptq.improvement import improve
@@ -479,11 +479,12 @@ class _Changes:
                 self._code(f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))', improve="fast"),
                 lambda batches: improve(self.model, batches, "fast", forward=batches.run, progress=False),
             )
-        layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
+        layers = {path: one for path, one in self.model.named_modules() if isinstance(one, (QuantizedLayer, Site))}
+        total = sum(p.numel() for p in self.model.parameters())
         for path in [path for path in self.known.worst if path in layers][:_WORST]:
             if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else it is the model that is in float
                 example = ", example" if self.has_example else ""
-                call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and what was in skip'
+                call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and its skip and target'
                 code = self.made_by.code(skip=(path,)) if self.made_by else call
                 held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
                 code = self._code(self._anew(code), float=path)

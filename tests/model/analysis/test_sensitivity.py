@@ -1,12 +1,16 @@
+import copy
+import html
 import math
+import re
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
@@ -15,7 +19,7 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.engine import set_execution
 from fakequant.model.prepare import prepare
-from fakequant.model.sensitivity import layer_sqnr, sensitivity
+from fakequant.model.sensitivity import Sensitivities, Sensitivity, layer_sqnr, sensitivity
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 from tests.support.models import images, small_net
 
@@ -183,3 +187,71 @@ def test_batches_without_rows_measure_nothing() -> None:
 def test_a_model_that_finds_nothing_measures_nothing() -> None:
     with pytest.raises(ConfigError, match="the model found nothing in them"):
         sensitivity(returning(lambda y: y[:0]), [ROWS])
+
+
+class Power(nn.Module):
+    """The logarithm of a power: its sum has few codes for what is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = (nn.Conv1d(1, 8, 9, padding=4) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        power = self.real(x) ** 2 + self.imaginary(x) ** 2
+        return self.head(torch.log(power + 1e-6).transpose(1, 2))
+
+
+def test_the_call_that_costs_most_is_named_with_what_leaves_it_in_float() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(Power(), nn.Linear(1, 1)).eval()
+    x = torch.randn(4, 1, 64) * 10 ** torch.linspace(-2, 1, 4).view(4, 1, 1)
+
+    def measured(skip: list[str], each: str = "layer") -> Sensitivities:
+        model = fq.prepare(copy.deepcopy(inner), "int8_affine", (x,), target="onnxruntime", skip=skip)
+        fq.calibrate(model, [x])
+        return fq.sensitivity(model, [x], each=each)
+
+    found = measured([])
+    times = re.sub(r"[\d.e+]+ times", "n times", found.line)
+    assert times == (
+        "0._sites.add_0 alone adds n times the error of all other layers together; fakequant.prepare(..., "
+        "skip=['0._sites.add_0']) leaves 0._sites.add_0 in float, in the engine, too"
+    )
+    assert repr(found).endswith(f"\n{found.line}")
+    assert f"<p>{html.escape(found.line)}</p>" in found._repr_html_()
+    each = measured([], "quantizer")
+    assert each.line.startswith("0._sites.add_0.")
+    assert "skip=['0._sites.add_0']" in each.line
+    for pattern in ("0._sites.add_0", "*._sites.add_*", "0._sites.*"):
+        assert "0._sites.add_0" not in [one.layer for one in measured([pattern])]
+    better = measured(["0._sites.add_0"])
+    assert better[0].value > found[0].value + 20
+
+
+def test_no_line_where_little_is_lost_or_nothing_stands_out() -> None:
+    def of(*values: float) -> Sensitivities:
+        return Sensitivities(Sensitivity(str(number), value, value) for number, value in enumerate(values))
+
+    assert of(10.0, 30.0, 30.0).line.startswith("0 alone adds 50 times")
+    assert of(20.0, 40.0, 40.0).line == ""  # 1 % of the output's energy
+    assert of(10.0, 12.0, 13.0).line == ""
+    assert of(10.0, 30.0).line == ""
+    assert of(10.0, math.inf, math.inf).line.startswith("0 alone adds 1000 times")
+    by_metric = of(10.0, 30.0, 30.0)
+    by_metric.in_decibels = False
+    assert by_metric.line == ""
+
+
+def test_skip_names_calls_that_are_there(tmp_path: Path) -> None:
+    x = torch.randn(4, 1, 64)
+    with pytest.raises(ConfigError, match=r"'_sites\.add_7' with ops add matches no call of the example's run"):
+        fq.prepare(Power(), "int8", (x,), target="onnxruntime", skip=["_sites.add_7"])
+    with pytest.raises(ConfigError, match="no function 'ad' can be quantized"):
+        fq.prepare(Power(), "int8", (x,), target="onnxruntime", skip=["_sites.ad_0"])
+    with pytest.raises(ConfigError, match=r"rules speak of functions \(add\), .* give prepare\(\.\.\., example=\)"):
+        fq.prepare(Power(), "int8", skip=["_sites.add_0"])
+    model = fq.prepare(Power().eval(), "int8", (x,), target="onnxruntime", skip=["_sites.add_0"])
+    fq.calibrate(model, [x])
+    fq.export_onnx(model, x, tmp_path / "m.onnx")
+    assert fq.verify_onnx(tmp_path / "m.onnx", model).exact
