@@ -205,7 +205,7 @@ site: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[docs]'
 	$(BIN)/python docs/gallery.py build/gallery
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python docs/scroll.py build/site
+	$(BIN)/python docs/screens.py build/site
 
 # Two wheels, into dist/: with the kernels, for Python from 3.10 on and this platform, as its symbols let auditwheel name
 # it; and without them, for every platform. torch's libraries are not packed: the torch that is installed has them.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fakequant import ir, ptq
 from fakequant.data.batches import example_arguments, run_batch, select_inputs
-from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.errors import CalibrationError, ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
 from fakequant.model.calibrate import calibrate
@@ -213,6 +213,39 @@ def test_wrong_inputs_are_refused(inputs: Any, batch: Any, message: str) -> None
     model = prepare(Masked(), presets.INT8)
     with pytest.raises(ConfigError, match=message):
         calibrate(model, [batch], inputs=inputs)
+
+
+class Features(nn.Module):
+    """Takes a dict as its one argument, as SentenceTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features: dict[str, Tensor], **options: Any) -> Tensor:
+        return self.linear(features["x"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: prepare(Features(), presets.INT8, {"x": X}),
+        lambda: calibrate(prepare(Features(), presets.INT8), [{"x": X}]),
+        lambda: calibrate(prepare(Features(), presets.INT8), [({"x": X}, LABELS)], inputs=0),
+        lambda: calibrate(prepare(Masked(), presets.INT8), [{"x": X, "modality": "text"}]),
+    ],
+    ids=["example", "batch", "item", "key"],
+)
+def test_a_dict_that_forward_does_not_take_says_how_a_dict_is_taken(call: Callable[[], Any]) -> None:
+    said = r"inputs= chooses among its keys, and a tuple, \(dict,\), gives it whole$"
+    with pytest.raises((ConfigError, CalibrationError), match=said):
+        call()
+
+
+def test_a_dict_in_a_tuple_is_given_whole() -> None:
+    model = prepare(Features(), presets.INT8, ({"x": X},))
+    calibrate(model, [({"x": X},)])
+    assert model.linear.input_quantizer.scale.item() > 0
 
 
 def test_inputs_and_forward_say_the_same_thing_twice() -> None:

@@ -49,6 +49,9 @@ f.onload = () => {{
     next: page.querySelector(".next") && page.querySelector(".next").getBoundingClientRect().top }};
   page.querySelectorAll("details").forEach(one => {{ one.open = true; }});
   found.open = rows("#rows tbody tr").length; found.stillfits = root.scrollWidth;
+  const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT); found.smallest = Infinity;
+  while (texts.nextNode()) if (texts.currentNode.data.trim() && shown(texts.currentNode.parentElement))
+    found.smallest = Math.min(found.smallest, parseFloat(getComputedStyle(texts.currentNode.parentElement).fontSize));
   if (found.tools) {{
     const search = page.querySelector(".tools input");
     search.value = "BODY.1"; search.dispatchEvent(new Event("input"));
@@ -123,12 +126,13 @@ def test_a_page_of_a_hundred_layers_is_small(folder: Path) -> None:
     assert (folder / "page.html").stat().st_size < 400_000
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, 768, 390])
 def test_layers_sort_and_filter(folder: Path, width: int) -> None:
     found = measured(folder, "page.html", width)
     assert found["wide"] == found["fits"] == found["stillfits"] == width, "nothing is cut off or scrolls the page"
     assert (found["tiles"], found["tools"]) == (4, True)
     assert found["next"] < 800, "on the first screen"
+    assert found["smallest"] >= 11, "pixels of a letter"
     assert found["broken"] == [], "a name breaks only after a dot or an underscore"
     assert (found["all"], found["open"]) == (2, 102), "blocks are folded"
     assert found["filtered"] == [f"body.{n}.{k}" for n in (1, *range(10, 20)) for k in "qkvo"]

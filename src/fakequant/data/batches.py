@@ -42,10 +42,24 @@ class BatchError(CalibrationError):
         where: in which layer, on what, see `locate`.
     """
 
-    def __init__(self, number: int, batch: Any, where: str, cause: str, cure: str = "") -> None:
-        cure = cure or "correct the batch or the model"
-        super().__init__(f"batch {number}, {described(batch)}, failed{where}: {cause}; {cure}")
+    def __init__(self, number: int, batch: Any, where: str, cause: str, do: str = "") -> None:
+        do = do or "correct the batch or the model"
+        super().__init__(f"batch {number}, {described(batch)}, failed{where}: {cause}; {do}")
         self.number, self.batch, self.where = number, batch, where
+
+
+def cure(model: nn.Module, given: Any, cause: str) -> str:
+    """What to do about an error of a model's call with a batch, where that is known; else "".
+
+    >>> cure(nn.Linear(2, 2), {"x": 1}, "forward() got an unexpected keyword argument 'x'")
+    'a dict is taken as keyword arguments: inputs= chooses among its keys, and a tuple, (dict,), gives it whole'
+    """
+    parts = [given, *given] if _is_sequence(given) else [given]
+    refused = any(kind in cause for kind in ("required positional argument", "unexpected keyword argument"))
+    if refused and any(isinstance(part, Mapping) and part for part in parts):
+        what = "inputs= chooses among its keys, and a tuple, (dict,), gives it whole"
+        return f"a dict is taken as keyword arguments: {what}"
+    return elsewhere(model, given, cause)
 
 
 def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
@@ -401,7 +415,7 @@ class Batches:
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
 
         def failed(where: str, cause: str) -> BatchError:
-            return BatchError(number, batch, where, cause, elsewhere(model, batch, cause))
+            return BatchError(number, batch, where, cause, cure(model, batch, cause))
 
         with failure_named(model, failed, kinds):
             return self.runs.run(model, batch, self.call, alone=alone)
@@ -545,8 +559,8 @@ class Arguments(NamedTuple):
         """
 
         def refused(where: str, cause: str) -> ConfigError:
-            cure = elsewhere(model, (self.args, self.kwargs), cause) or "give an example that the model takes"
-            return ConfigError(f"the example, {described(self)}, failed{where}: {cause}; {cure}")
+            do = cure(model, (*self.args, self.kwargs), cause) or "give an example that the model takes"
+            return ConfigError(f"the example, {described(self)}, failed{where}: {cause}; {do}")
 
         with failure_named(model, refused), unchanged(model, (self.args, self.kwargs)) as values:
             return values.apart(model(*self.args, **self.kwargs))

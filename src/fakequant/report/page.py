@@ -36,7 +36,7 @@ body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 76rem; color: va
 h1 { line-height: 1.2; margin: 0 0 .25rem; font-size: 1.6rem; overflow-wrap: anywhere; }
 h2 { margin: 2.5rem 0 .5rem; font-size: 1.25rem; border-bottom: 1px solid var(--line); }
 h3 { margin: 1.5rem 0 .5rem; font-size: 1rem; overflow-wrap: anywhere; }
-p { max-width: 46rem; margin: .4rem 0; } code { font-size: .9em; } ul { max-width: 46rem; }
+p { max-width: 46rem; margin: .4rem 0; } code { font-size: max(.9em, 11px); } ul { max-width: 46rem; }
 .soft { color: var(--soft); } .good { color: var(--good); } .fair { color: var(--fair); } .bad { color: var(--bad); }
 nav { font-size: .9rem; margin-top: 1rem; } nav a { margin-right: 1rem; display: inline-block; } a { color: inherit; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
