@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -225,13 +225,20 @@ class LayeredFormat(DeliveryFormat):
     def decode(self, path: Path, model: nn.Module) -> QuantizedState:
         return _LayeredReader(self, Folder(path), model).state()
 
-    def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
-        """The function calls that have quantizers, and the names in the file of these quantizers' tensors."""
+    def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, RangeOfCall]]:
+        """The function calls that have quantizers, and where a file has these quantizers' tensors."""
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:
         """The reason to skip a tensor that the model has no place for; None if the file is damaged."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
+
+
+class RangeOfCall(NamedTuple):
+    """The name of a tensor in a file, and its shape in the model, -1 for any number."""
+
+    key: str
+    shape: tuple[int, ...] = (1,)
 
 
 class _LayeredReader:
@@ -266,9 +273,13 @@ class _LayeredReader:
             else:
                 self._add(name, slot, {key: one for key, one in coded.items() if one is not None})
         sites, ranges = self.format.calls(self.folder, self.model)
-        for name, key in ranges.items():
+        for name, (key, shape) in ranges.items():
             self._need(key)
-            self.found[name] = lambda key=key: self.tensors[key].float().reshape(1)
+            if shape == (1,) and self.tensors[key].numel() != 1:
+                raise CheckpointError(
+                    f"{key} in {self.folder.path} has {self.tensors[key].numel()} numbers, and its scheme has one"
+                )
+            self.found[name] = lambda key=key, shape=shape: self.tensors[key].float().reshape(shape)
         # Tensors that the model has no place for are refused, except those that the format or the model skips.
         left = [name for name in self.tensors if name not in self.used]
         reasons = {name: self.format.skips(name) for name in left}

@@ -51,6 +51,8 @@ _ALIKE = {"naive-quantized", "float-quantized", "int-quantized"}
 """Names of layouts that hold the same tensors."""
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 """Types in which files have scales."""
+HEADS = "attn_head"
+"""The strategy of keys, values and queries [batch, heads, tokens, width] whose heads have a scale each."""
 LOCAL = "local"
 """How dynamic inputs are whose blocks have their own scales under the fixed scale of the tensor."""
 HALF_RANGE = "dynamic INT8 by transformers of "
@@ -85,13 +87,24 @@ def attention_args(part: Part) -> Args | str:
     """The arguments for keys, values and queries in a call of attention, or the reason why there are none."""
     if "attention" not in part.kind or part.operands.keys() - {"query", "key", "value"}:
         return "files quantize keys and values of attention, and queries with them, and no other functions"
-    found = [_activation_args(config, part.shape[-1] if part.shape else 1) for config in part.operands.values()]
+    found = [_call_args(config) for config in part.operands.values()]
     first = found[0]
     if isinstance(first, str) or any(one != first for one in found) or not {"key", "value"} <= part.operands.keys():
         return "keys and values, and queries where they are quantized, are so in one way"
-    if first["strategy"] != "tensor" or first["dynamic"] or not first["symmetric"]:
-        return "keys and values have one fixed scale for a layer, and no zero point"
+    if first["strategy"] not in ("tensor", HEADS) or first["dynamic"] or not first["symmetric"]:
+        return "keys and values have fixed scales, one for a layer or for each head, and no zero point"
     return first
+
+
+def _call_args(config: TensorConfig) -> Args | str:
+    """The arguments for keys, values or queries [batch, heads, tokens, width], or the reason why there are none."""
+    try:
+        is_of_heads = [*config.spec.granularity.block_shape((2, 3, 5, 7))] == [2, 1, 5, 7]
+    except ShapeError:  # of blocks
+        is_of_heads = False
+    whole = TensorConfig(config.spec.replace(granularity=PerTensor()), config.dynamic)
+    args = _activation_args(whole if is_of_heads else config, 1)
+    return {**args, "strategy": HEADS} if is_of_heads and not isinstance(args, str) else args
 
 
 def _layout_of(weights: Args, has_input: bool) -> str:
@@ -241,6 +254,8 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
             args.pop("scale_dtype", None)
         scheme[role] = args
         config_of(args)
+        if args["strategy"] == HEADS and (role != ROLES["input"] or group.get(ROLES["weight"]) is not None):
+            raise CheckpointError(f"a scheme has the strategy {HEADS}, which only attention has, for {role} of layers")
     if (weights := scheme.get(ROLES["weight"])) is not None:
         scheme["format"] = _layout_of(weights, ROLES["input"] in scheme)
         named = group.get("format") or format
@@ -261,6 +276,7 @@ def config_of(
     """
     bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
     places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
+    places[HEADS] = PerChannel(1)
     if "group" in strategy:
         places[strategy] = PerBlock({-1: args["group_size"]}, pad=True)
     elif strategy == "block":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import fakequant as fq
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
 from fakequant.delivery.schemes import how_to_load, missed_cache
-from fakequant.errors import CheckpointError, ExportError
+from fakequant.errors import CheckpointError, ExportError, ShapeError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
 
@@ -228,10 +229,10 @@ def test_inputs_have_the_rule_of_the_package(tmp_path: Path) -> None:
         fq.deliver(prepared(config), tmp_path, "compressed-tensors")
 
 
-def attending(spec: str, pattern: str = "*attn", *, query: bool = True) -> nn.Module:
+def attending(spec: str, pattern: str = "*attn", *, query: bool = True, **sizes: Any) -> nn.Module:
     """A model with quantized keys and values."""
     config = rules("int8 per_channel(0)").with_rule(fq.Rule(pattern, input=spec, ops=("sdpa",)))
-    model = fq.prepare(llama(), config, example=BATCHES[0])
+    model = fq.prepare(llama(**sizes), config, example=BATCHES[0])
     fq.calibrate(model, BATCHES, progress=False)
     for path, quantizer in quantizers(model).items():
         if path.endswith("query") and not query:
@@ -246,6 +247,64 @@ def test_keys_and_values(spec: str, query: bool, tmp_path: Path) -> None:
     names = {name.rpartition(".")[2] for name in load_file(folder / "model.safetensors")}
     assert {"k_scale", "v_scale"} | ({"q_scale"} if query else set()) <= names
     assert (quantization(folder)["kv_cache_scheme"] is None) is query
+
+
+_HEADS = "per_channel(1)"
+
+
+@pytest.mark.parametrize("spec", [f"{_FP8} {_HEADS}", f"int8 {_HEADS}", f"{_FP8} per_channel(-3)"])
+@pytest.mark.parametrize("query", [True, False])
+def test_keys_and_values_of_each_head(spec: str, query: bool, tmp_path: Path) -> None:
+    folder, _ = delivered(attending(spec, query=query), tmp_path)
+    stored, said = load_file(folder / "model.safetensors"), quantization(folder)
+    shapes = {name: (*x.shape,) for name, x in stored.items() if re.search("1.self_attn.[qkv]_scale", name)}
+    heads = {"k": (2, 1, 1), "v": (2, 1, 1)} | ({"q": (4, 1, 1)} if query else {})
+    assert shapes == {f"model.layers.1.self_attn.{name}_scale": shape for name, shape in heads.items()}
+    group = said["config_groups"]["group_0"]["input_activations"] if query else said["kv_cache_scheme"]
+    assert group["strategy"] == "attn_head"
+    assert len({float(x) for x in stored["model.layers.0.self_attn.k_scale"].flatten()}) == 2
+
+
+def test_one_head_of_keys_and_values_is_a_head(tmp_path: Path) -> None:
+    folder, _ = delivered(attending(f"{_FP8} {_HEADS}", query=False, num_key_value_heads=1), tmp_path)
+    assert load_file(folder / "model.safetensors")["model.layers.0.self_attn.k_scale"].shape == (1, 1, 1)
+
+
+def changed(folder: Path, scheme: dict[str, Any], change: Any) -> Path:
+    """A folder whose scales of keys and values are others, and whose scheme says so."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] |= scheme
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    stored = {name: change(x).contiguous() if re.search("[kv]_scale", name) else x for name, x in stored.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_scales_of_heads_in_a_row_are_read_as_they_are(tmp_path: Path) -> None:
+    """As other programs write them: [heads]."""
+    model = attending(f"{_FP8} {_HEADS}", query=False)
+    folder = changed(fq.deliver(model, tmp_path, "compressed-tensors"), {}, torch.flatten)
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+
+
+def test_scales_that_are_not_those_of_the_scheme_are_refused(tmp_path: Path) -> None:
+    model = attending(f"{_FP8} {_HEADS}", query=False)
+    folder = changed(fq.deliver(model, tmp_path / "a", "compressed-tensors"), {"strategy": "tensor"}, torch.flatten)
+    with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale in .* has 2 numbers, and its scheme has one"):
+        fq.read(folder)
+    folder = changed(fq.deliver(model, tmp_path / "b", "compressed-tensors"), {}, lambda x: x.repeat(2, 1, 1)[:3])
+    with pytest.raises(ShapeError, match=r"key has a scale of shape \[1, 3, 1, 1\], which does not fit"):
+        logits(fq.read(folder))
+
+
+def test_layers_have_no_scales_of_heads(tmp_path: Path) -> None:
+    folder = fq.deliver(prepared(rules("int8 per_channel(0)", "int8")), tmp_path, "compressed-tensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["strategy"] = "attn_head"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="the strategy attn_head, which only attention has"):
+        fq.read(folder)
 
 
 def test_keys_and_values_of_some_layers_are_refused(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
 from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, dtype_of, undivided, weight_slots
-from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, Read, permutation
+from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, RangeOfCall, Read, permutation
 from fakequant.delivery.schemes import (
     EXACT,
     FLOATS,
     HALF_RANGE,
+    HEADS,
     LOCAL,
     PACKED,
     ROLES,
@@ -110,7 +111,9 @@ class CompressedTensors(LayeredFormat):
         calls = [part for part in parts if part.call]
         for call in calls:
             for name, path in call.paths.items():
-                writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(1)
+                args = attention_args(call)
+                shape = (-1, 1, 1) if not isinstance(args, str) and args["strategy"] == HEADS else (1,)
+                writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(shape)
         missed = missed_cache(call.module for call in calls if "query" not in call.operands)
         dtype = dtype_of(state, model)
         _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype)
@@ -197,7 +200,7 @@ class CompressedTensors(LayeredFormat):
             transform=permutation(order),
         )
 
-    def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, str]]:
+    def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, RangeOfCall]]:
         given = folder.quantization.get("kv_cache_scheme")
         operands = ("key", "value")
         args = given and normalized({"targets": [], ROLES["input"]: given}, None)
@@ -205,9 +208,11 @@ class CompressedTensors(LayeredFormat):
             operands, args = ("query", *operands), group
         if not args:
             return SitesEntry(), {}
-        sites = attention_sites(model, config_of(args[ROLES["input"]]), operands)
+        own = args[ROLES["input"]]
+        sites = attention_sites(model, config_of(own), operands)
+        shape = (1, -1, 1, 1) if own["strategy"] == HEADS else (1,)
         return sites, {
-            f"{site_path(path, key)}.{name}.scale": f"{path}.{name[0]}_scale"
+            f"{site_path(path, key)}.{name}.scale": RangeOfCall(f"{path}.{name[0]}_scale", shape)
             for path, owner in sites.owners.items()
             for key, site in owner.sites.items()
             for name in site.quantizers
