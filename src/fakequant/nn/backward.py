@@ -1,4 +1,4 @@
-"""Products of an input with a weight, or with another input, whose backward products are quantized.
+"""Products of an input with a weight or another input, whose two products in the backward pass are quantized.
 
 Sources: NVIDIA, arXiv 2509.25149 (NVFP4: stochastic rounding of gradients, a random Hadamard matrix along the tokens);
 Quartet, arXiv 2505.14669 (MXFP4: both products).
@@ -29,26 +29,26 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
-"""Where the axes of a specification are in an operand, by the axis that the product sums over."""
+"""The axes of an operand for the axes of a specification, by the axis of the operand that the product sums over."""
 
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """How the operands of a layer's backward products are quantized, by default by the range of the tensor itself.
+    """How the operands of a layer's backward products are quantized, by default with the range of each tensor.
 
-    The gradient dy of the output is an operand of both: dx = dy W, a sum over outputs, and dW = dy^T x, a sum over
-    tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
+    The gradient dy of the output is an operand of both products: dx = dy W, a sum over outputs, and dW = dy^T x, a sum
+    over tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
 
     Args:
-        gradient: dy in both products; `stochastic` in its text leaves the expected gradient as it is. Infinity becomes
-            NaN, so that a GradScaler sees it.
-        input: x in dW, from the input before it was quantized; None: x as the forward product has it.
-        weight: W in dx, from the weight before it was quantized; None: W as the forward product has it, as where it
-            has square blocks.
+        gradient: of dy in both products; with `stochastic` in its text the gradient is unbiased. Infinity becomes NaN,
+            so that a GradScaler sees it.
+        input: of x in dW, applied to the input before its quantizer; None: x as quantized for the forward product.
+        weight: of W in dx, applied to the weight before its quantizer; None: W as quantized for the forward product,
+            which suits square blocks.
         hadamard: the block of a Hadamard matrix with random signs, by which both operands of a product are multiplied
-            along the axis of its sum before they are quantized, so that a large value is spread. It is done where
-            both are quantized here: in dW with `input`, in dx with `weight`. Convolutions, which sum over positions,
-            too, do without it. 0: not at all.
+            along the axis of its sum before they are quantized, so that a large value is spread. It is done
+            where both are quantized here: in dW with `input`, in dx with `weight`; never in convolutions, which also
+            sum over positions. 0: never.
 
     Raises:
         SpecError: no specification of the gradient, or one that cannot be read.
@@ -65,7 +65,7 @@ class GradientConfig:
     weight: QuantSpec | None = None
     hadamard: int = 0
     operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
-    """The specifications by operand, and by the axis, first or second, that the product sums over."""
+    """The specifications by operand, and by the axis of the operand, first or second, that the product sums over."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class GradientConfig:
 
     @classmethod
     def parse(cls, text: str) -> GradientConfig:
-        """The configuration of a text: the specification of the gradient, then other arguments by name.
+        """Read the text of a configuration: the specification of the gradient, then other arguments by name.
 
         Raises:
             ConfigError: an unknown name, a name twice, or a block that is no number.
@@ -132,16 +132,16 @@ class GradientConfig:
 
 
 _OTHERS = ("input", "weight", "hadamard")
-"""The names in the text of a configuration."""
+"""The arguments that the text of a configuration names."""
 _SIGNS = 0x9E3779B97F4A7C15
-"""Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. One vector serves all layers,
-as NVIDIA's recipe has it."""
+"""Random signs of 64 rows, which repeat in larger blocks: the digits of the golden ratio. All layers use the same
+signs, as in NVIDIA's recipe."""
 
 
 def rotated(x: Tensor, block: int, axis: int = 0) -> Tensor:
-    """x with blocks of an axis, the first or second, times a Hadamard matrix with random signs; zeros fill the last.
+    """Multiply blocks of the first or second axis of x by a Hadamard matrix with random signs; zeros pad the end.
 
-    The matrix is orthogonal: rounding aside, a sum of products along the axis stays what it is.
+    The matrix is orthogonal: rounding aside, rotating both operands keeps a sum of products along the axis.
 
     >>> x = torch.tensor([[8.0], [0.0], [0.0]])
     >>> rotated(x, 4).flatten()
@@ -183,7 +183,7 @@ def _rotate(x: Tensor, block: int, axis: int) -> Tensor:
 
 @_rotate.register_fake
 def _declared(x: Tensor, block: int, axis: int) -> Tensor:
-    """A tensor as the rotated one lies: row by row, with the axis that is rotated last if it is the second."""
+    """An empty tensor with the shape and strides of the rotated tensor: contiguous, with the rotated axis last."""
     n = x.shape[axis]
     if not axis:
         return x.new_empty((n + -n % block, *x.shape[1:]))
@@ -191,12 +191,12 @@ def _declared(x: Tensor, block: int, axis: int) -> Tensor:
 
 
 class Backward(NamedTuple):
-    """How the backward products of a product are quantized."""
+    """How the two backward products of a product are quantized."""
 
     config: GradientConfig
 
     def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
-        """The operand "gradient", "input" or "weight" of a sum over its first or second axis; as it is without spec."""
+        """The operand "gradient", "input" or "weight", quantized for a sum over `axis`; unchanged without a spec."""
         spec = self.config.operands[operand, axis]
         if spec is None:
             return x
@@ -207,63 +207,63 @@ class Backward(NamedTuple):
 
     @property
     def rounds_once(self) -> bool:
-        """Whether the quantized gradient of the output is the same in both products."""
+        """Whether both backward products use the same quantized gradient of the output."""
         first, second = (self.config.operands["gradient", axis] for axis in (0, 1))
         return first == second and self.config.gradient.rounding is not Rounding.STOCHASTIC and not self.config.hadamard
 
 
 class Trained(nn.Module):
-    """A module with products whose backward products may be quantized."""
+    """A module whose products may have quantized backward products."""
 
     gradient: GradientConfig | None = None
     """How the products of the backward pass are quantized; None leaves them in float."""
 
     def backward_of(self) -> Backward | None:
-        """How the backward products are quantized; None leaves them in float."""
+        """How the backward products are quantized, or None if they stay in float."""
         return None if self.gradient is None else Backward(self.gradient)
 
 
 class Factor(NamedTuple):
-    """A factor as the product has it, and as it was before it was quantized: one tensor where nothing asks for both."""
+    """A factor of a product after and before its quantizer; the same tensor twice if the layer needs only the first."""
 
     value: Tensor
     before: Tensor
 
     @classmethod
     def of(cls, layer: Any, attribute: str, x: Tensor) -> Factor:
-        """A tensor that has its quantizer at an attribute of a quantized layer."""
+        """The factor for a tensor that the quantizer at an attribute of a layer quantizes."""
         value = layer.quantized(attribute, x)
         return cls(value, value if layer.gradient is None else x)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Factor:
-        """The same factor in another form."""
+        """The factor with a function applied to both tensors."""
         value = change(self.value)
         return Factor(value, value if self.before is self.value else change(self.before))
 
 
 class Gradients(NamedTuple):
-    """The backward products of one product, and what quantizes their operands."""
+    """The two backward products of one product, with their operands quantized."""
 
     how: Backward
     product: WeightedSum
 
     def rounded(self, dy: Tensor) -> Tensor | None:
-        """dy quantized for both products; None where each has another."""
+        """dy quantized once for both products, or None where each product quantizes it separately."""
         return self.how.quantized("gradient", 0, dy) if self.how.rounds_once else None
 
     def of_input(self, dy: Tensor, rounded: Tensor | None, weight: Tensor, shape: torch.Size) -> Tensor:
-        """dx = dy W in a shape, for dy [rows, out, ...] and a weight of the product."""
+        """dx = dy W, reshaped to `shape`, from dy [rows, out, ...] and the weight of the product."""
         dy, weight = self._operands(dy, rounded, 1, self.product.by_output(weight), "weight")
         return self.product.of_input(dy, weight, shape)
 
     def of_weight(self, dy: Tensor, rounded: Tensor | None, x: Tensor, shape: torch.Size) -> Tensor:
-        """dW = dy^T x in a shape, for dy [rows, out, ...] and x [rows, in, ...]."""
+        """dW = dy^T x, reshaped to `shape`, from dy [rows, out, ...] and x [rows, in, ...]."""
         return self.product.of_weight(*self._operands(dy, rounded, 0, x, "input"), shape)
 
     def _operands(
         self, dy: Tensor, rounded: Tensor | None, axis: int, other: Tensor, name: str
     ) -> tuple[Tensor, Tensor]:
-        """Operands of a sum over an axis of dy and the first of the other, the other quantized if it has a spec."""
+        """dy and the other operand, quantized and perhaps rotated, for a sum over `axis` of dy."""
         config = self.how.config
         if config.hadamard and self.product.rotates and config.operands[name, 0] is not None:
             dy, other = rotated(dy, config.hadamard, axis), rotated(other, config.hadamard)
@@ -272,13 +272,13 @@ class Gradients(NamedTuple):
 
 
 class WeightedSum(ABC):
-    """The product of an input with a weight, and its two backward products."""
+    """A product of an input with a weight that is a sum over channels, and its two backward products."""
 
     rotates: ClassVar[bool] = False
-    """Whether rows and outputs can be multiplied by a matrix before they are summed over."""
+    """Whether rows and outputs can be rotated by a matrix before the sum over them."""
 
     def padded(self, x: Tensor) -> Tensor:
-        """The input with what is added at its borders before the product."""
+        """The input with the padding that is added before the product."""
         return x
 
     @abstractmethod
@@ -287,23 +287,23 @@ class WeightedSum(ABC):
 
     @abstractmethod
     def rows(self, x: Tensor) -> Tensor:
-        """An input or output as [rows, channels, ...]; the sum of a weight's gradient is over rows."""
+        """An input or output as [rows, channels, ...]; the weight's gradient sums over the rows."""
 
     def by_output(self, weight: Tensor) -> Tensor:
-        """A weight as [out, in, ...]; the sum of an input's gradient is over outputs."""
+        """A weight as [out, in, ...]; the input's gradient sums over the outputs."""
         return weight
 
     @abstractmethod
     def of_input(self, dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the input, for dy and a weight as `rows` and `by_output` give them."""
+        """The gradient of the input, from dy as `rows` and a weight as `by_output` return them."""
 
     @abstractmethod
     def of_weight(self, dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weight, for dy and x as `rows` gives them."""
+        """The gradient of the weight, from dy and x as `rows` returns them."""
 
 
 class LinearSum(WeightedSum):
-    """That of a linear layer: x [..., in] and a weight [out, in]."""
+    """The product of a linear layer: x [..., in] and a weight [out, in]."""
 
     rotates = True
 
@@ -321,7 +321,7 @@ class LinearSum(WeightedSum):
 
 
 class TurnedSum(LinearSum):
-    """That of `matmul` with a matrix: x [..., in] and a weight [in, out]."""
+    """The product of `matmul` with a matrix: x [..., in] and a weight [in, out]."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x @ weight if bias is None else x @ weight + bias
@@ -334,7 +334,7 @@ class TurnedSum(LinearSum):
 
 
 class BatchedSum(WeightedSum):
-    """That of `matmul` with several matrices: x [..., rows, in] and another factor [..., in, out], broadcast."""
+    """The product of `matmul` with several matrices: x [..., rows, in] and a factor [..., in, out], broadcast."""
 
     rotates = True
 
@@ -359,7 +359,7 @@ def _last(x: Tensor) -> Tensor:
 
 
 class WindowSum(WeightedSum):
-    """That of a convolution: x [n, in, ...] and a weight [out, in / groups, ...].
+    """The product of a convolution: x [n, in, ...] and a weight [out, in / groups, ...].
 
     Args:
         layer: the convolution.
@@ -399,7 +399,7 @@ _CONVOLUTIONS: dict[int, tuple[Any, Any, Any]] = {
 
 
 class _Multiplied(torch.autograd.Function):
-    """x and weight as the forward product has them; the other two are what they were before, None where not wanted."""
+    """A product of quantized x and weight; `x_before` and `weight_before` are unquantized, None where not needed."""
 
     @staticmethod
     def forward(
@@ -444,7 +444,7 @@ class _Multiplied(torch.autograd.Function):
 
 
 class _MultipliedInTransforms(_Multiplied):
-    """`_Multiplied` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
+    """`_Multiplied` under function transforms and forward-mode AD; separate, as torch.compile cannot trace a `jvp`."""
 
     generate_vmap_rule = True
 
@@ -462,14 +462,14 @@ class _MultipliedInTransforms(_Multiplied):
 
 
 def is_trained(config: GradientConfig | None) -> bool:
-    """Whether gradients are wanted, and quantized; not where an exporter or torch.jit.trace records a product."""
+    """Whether gradients are computed and quantized here; False while an exporter or torch.jit.trace records."""
     return config is not None and torch.is_grad_enabled() and not is_recorded()
 
 
 def multiplied(
     product: WeightedSum, how: Backward | None, x: Factor, weight: Factor, bias: Tensor | None = None
 ) -> Tensor:
-    """The product of two factors, with quantized backward products where they are wanted, and a factor is quantized.
+    """The product of two factors, with quantized backward products if gradients are computed and a factor is quantized.
 
     Args:
         how: how its backward products are quantized; None leaves them in float.
@@ -478,7 +478,7 @@ def multiplied(
         bias: added to the product.
 
     Raises:
-        ConfigError: `parallelize_module` shared the weight out, or torch.compile reads a transform of torch.func.
+        ConfigError: `parallelize_module` sharded the weight, or torch.compile traces a transform of torch.func.
     """
     in_float = x.value is x.before and weight.value is weight.before
     if how is None or in_float or not is_trained(how.config):
@@ -505,7 +505,7 @@ def multiplied(
 
 
 def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
-    """`x @ other`, as `multiplied`; a sum over rows is one over all but the last axis where the other is a matrix."""
+    """`x @ other`, as `multiplied`; for a matrix `other`, all axes of x but the last are rows."""
     if other.value.dim() == 1:
         return matmul(how, x, other.map(lambda own: own[:, None])).squeeze(-1)
     if other.value.dim() == 2:
@@ -516,10 +516,10 @@ def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
 
 
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
-    """The output of a quantized layer with quantized backward products; None where they do not exist, or need not.
+    """The output of a quantized layer with quantized backward products; None where these do not apply.
 
     A layer whose quantizers are off computes in float, gradients too. An exporter or torch.jit.trace records the layer
-    without them: its graph has no form for them.
+    without quantized backward products, since its graph cannot express them.
     """
     is_on = is_trained(config) and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))
     product = type(layer).weighted_sum(layer) if is_on else None
@@ -533,7 +533,7 @@ def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | N
 
 
 def _by_autocast(x: Tensor) -> Tensor:
-    """x in the dtype in which autocast multiplies it, which is kept until the backward pass, as for float layers."""
+    """x in the dtype in which autocast multiplies it, so that this copy is kept for the backward pass."""
     device = x.device.type
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return x

@@ -1,4 +1,4 @@
-"""What a device computes between two quantizers: tensors that carry its integers through a forward in torch.
+"""Tensors that carry the integers which a device computes between two quantizers, through a forward in torch.
 
 In the execution of a device a quantizer gives a `DeviceTensor`: values for torch, and the codes that the device has. A
 function of such tensors keeps what the device keeps until it stores codes again: a product its exact sums, a sum of two
@@ -48,7 +48,7 @@ _STRIDED = "strided depthwise"
 _MEANS = ("mean", *(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)))
 
 _MOST = 32
-"""Constants that are kept for one product: of each grid that stores it."""
+"""How many constants are kept for one product; each grid of codes that stores the product adds some."""
 _Made = TypeVar("_Made")
 
 
@@ -74,7 +74,7 @@ class CodeGrid(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest one for codes."""
+        """The smallest integer dtype that holds all codes."""
         for dtype in (torch.uint8, torch.int8, torch.int16):
             if torch.iinfo(dtype).min <= self.low and self.high <= torch.iinfo(dtype).max:
                 return dtype
@@ -82,10 +82,10 @@ class CodeGrid(NamedTuple):
 
 
 class Kept:
-    """What a quantizer keeps between calls. Copies and pickles of it are empty."""
+    """The grid, packed weight and constants that a quantizer keeps between calls; copies and pickles are empty."""
 
     stores: tuple[Any, ...] | None = None
-    """The device and what else decides that it stores codes, of the last call where it does."""
+    """The device and settings under which the last call stored codes; None before."""
 
     def __init__(self) -> None:
         self._grid: tuple[tuple[Any, ...], Tensor, CodeGrid] | None = None
@@ -94,7 +94,7 @@ class Kept:
         self._made: dict[Any, Any] = {}
 
     def grid(self, scale: Tensor, zero_point: Tensor | None, low: int, high: int) -> CodeGrid:
-        """The grid of codes; the same object as that of the last call where it has the same numbers."""
+        """The grid of codes; the object of the last call if scale, zero point and bounds are equal."""
         # `item` takes 0.3 us of a number; `torch.equal` 1.5 us.
         numbers = low, high, *(x.item() if x.numel() == 1 else x.shape for x in (scale, zero_point) if x is not None)
         if self._grid is not None:
@@ -108,13 +108,13 @@ class Kept:
         return grid
 
     def packed(self, codes: Tensor, places: ConvParams) -> PackedWeight:
-        """The codes of a call, packed anew where they or the places are others than those of the last call."""
+        """The packed codes of a weight; packed again only if the codes or the parameters of the convolution changed."""
         if self._packed is None or self._packed.places != places or not self._packed.is_of(codes):
             self._packed = PackedWeight(codes, places)
         return self._packed
 
     def constants(self, bias: Tensor | None, *state: Any) -> dict[Any, Any]:
-        """What was made of the same bias and of a state of the same objects; empty where they are others."""
+        """The dict of constants for this bias and these state objects; a new empty dict if any of them changed."""
         last, *others = self._state or (None,)
         is_same = len(state) == len(others) and all(a is b for a, b in zip(state, others, strict=True))
         is_same = is_same and (bias is last if bias is None or last is None else torch.equal(bias, last))
@@ -127,7 +127,7 @@ class Kept:
 
 
 class GridCodes(NamedTuple):
-    """A tensor as the device has it in memory.
+    """A tensor as codes in the device's memory.
 
     Attributes:
         stored: codes in a dtype of integers; in one of floats where gradients are wanted, or values may be NaN.
@@ -151,19 +151,19 @@ class GridCodes(NamedTuple):
         return codes - self.grid.zero_point if self.grid.zero_point else codes
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for."""
+        """The values of the codes: (code - zero point) * scale [shape of the codes]."""
         return (self.codes * self.grid.scale.float()).to(dtype)
 
 
 class Sums(NamedTuple):
-    """A product before it is stored: sums * of_input * of_weight + bias.
+    """A product before it is rounded to codes: sums * of_input * of_weight + bias.
 
     Attributes:
         sums: exact integers, in a dtype that holds them: int32, float32 or float64.
         of_input: the scale of the input, float64, of one element.
         of_weight: the scales of the other factor, float64, broadcasts with the sums.
         bias: float64, broadcasts with the sums.
-        kept: what a rule has made of the same scales and bias before, by keys of its choice.
+        kept: constants that a rule made for the same scales and bias in earlier calls, by keys of its choice.
         of_zero: where the input has codes of more than 8 bits, its zero point times the sums of the weight's codes,
             float64, broadcasts with the sums.
     """
@@ -181,11 +181,11 @@ class Sums(NamedTuple):
         return self.of_zero is not None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The product in float."""
+        """The product in float, of `dtype` [shape of the sums]."""
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
     def once(self, key: tuple[Any, ...], to: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """What a rule makes of scales, bias and a grid without the sums."""
+        """The constants of a rule for a grid of codes, made once: from scales and bias, not from sums."""
         key = *key, id(to.scale), to.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:
@@ -194,7 +194,7 @@ class Sums(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors that a function reads; of a mean their sums, and how many elements are summed."""
+    """The tensors that a function reads; for a mean, the sums of codes, and the count of elements in each sum."""
 
     tensors: tuple[GridCodes, ...]
     summed: int = 1
@@ -207,17 +207,17 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a function that is not stored yet.
+    """The result of a function before it is rounded to codes.
 
     Attributes:
         function: the canonical name of the function, or "strided depthwise".
-        parts: what it is computed from.
-        least: the value at which a ReLU bounds it below.
-        most: the value at which a ReLU6 bounds it above.
-        is_whole: whether it is computed from integers alone, none of which is NaN.
-        made: its codes by the grids for which they were made.
-        moves: what gave it another shape, or picked the largest of neighbours, one after the other. Codes rise with
-            what they stand for, so that codes may be picked in its place.
+        parts: the sums or the tensors from which the result is computed.
+        least: the lower bound, of a ReLU.
+        most: the upper bound, of a ReLU6.
+        is_whole: whether all codes in it are integers, and none is NaN.
+        made: the codes of the result, by the grid for which they were made.
+        moves: the functions, in order, that reshaped the result or took the maximum of neighbours. Codes rise with
+            their values, so that the maximum can be taken of codes, too.
     """
 
     function: str
@@ -231,17 +231,17 @@ class Computed:
 
 @dataclass(frozen=True)
 class Device:
-    """The arithmetic of an engine: how it stores results as codes.
+    """The arithmetic of an engine: the rules that round results of functions to codes.
 
     Attributes:
         name: of the engine.
         rules: by the canonical name of a function, "strided depthwise" for these convolutions, and "product" for all
-            convolutions, linear layers and matrix products without a rule of their own. They give codes from `Sums`
-            or `Operands` and the grid of the quantizer that stores them, whose range ends where a ReLU ends it: a new
-            tensor of floats, or one of integers that is clamped to the range.
-        source: the program from which the rules come, and how far they were compared with it.
-        wide: the same where activations have codes of 16 bits, before and after the function.
-        unsigned: whether codes of activations have no sign.
+            convolutions, linear layers and matrix products that have no rule by name. A rule takes `Sums` or
+            `Operands`, and the quantizer's grid with the bounds of a ReLU; it returns a new tensor of codes, as floats,
+            or as integers that are clamped to the bounds.
+        source: the program from which the rules come, and how far the rules were compared with it.
+        wide: the rules where activations have codes of 16 bits, before and after the function.
+        unsigned: whether codes of activations are unsigned.
     """
 
     name: str
@@ -254,7 +254,7 @@ class Device:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
 
     def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
-        """The codes of a result, or None where there is no rule."""
+        """The codes of a result in a grid, or None where the device has no rule for the function."""
         rules = self.wide if to.is_wide else self.rules
         rule = rules.get(computed.function)
         if rule is None and isinstance(computed.parts, Sums):
@@ -287,21 +287,21 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class DeviceTensor(Tensor):
-    """Values, and what the device has of them: codes, or a result that is not stored yet.
+    """Values with the codes of the device, or with a result that is not rounded to codes yet.
 
-    Values are computed when they are read; until then the tensor itself holds NaN.
+    The values may be computed only when they are read; until then the tensor itself holds NaN.
     """
 
     has: GridCodes | Computed | None = None
     device_of: Device
     late: Callable[[], Tensor] | None = None
-    """Computes the values that were not read yet."""
+    """The function that computes the values; None once they were read, or if they were there from the start."""
     read: Tensor | None = None
-    """The values that were read."""
+    """The values that `late` computed; None before."""
 
     @classmethod
     def of(cls, values: Tensor, has: GridCodes | Computed, device: Device) -> DeviceTensor:
-        """Values with what the device has; their gradient stays."""
+        """A tensor of values that carries its codes on the device; gradients flow through the values."""
         made = values.as_subclass(DeviceTensor)
         made.has, made.device_of = has, device
         return made
@@ -315,7 +315,7 @@ class DeviceTensor(Tensor):
         has: GridCodes | Computed,
         device: Device,
     ) -> DeviceTensor:
-        """The same without values yet: a function computes them, like a tensor in dtype and device."""
+        """A tensor like that from `of`, whose values `compute` makes when they are read, in the dtype of `like`."""
         empty = _nan(like.dtype, like.device).expand(shape)
         made = cls.of(empty, has, device)
         made.late = compute
@@ -323,20 +323,20 @@ class DeviceTensor(Tensor):
 
     @property
     def bare(self) -> Tensor:
-        """A tensor of the same shape, dtype and device, whose values do not count."""
+        """A plain tensor of the same shape, dtype and torch device, whose values must not be read."""
         with torch._C.DisableTorchFunctionSubclass():  # torch sets hooks in it, with a lock that they would wait for
             return super().as_subclass(Tensor)
 
     @property
     def known(self) -> Tensor:
-        """The values, without what the device has; computed where they were not read before."""
+        """The values as a plain tensor, computed now if they were not read before."""
         if self.late is not None:
             with torch.no_grad(), torch.autocast(self.bare.device.type, enabled=False):
                 self.read, self.late = self.late(), None
         return self.bare if self.read is None else self.read
 
     def as_subclass(self, cls: Any) -> Any:
-        """The values as another class: torch asks no `__torch_function__` for it."""
+        """The values as another class, without a call of `__torch_function__`."""
         return plain(self).as_subclass(cls)
 
     @classmethod
@@ -375,18 +375,18 @@ class DeviceTensor(Tensor):
 
 
 def _are_late(*tensors: Any) -> bool:
-    """Whether tensors have the same shape and dtype, and their values were not read."""
+    """Whether all tensors have values that were not read yet, and the same shape and dtype."""
     late = all(isinstance(x, DeviceTensor) and x.late is not None for x in tensors)
     return late and all(x.shape == tensors[0].shape and x.dtype == tensors[0].dtype for x in tensors)
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Whether a dropout drops."""
+    """Whether a call of a dropout drops elements: it is in training mode, and p is not 0."""
     return bool(kwargs.get("training", args[2] if len(args) > 2 else True)) and kwargs.get("p", args[1:2] or 1) != 0
 
 
 def plain(value: Any) -> Any:
-    """Values of arguments, without what the device has."""
+    """The argument with plain tensors of values in place of DeviceTensors, also inside tuples, lists and dicts."""
     if isinstance(value, DeviceTensor):
         return value.known
     if isinstance(value, tuple | list):
@@ -414,15 +414,15 @@ def stored(
     encode: Callable[[Tensor], Tensor | None] | None,
     kept: Kept | None,
 ) -> Tensor:
-    """The tensor that a quantizer gives under a device: codes by the rule of the function that computed x.
+    """The output of a quantizer under a device: x with codes by the rule of the function that computed it.
 
     Args:
         device: the arithmetic.
         x: the quantizer's input.
-        grid: of the quantizer.
-        quantize: the simulation, whose values count where x was not computed by a function with a rule.
-        encode: the codes of these values, or None where values are NaN; None where `quantize` must be called.
-        kept: what the quantizer keeps of a weight.
+        grid: the quantizer's grid of codes.
+        quantize: fake-quantizes x; its values count where no rule computed the codes of x.
+        encode: returns the codes of x, or None if x holds NaN; if `encode` is None, `quantize` is called.
+        kept: the cache of a weight's quantizer.
     """
     computed = x.has if isinstance(x, DeviceTensor) and isinstance(x.has, Computed) else None
     codes = None if computed is None else device.codes(computed, grid)
@@ -445,13 +445,13 @@ def stored(
 
 
 def _device_of(*tensors: Any) -> Device | None:
-    """The device whose codes all tensors have; None if a tensor has none."""
+    """The device of the first tensor if all tensors carry codes, else None."""
     stored = all(isinstance(x, DeviceTensor) and isinstance(x.has, GridCodes) for x in tensors)
     return tensors[0].device_of if stored and tensors else None
 
 
 def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed, shape: Sequence[int]) -> Tensor:
-    """The values of a call, with what the device has of its result; later, where those of operands were not read."""
+    """Call a function on values, and attach the computed result; the call waits if the values of all operands wait."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DeviceTensor)]
     is_late = all(x.late is not None and x.dtype == operands[0].dtype for x in operands) and "dtype" not in kwargs
     if torch.is_grad_enabled() or not is_late:
@@ -469,7 +469,7 @@ def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed,
 
 
 def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """The exact sums of a product of two tensors that are stored."""
+    """A product of two tensors of codes as a DeviceTensor with exact sums; NotImplemented for other arguments."""
     arguments = arguments_of(called, args, kwargs)
     factors: list[Any] = [arguments.get(operand.name) for operand in called.operands[:2]]
     if (device := _device_of(*factors)) is None or factors[0].has.grid.scale.numel() > 1:
@@ -531,7 +531,7 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: Any) -> Tensor | None:
-    """The same sums by integer units, int32 or float32; None where there are none for them."""
+    """Exact sums of a product of codes by integer kernels, int32 or float32; None where no kernel fits."""
     if not (x.is_whole and other.is_whole) or other.kept is None or other.grid.zero_point:
         return None
     if name == "linear":
@@ -548,9 +548,9 @@ def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: An
 def _without_borders(
     called: CalledAs, summed: Callable[..., Tensor], x: Tensor, weight: Tensor, args: Any, kwargs: Any
 ) -> Tensor:
-    """The sums of a weight's codes that a position sees where no border cuts its window.
+    """The sums of a weight's codes over a whole window, as at positions that no border cuts.
 
-    They are those of each output [out], of matrices [..., 1, out]; of a transposed convolution they differ by position
+    The shape is [out], for matrices [..., 1, out], and for a transposed convolution, whose sums differ by position,
     [1, out, ...].
     """
     if called.function.name == "matmul":
@@ -574,7 +574,7 @@ _PLACES = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 @lru_cache(maxsize=256)
 def _places(axes: int, stride: Any, padding: Any, dilation: Any, groups: int) -> ConvParams | None:
-    """Where the windows of a convolution are; None for a padding by name."""
+    """The parameters of a convolution over `axes` axes; None if the padding is a name, such as "same"."""
     if isinstance(padding, str):
         return None
     numbers = [[*n] if isinstance(n, tuple) else [n] for n in (stride, padding, dilation)]
@@ -593,7 +593,7 @@ def _exact_sums(
     operands: Sequence[SiteOperand],
     groups: int,
 ) -> Tensor:
-    """The sums of products of codes, float64: by products in float32 of parts so short that all sums are exact."""
+    """The exact sums of products of codes, float64, computed in float32 in parts too short to round."""
     grid, (of_x, of_other) = x.grid, operands
     reach = max(abs(grid.low - grid.zero_point), abs(grid.high - grid.zero_point))
     axes = [of_other.reduction, *range(-of_other.positions, 0)]
@@ -610,7 +610,7 @@ def _exact_sums(
 
 
 def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """A ReLU or ReLU6 behind a function that is not stored yet, which engines compute together."""
+    """A ReLU, ReLU6 or hardtanh of a result before it is rounded, which engines fuse; else NotImplemented."""
     (x,) = arguments_of(called, args, kwargs).values()
     if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed):
         return NotImplemented
@@ -624,7 +624,7 @@ def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Codes, or a result before it is stored, in other places; and the largest of neighbours."""
+    """Codes, or a result before it is rounded, after a reshape or a maximum of neighbours; else NotImplemented."""
     x = args[0]
     if not isinstance(x, DeviceTensor) or x.has is None:
         return NotImplemented
@@ -659,7 +659,7 @@ def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int:
-    """How many elements each number of a mean or a pool is the mean of; 0 where numbers differ in that."""
+    """The count of elements in each mean of a pool or `mean`; 0 where the counts differ or windows overlap or pad."""
     if not name.startswith("avg_pool"):
         summed, rest = divmod(x.numel(), max(result.numel(), 1))
         return 0 if rest or (name != "mean" and result[0, 0].numel() > 1) else summed  # windows of a pool overlap
@@ -677,7 +677,7 @@ def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int
 
 
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of tensors that are stored, for which the device may have a rule."""
+    """A function of tensors of codes that has a rule on the device, such as a sum or a mean; else NotImplemented."""
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
     if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
         return NotImplemented

@@ -28,7 +28,7 @@ Kwargs: TypeAlias = Mapping[str, Any]
 
 
 def of_einsum(args: Args, _: Kwargs) -> str:
-    """The equation that a call of `einsum` gives; empty where it gives lists of axes."""
+    """The equation in a call of `einsum`; "" where the call has lists of axes."""
     return args[0] if args and isinstance(args[0], str) else ""
 
 
@@ -55,7 +55,7 @@ def of_tensordot(args: Args, kwargs: Kwargs) -> str:
 
 
 def of_vecdot(args: Args, kwargs: Kwargs) -> str:
-    """The equation of a call of `vecdot`, whose tensors are broadcast.
+    """The equation of a call of `vecdot`, whose tensors may be broadcast.
 
     >>> import torch
     >>> of_vecdot((torch.ones(2, 3, 4), torch.ones(3, 1)), {"dim": 0})
@@ -69,7 +69,7 @@ def of_vecdot(args: Args, kwargs: Kwargs) -> str:
 
 
 def of_chain(args: Args, kwargs: Kwargs) -> str:
-    """The equation of a product of a list of matrices, of which the first and the last may be vectors.
+    """The equation of a product of a list of matrices; the first and the last may be vectors.
 
     >>> import torch
     >>> of_chain(([torch.ones(2), torch.ones(2, 3), torch.ones(3, 4)],), {})
@@ -86,7 +86,7 @@ def of_chain(args: Args, kwargs: Kwargs) -> str:
 
 
 def axes_of(equation: str, place: int) -> tuple[int, int]:
-    """The axis of a term's outputs, or 0, and of its sum, or -1, where terms are multiplied from left to right.
+    """The axes of one term of an equation: of its outputs (else 0), and of its sum (else -1); terms multiply in order.
 
     >>> axes_of("bsd,dhk->bshk", 1), axes_of("ab,bc,cd->ad", 1)
     ((1, 0), (1, 0))
@@ -112,51 +112,51 @@ def axes_of(equation: str, place: int) -> tuple[int, int]:
 
 
 def _first_two(args: Args, kwargs: Kwargs, first: Sequence[str], second: Sequence[str]) -> list[Any]:
-    """Two tensors by their places, or by their keywords."""
+    """Two tensors, by position or else by keyword."""
     named = [next((kwargs[name] for name in names if name in kwargs), None) for names in (first, second)]
     return [args[place] if place < len(args) else named[place] for place in (0, 1)]
 
 
 class Trait(Flag):
-    """What a function does with the values of its tensors."""
+    """How a function treats the values of its tensors."""
 
     MOVES = auto()
-    """It moves or picks values, which all engines compute on codes."""
+    """Moves or picks values, which all engines compute on codes."""
     CODES = auto()
-    """It moves, copies or cuts values: its result is quantized if its inputs are."""
+    """Moves, copies or clips values: the result is quantized if the inputs are."""
     SCALES = auto()
-    """f(s x) = s f(x) for s > 0, in eval mode. It may mix channels, as `mean`: callers check the model's output."""
+    """f(s x) = s f(x) for s > 0, in eval mode. The function may mix channels, as `mean`: callers check the output."""
     CHANNELS = auto()
-    """With one tensor and numbers, it commutes with a rotation of channels; for some arguments alone, as `reshape`:
-    callers check the model's output."""
+    """With one tensor and numbers, commutes with a rotation of channels; only for some arguments, as `reshape`: callers
+    check the model's output."""
     SUMS = auto()
-    """It adds or joins tensors with the same channels."""
+    """Adds or joins tensors with the same channels."""
     FILLS = auto()
-    """It writes values from elsewhere into a tensor."""
+    """Writes values from elsewhere into a tensor."""
     EMPTY = auto()
-    """It reads no values, and gives zeros, which every quantized format has, or nothing."""
+    """Reads no values, and returns zeros, which every quantized format has, or an empty tensor."""
     PRODUCT = auto()
-    """An integer or low-precision unit would compute it. All others are elementwise, normalisations or reductions,
-    which run in float on most engines."""
+    """A product that integer or low-precision units compute. Other functions are elementwise, normalisations or
+    reductions, which run in float on most engines."""
     LOOKUP = auto()
-    """It reads rows of a table, and multiplies nothing."""
+    """Reads rows of a table, and multiplies nothing."""
     ATTENTION = auto()
-    """It computes two products with a softmax between, and may take a mask."""
+    """Computes two products with a softmax between them, and may take a mask."""
     HEADS = auto()
-    """The last axis of its result is that of the operand that it sums over along axis -2: the values of attention."""
+    """The last axis of the result is that of the operand which is summed along axis -2: the values of attention."""
     SOFTMAX = auto()
-    """It makes weights of scores, among which may be those of a mask."""
+    """Turns scores into probabilities; masked scores may be among them."""
     IDENTITY = auto()
-    """In eval mode it gives the values that it takes; no exported file has it."""
+    """Returns its input in eval mode; exported files leave the function out."""
     SHAPE = auto()
-    """It may be asked without a read of values. A call whose result holds a tensor counts as a read."""
+    """May be called without a read of values, unless the result holds a tensor."""
 
 
 NO_TRAITS = Trait(0)
 
 
 def read_traits(table: str) -> dict[str, Trait]:
-    """The traits of functions by name, from lines of names, a bar and traits.
+    """The traits of functions by name, from lines such as "relu | codes scales".
 
     >>> read_traits("relu | codes scales")
     {'relu': <Trait.CODES|SCALES: 6>}
@@ -174,15 +174,15 @@ def read_traits(table: str) -> dict[str, Trait]:
 
 @dataclass(frozen=True)
 class SiteOperand:
-    """One tensor argument of a function that may be quantized.
+    """A tensor argument of a function that may be quantized.
 
     Attributes:
-        name: the attribute that holds its quantizer.
-        position: among the positional arguments.
-        keywords: the names under which it may be passed.
-        channels: the axis of its output channels, where it is a weight.
-        reduction: the axis that a product sums over; of other functions the axis of the features.
-        positions: the number of last axes that hold the positions of a kernel, which a product sums over, too.
+        name: the attribute of a site that holds the argument's quantizer.
+        position: the place among the positional arguments.
+        keywords: the names under which the argument may be passed.
+        channels: the axis of output channels, if the argument is a weight.
+        reduction: the axis that a product sums over; for other functions, the axis of features.
+        positions: how many of the last axes are positions of a kernel, over which a product sums, too.
     """
 
     name: str
@@ -195,18 +195,18 @@ class SiteOperand:
 
 @dataclass(frozen=True)
 class SiteFunction:
-    """A function that can be a site.
+    """A function whose calls can be sites, which have quantizers.
 
     Attributes:
-        name: the canonical name, which counts calls and names quantizers.
-        operands: its tensor arguments; empty where it takes a list of tensors, see `list_position`.
-        traits: what it does with their values.
-        also: other names of torch for it, and operators with their namespace, as "mylib::product".
-        fewest: how many float tensors a call needs to be a site: `x + 1` is none.
+        name: the canonical name, under which calls are counted and quantizers named.
+        operands: the tensor arguments; empty if the function takes a list of tensors, see `list_position`.
+        traits: how the function treats values.
+        also: torch's other names of the function, and operators with their namespace, as "mylib::product".
+        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is none.
         list_position: the first argument that belongs to a list of tensors, or None.
-        equation: of the arguments, the `einsum` that the call computes; None where the axes of `operands` always hold.
-        multiplications: the multiply-accumulates, from the number of results and the operands, where torch's counter
-            does not know them; None for one for each result and place along the reduction of the first operand.
+        equation: returns the `einsum` equation of a call's arguments; None if the axes of `operands` always hold.
+        multiplications: counts multiply-accumulates, from the count of results and the operands, where torch's counter
+            cannot; None: results times the length of the first operand's reduction axis.
     """
 
     name: str
@@ -221,12 +221,12 @@ class SiteFunction:
 
 @dataclass(frozen=True)
 class CalledAs:
-    """How one object of torch calls a function of the table.
+    """The form in which one object of torch calls a function of the table.
 
     Attributes:
         function: the entry of the table.
-        operands: those of the function, with the positions of this object.
-        plain: what computes the same without overwriting the first operand, where this does.
+        operands: the function's operands, with their positions in calls of this object.
+        plain: the function that computes the same without overwriting the first operand, if this object does.
         inplace_position: the position of an argument `inplace`, or None.
     """
 
@@ -243,7 +243,7 @@ class CalledAs:
         return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
 
     def without_writing(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """What computes the same as `func` from the same arguments, and overwrites none; they are changed for it."""
+        """The function that computes the same as `func` without overwriting; changes `args` and `kwargs` for it."""
         position = self.inplace_position
         if position is None:
             return func if self.plain is None else self.plain
@@ -332,7 +332,7 @@ _FUNCTIONS = [
     *(SiteFunction(name, (_INPUT,), traits) for name, traits in read_traits(_UNARY).items()),
 ]
 SITE_FUNCTIONS = {function.name: function for function in _FUNCTIONS}
-"""The table, by canonical name."""
+"""The functions, by canonical name."""
 
 # Names for rules that stand for several functions, or are shorter.
 _SHORT = {
@@ -351,7 +351,7 @@ _ROOMS = (torch, F, torch.special, torch.linalg, _C_nn, Tensor, operator)
 
 
 def _objects(name: str) -> Iterable[tuple[Any, Any, bool]]:
-    """What a name calls in torch; where that is in place, what is not; and whether the operands are swapped."""
+    """torch's objects for a name, each with its out-of-place variant or None, and whether operands are swapped."""
     spellings = [(name, "", False), (f"{name}_", name, False), (f"special_{name}", "", False)]
     spellings += [(f"__{name}__", "", False), (f"__i{name}__", f"__{name}__", False), (f"__r{name}__", "", True)]
     spellings += [(f"r{name}", "", True)]
@@ -394,7 +394,7 @@ def _table() -> dict[Any, CalledAs]:
 
 
 def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
-    """How operators of torch.ops call a function, by their names without an overload."""
+    """The operators of torch.ops that call a function, by their names without overload."""
     if "::" in name:
         return {name.replace("::", "."): CalledAs(function, function.operands)}
     written = CalledAs(function, function.operands, getattr(torch.ops.aten, name, None))
@@ -402,9 +402,9 @@ def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
 
 
 def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
-    """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
+    """The operand of an `einsum`, with the axis of its outputs, which other operands do not have, and of its sum.
 
-    `place` is its term of the equation; None if the name ends in it.
+    `place` is the index of its term in the equation; None: the index is at the end of `name`.
 
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
     SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
@@ -414,13 +414,13 @@ def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOp
 
 
 CALLED_AS = _table()
-"""What an object of torch is, by the object itself as `__torch_function__` gets it."""
+"""The functions by the objects of torch that call them, as `__torch_function__` gets the objects."""
 # torch's compiler does not find the methods of Tensor that are written in Python (`1 - x`) in a dictionary.
 _IN_PYTHON = tuple((method, CALLED_AS.pop(method)) for method in (Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rmatmul__))
 
 
 def called_as(func: Any) -> CalledAs | None:
-    """What an object of torch is; None if it cannot be a site.
+    """The function that an object of torch calls, and how; None if the object's calls cannot be sites.
 
     >>> called_as(torch.Tensor.__rsub__).function.name
     'sub'
@@ -434,11 +434,11 @@ def called_as(func: Any) -> CalledAs | None:
 
 
 def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> None:
-    """Let calls of a function from outside of torch have quantizers.
+    """Let calls of a function outside of torch have quantizers.
 
     Args:
-        function: names, operands and traits. Operators of torch.ops are known by `also`: "mylib::product".
-        objects: functions in Python that dispatch by `__torch_function__`.
+        function: the entry of the table; `also` names operators of torch.ops, such as "mylib::product".
+        objects: Python functions that dispatch by `__torch_function__`.
 
     Raises:
         ConfigError: the name is taken, or no identifier.
@@ -457,7 +457,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
-    """The canonical names of a rule's names of functions; a ConfigError, with the nearest, for a name of none.
+    """The canonical names for a rule's names of functions; ConfigError with the nearest name for an unknown name.
 
     >>> sorted(canonical_ops(["sdpa", "add"]))
     ['add', 'scaled_dot_product_attention']
@@ -479,7 +479,7 @@ def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def places_of(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names and places of operands; a list of tensors is replaced by a copy, which may be changed."""
+    """The names of operands, each with the list or dict and the key that hold it; a list of tensors is first copied."""
     first = called.function.list_position
     if first is not None:
         if len(args) <= first:

@@ -1,7 +1,7 @@
-"""Products of quantized layers on integer units: codes times codes, exact sums, one float epilogue.
+"""Products of quantized layers on integer units: codes times codes, exact sums, then scales and bias in float.
 
-`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference: where a
-gradient is wanted, the layer is simulated.
+`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference:
+if a gradient is needed, the layer computes in float on quantized values.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fakequant.ops.products import PackedWeight
 
 
 class Watched:
-    """Shows functions what a module computes inside of a call, where hooks of torch do not look."""
+    """Shows registered functions the tensors inside a module's call, which torch's hooks do not reach."""
 
     _watching: Mapping[int, Callable[..., None]] = MappingProxyType({})
 
     def watch(self, see: Callable[..., None]) -> RemovableHandle:
-        """Have a function called with what the class shows; the handle ends it, as for hooks of torch."""
+        """Register a function that is called with the shown values; the handle removes it, as for hooks of torch."""
         watching: dict[int, Any] = vars(self).setdefault("_watching", OrderedDict())
         handle = RemovableHandle(watching)
         watching[handle.id] = see
@@ -44,11 +44,11 @@ class Watched:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a function watches."""
+        """Whether any function is registered."""
         return len(self._watching) > 0  # Dynamo takes an empty mapping proxy for true
 
     def show(self, *values: Any) -> None:
-        """Show values to all functions that watch."""
+        """Call all registered functions with the values."""
         for see in tuple(self._watching.values()):  # a lane of `improve` may stop in one, while others come
             see(*values)
 
@@ -57,18 +57,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Execution(Enum):
-    """How a quantized layer computes its product."""
+    """How a quantized layer computes its product: in float on quantized values, or on integer codes."""
 
     SIMULATE = "simulate"
     """Quantized values are multiplied in float."""
     AUTO = "auto"
-    """Codes are multiplied wherever that can be done exactly; else the layer is simulated."""
+    """Codes are multiplied wherever that is exact; else quantized values are multiplied in float."""
     INTEGER = "integer"
-    """The same, but a layer that can never run in integers is refused."""
+    """As AUTO, but a layer that can never multiply codes raises an error."""
 
 
 def as_execution(value: Execution | str) -> Execution:
-    """An execution from itself or from its name; a ConfigError for all else."""
+    """The execution with a name, or the execution itself; raises ConfigError for other values."""
     try:
         return Execution(value)
     except ValueError as error:
@@ -84,18 +84,18 @@ class CodedTensor(NamedTuple):
 
     @property
     def factor(self) -> QuantizedOperand:
-        """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
+        """The tensor as a factor of an integer product, with its scale as float32."""
         return QuantizedOperand(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
 
 def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
-    """The codes of a tensor; None if it holds NaN, which has none."""
+    """The codes, scale and zero point of a tensor; None if it holds NaN, which has no code."""
     found = quantizer.codes(x)
     return None if found is None else CodedTensor(*found)
 
 
 def wants_gradient(layer: Any, *tensors: Tensor | None) -> bool:
-    """Whether a gradient of one of the tensors, or of a parameter or scale of the layer, is wanted."""
+    """Whether autograd needs a gradient of one of the tensors, or of a parameter or buffer of the layer."""
     if not torch.is_grad_enabled():
         return False
     given = chain(tensors, layer.parameters(), layer.buffers())
@@ -103,38 +103,38 @@ def wants_gradient(layer: Any, *tensors: Tensor | None) -> bool:
 
 
 def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
-    """Whether the dtypes of factors differ without autocast, which torch refuses."""
+    """Whether two factors differ in dtype without autocast, which torch refuses."""
     return x.dtype != other.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
 class Ready:
-    """What follows from a layer and its quantizers as they were: why it is simulated, and what its product needs.
+    """A layer's cached preparation for integer products: the reason why it is simulated, or the packed weight.
 
-    Kept by the layer, because every Python function costs as much as encoding thousands of elements. Copies and
-    pickles of it are None.
+    The layer caches it, because a Python call costs as much as encoding thousands of elements. Copies and pickles are
+    None.
     """
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:
         self.state, self.reason, self.places = state, reason, places
         self.packed: PackedWeight | None = None
-        """The weight of a convolution; its codes tell whether it is still that."""
+        """The packed weight of a convolution; its codes tell whether it is still valid."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
 class IntegerProduct(ABC):
-    """How a kind of layer runs in integers: the product of its input's codes and those of its weight or other input."""
+    """The integer product of one kind of layer: codes of its input times codes of its weight or other input."""
 
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
     """The attributes of the layer that hold the quantizers of both factors."""
     fewest_axes: ClassVar[int] = 1
-    """The least number of axes of each factor."""
+    """The smallest number of axes of each factor."""
 
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output of a layer in integer execution, or None where the layer is simulated.
+        """The output of a layer in integer execution, or None if the layer must be simulated in float.
 
-        `other` is the weight, or the other input; `bias` that of a layer with a weight.
+        `other` is the weight, or the other input; `bias` is the bias of a layer with a weight.
         """
         # First, because where something watches a trial of operators would fail, and that is remembered.
         if wants_gradient(layer, x, other) or library.needs_tracing(x, other, bias):
@@ -157,7 +157,7 @@ class IntegerProduct(ABC):
         return y if y.dtype == dtype else y.to(dtype)
 
     def ready(self, layer: Any) -> Ready:
-        """What is known of a layer as it is now."""
+        """The preparation for the present state of a layer, made again after a change."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         state = (
             layer.execution,
@@ -170,7 +170,7 @@ class IntegerProduct(ABC):
         return ready
 
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:
-        """Why a layer in integer execution is simulated as it is now, whatever its input; None if it is not."""
+        """The reason why a layer in integer execution is simulated for any input; None if it is not."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         if modes := [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]:
             return f"a quantizer is in mode {modes[0]}"
@@ -179,12 +179,12 @@ class IntegerProduct(ABC):
         return self.cannot(layer, *(q and q.spec for q in quantizers))
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        """What else decides whether a layer can run in integers, and where its windows are."""
+        """The properties of a layer, besides its quantizers, that decide whether and how it runs in integers."""
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 
     def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
-        """Whether two factors, quantized by these specifications, can be multiplied: dtypes and sizes."""
+        """Whether the dtypes and sizes of two factors with these specifications allow an integer product."""
         return (
             x.dtype in DTYPES
             and other.dtype in DTYPES
@@ -195,19 +195,19 @@ class IntegerProduct(ABC):
 
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
-        """Why a layer, quantized yet or not, is simulated for any input with these specifications, or None."""
+        """The reason why a layer with these specifications is simulated for any input, or None."""
 
     def places(self, layer: Any) -> ConvParams:
-        """The geometry of a convolution's windows; empty for other layers."""
+        """The stride, padding, dilation and groups of a convolution; empty for other layers."""
         return ConvParams([], [], [], 1)
 
     @abstractmethod
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
-        """The product in float32."""
+        """The product [shape of the output] in float32, with scales and bias."""
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:
-    """Why tensors of a specification have no codes for an integer product, or None.
+    """The reason why tensors of a specification have no codes for an integer product, or None.
 
     >>> cannot_multiply(QuantSpec("int4"))
     >>> cannot_multiply(QuantSpec("float8_e4m3fn"))
@@ -228,7 +228,7 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
 
 
 class LinearProduct(IntegerProduct):
-    """Input [..., in] times the transposed weight [out, in]."""
+    """The integer product of input [..., in] and transposed weight [out, in]."""
 
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         return (
@@ -247,7 +247,7 @@ class LinearProduct(IntegerProduct):
 
 
 class ConvolutionProduct(IntegerProduct):
-    """Input [n, in, ...] convolved with weight [out, in / groups, ...]."""
+    """The integer convolution of input [n, in, ...] with weight [out, in / groups, ...]."""
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         windows = layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
@@ -280,7 +280,7 @@ class ConvolutionProduct(IntegerProduct):
 
 
 class MatMulProduct(IntegerProduct):
-    """Input [..., n, k] times other input [..., k, m]."""
+    """The integer product of input [..., n, k] and other input [..., k, m]."""
 
     quantizers = ("_input_quantizer", "_other_quantizer")
     fewest_axes = 2
@@ -305,7 +305,7 @@ class MatMulProduct(IntegerProduct):
 
 
 def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "input") -> str | None:
-    """Why an input has no codes for a product."""
+    """The reason why an input with a specification has no codes for an integer product, or None."""
     if spec is None:
         return f"its {name} is in float"
     if reason := cannot_multiply(spec):
@@ -316,7 +316,7 @@ def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "inp
 
 
 def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
-    """Why a weight with output channels on axis 0 has no codes for a product."""
+    """The reason why a weight [out, ...] with a specification has no codes for an integer product, or None."""
     if spec is None:
         return "its weight is in float"
     if reason := cannot_multiply(spec):
@@ -331,18 +331,18 @@ def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
 
 
 def _sum_reason(weight: Tensor, *specs: QuantSpec | None) -> str | None:
-    """Why the sums of products of a layer may leave int32."""
+    """The reason why the layer's sums of products may overflow int32, or None."""
     size, most = weight[0].numel(), _most(*(spec for spec in specs if spec is not None))
     return f"sums of {size:,} products may leave int32; of {most:,} they cannot" if size > most else None
 
 
 @lru_cache
 def _most(input: QuantSpec, other: QuantSpec) -> int:
-    """How many products of codes may be summed."""
+    """How many products of codes can be summed in int32."""
     return products.largest_inner_size(_reach(input), _reach(other))
 
 
 def _reach(spec: QuantSpec) -> int:
-    """How far codes may be from 0, or from a zero point."""
+    """The largest distance of a code from 0, or from a zero point."""
     lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
     return max(-lowest, highest) if spec.symmetric else highest - lowest

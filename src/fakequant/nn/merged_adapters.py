@@ -1,7 +1,7 @@
-"""LoRA on quantized layers, trained as it will be merged: the layer computes with quantize(W + scaling * B A).
+"""LoRA on quantized layers, trained as merged: the layer computes with quantize(W + scaling * B A).
 
-peft adds the adapter beside the quantized layer. Merging it then changes codes, because W + scaling * B A is quantized
-anew. Here training sees the sum quantized, and merging writes that same sum, so that the codes are those of training.
+peft adds the adapter beside the quantized layer. Merging the adapter then changes codes, because W + scaling * B A is
+quantized anew. Here training quantizes the sum, and merging writes that sum, so that the codes are those of training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PEFT = "peft.tuners.lora.layer"
 
 
 def adapter_layers(model: nn.Module) -> list[str]:
-    """Patterns of the layers of a model that belong to adapters of LoRA, for the `skip` of `prepare`."""
+    """Patterns that match the adapter layers of LoRA in a model, for the argument `skip` of `prepare`."""
     return sorted(
         {
             f"*.{name}.*"
@@ -38,17 +38,17 @@ def adapter_layers(model: nn.Module) -> list[str]:
 
 
 def train_merged(model: Model) -> Model:
-    """Have adapters of LoRA on quantized layers train and compute as they will be merged, in place; rsLoRA, too.
+    """Make LoRA adapters on quantized layers train and compute as merged weights, in place; rsLoRA adapters, too.
 
-    `merge_and_unload` of peft then leaves the codes that were trained, of the scales that were trained. Several active
+    `merge_and_unload` of peft then leaves the trained codes and scales. Several active
     adapters are added one after the other, as peft merges them. Adapters on layers in float stay as they are.
 
     Args:
         model: a model with adapters, whose layers are quantized and whose adapters are not.
 
     Raises:
-        ConfigError: an adapter that no weight can hold (DoRA and other variants, dropout of its input), or one whose
-            own layers are quantized (names the layer, says what to do). The model is unchanged then.
+        ConfigError: an adapter that cannot be merged into a weight (DoRA and other variants, input dropout), or whose
+            layers are quantized themselves (names the layer, says what to do). The model is unchanged then.
 
     >>> train_merged(nn.Sequential(nn.Linear(2, 2)))  # without adapters nothing changes
     Sequential(
@@ -86,7 +86,7 @@ def _base(layer: Any) -> nn.Module:
 
 
 def _check(layer: Any, adapter: str, path: str = "") -> None:
-    """Raise where merging cannot give what an adapter computes."""
+    """Raise ConfigError where merging cannot reproduce an adapter: a variant such as DoRA, or dropout."""
     place = f"{path or type(layer).__name__}: the adapter {adapter!r}"
     if adapter in layer.lora_variant:
         raise ConfigError(
@@ -98,7 +98,7 @@ def _check(layer: Any, adapter: str, path: str = "") -> None:
 
 
 class _Merged:
-    """The methods of peft's layers that differ."""
+    """Methods that replace those of peft's LoRA layers, so that the layer computes with the merged weight."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.scaling]
@@ -116,7 +116,7 @@ class _Merged:
         return checkpoint(merged, x, *args, use_reentrant=False, **kwargs)
 
     def merged_tensors(self: Any, adapters: list[str]) -> dict[str, Tensor]:
-        """The weight as `merge` leaves it, and the bias if adapters have one."""
+        """The weight as after `merge`, and the bias if the layer or an adapter has a bias."""
         base: Any = _base(self)
         weight, bias = base.weight, getattr(base, "bias", None)
         # Else the product of B and A would be rounded to 16 bits in training, and not in `merge`.

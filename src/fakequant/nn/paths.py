@@ -1,4 +1,4 @@
-"""The paths of quantizers in a model, and patterns of them."""
+"""The paths of quantizers in a model, and patterns that match paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fakequant.errors import ConfigError, shown
 
 
 def join(layer: str, attribute: str) -> str:
-    """The path of what a layer holds under an attribute; the path of the model itself, or of the layer, is empty.
+    """The path of an attribute of a layer; an empty `layer` means the model, an empty `attribute` the layer itself.
 
     >>> join("blocks.0", "_input_quantizer"), join("", "weight"), join("blocks.0", "")
     ('blocks.0._input_quantizer', 'weight', 'blocks.0')
@@ -28,7 +28,7 @@ def layer_of(quantizer: str) -> str:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern of fnmatch matches a path; a ConfigError if it is no text.
+    """Whether a path matches a pattern of fnmatch; raises ConfigError if the pattern is no text.
 
     >>> matches("blocks.0", "blocks.*"), matches("blocks.0", "blocks")
     (True, False)
@@ -39,9 +39,9 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """The module at a path that exists.
+    """The module at an existing path of a model; the model itself for "".
 
-    It reads `_modules`: `get_submodule` calls `__getattr__`, and a wrapper may return a module inside it.
+    The path is read from `_modules`: `get_submodule` calls `__getattr__`, by which wrappers return modules inside them.
 
     >>> module_at(nn.Sequential(nn.ReLU()), "0")
     ReLU()

@@ -1,8 +1,8 @@
-"""The weights of layers and functions, and their products with rows of inputs.
+"""The weights of layers and functions, and how each multiplies rows of an input.
 
 `layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
-need no layer classes. Layers with a matrix as weight give a `MatrixProduct`; algorithms round other weights to the
-nearest values, and list them.
+need no layer classes. A weight that is a matrix gives a `MatrixProduct`; algorithms round other weights to nearest,
+and list them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PARTS = (Quantizer, InputTransform)
 
 
 class Matrix(NamedTuple):
-    """A matrix that multiplies rows, as solvers see it.
+    """A weight matrix [out, columns] that multiplies rows [..., columns], in the form that solvers need.
 
     Attributes:
-        weight: float [out, ...]; its columns are those of the rows.
-        spec: of its quantizer, with the axes of this weight.
-        params: the parameters of the quantizer.
-        nearest: makes the values that the quantizer gives.
+        weight: float [out, ...], in which each output has as many elements as a row.
+        spec: the quantizer's specification, with the axes of this weight.
+        params: the quantizer's scale and zero point.
+        nearest: returns the weight as the quantizer quantizes it.
     """
 
     weight: Tensor
@@ -70,7 +70,7 @@ class Product:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it multiplies rows of inputs with a matrix, so that algorithms can choose its values."""
+        """Whether the weight multiplies rows of inputs as a matrix, so that algorithms can choose its codes."""
         return False
 
     @property
@@ -85,17 +85,17 @@ class Product:
 
     @property
     def quantizer(self) -> Any:
-        """The quantizer, or None while the weight stays in float."""
+        """The quantizer of the weight, or None while the weight stays in float."""
         return getattr(self.layer, self.attribute, None)
 
     @property
     def tensor(self) -> Tensor:
-        """The present weight; a parametrization computes it, and a hook that stores it elsewhere fetches it."""
+        """The present weight; a parametrization computes it, and an offloading hook fetches it."""
         return fetched(self.owner, self.name, getattr(self.owner, self.name))
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The weight if it is a parameter, None if it is computed."""
+        """The weight if it is a parameter of its owner, None if it is computed."""
         return self.owner._parameters.get(self.name)
 
     @property
@@ -105,15 +105,15 @@ class Product:
 
     @property
     def has_fixed_codes(self) -> bool:
-        """Whether a solver, a file or the user fixed the codes of the weight; then no range can lower its error."""
+        """Whether a solver, a file or the user fixed the codes of the weight, so that no range can lower its error."""
         quantizer = self.quantizer
         return quantizer is not None and self.parameter is not None and quantizer.holds(self.tensor)
 
     def fix_codes(self, codes: Tensor, params: QParams | None = None) -> None:
-        """Fix the codes of the weight, see `Quantizer.fix_codes`; the parameters are by default those it has.
+        """Fix the codes of the weight, see `Quantizer.fix_codes`; by default with the present scale and zero point.
 
         Raises:
-            ConfigError: it has no quantizer, or is computed.
+            ConfigError: the weight has no quantizer, or is computed.
             Exception: as of `Quantizer.fix_codes`; the quantizer stays as it was.
         """
         quantizer, parameter = self.quantizer, self.parameter
@@ -126,7 +126,7 @@ class Product:
             quantizer.fix_codes(codes, parameter)
 
     def row_name(self, path: str) -> str:
-        """The weight's name in results, by its quantizer's path: that of the layer, and the weight's if it has several.
+        """The weight's name in results: the path of its layer, and the weight's name if the layer has several.
 
         >>> layer = prepare(nn.Linear(2, 2), "INT8_WEIGHT_ONLY")
         >>> layer.products()[0].row_name("encoder.0._weight_quantizer")
@@ -141,32 +141,32 @@ class Product:
         return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows [groups, rows, columns] of an input that the matrix multiplies; a ConfigError if there is none."""
+        """The rows [groups, rows, columns] of an input that the matrix multiplies; ConfigError without a matrix."""
         raise ConfigError(f"a {self.kind} has no weight matrix")
 
 
 class MatrixProduct(Product):
-    """Rows of an input multiplied with a weight [out, in], as a linear layer does."""
+    """The product of rows of an input with a weight [out, in], as in a linear layer."""
 
     readers: int = 1
-    """How many weights of the layer multiply its first input: a transform changes all; 0 where none can stand there."""
+    """How many weights multiply the layer's first input, all of which a transform changes; 0: it cannot have one."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether rows may be taken in parts of the input's channels."""
+    """Whether the rows can be computed for some channels of the input at a time."""
     is_stack: ClassVar[bool] = False
-    """Whether the weight is a stack of matrices, each with inputs of its own."""
+    """Whether the weight is a stack of matrices [matrices, ...], each with separate inputs."""
 
     has_steps: ClassVar[bool] = False
-    """Whether a call multiplies at each of several steps, so that its functions read the bias as often."""
+    """Whether a call multiplies at each of several steps, and reads the bias at each of them."""
 
     is_result: bool = True
-    """Whether the first tensor that a call of the layer gives is this product, with a row for each of its input."""
+    """Whether the first tensor that a call returns is this product, with a row for each row of the input."""
 
     why_no_bias: str | None = None
-    """Why there is a bias in the calls that cannot be moved."""
+    """The reason why calls have a bias that algorithms cannot correct; None if there is no such bias."""
 
     reads: tuple[int, ...] = (0,)
-    """For each block of rows of the weight, the place of the input that it is multiplied with."""
+    """For each block of rows of the weight, the place in `inputs` of the input that the block multiplies."""
 
     @property
     def is_matrix(self) -> bool:
@@ -179,63 +179,63 @@ class MatrixProduct(Product):
 
     @property
     def bias(self) -> tuple[nn.Parameter | None, slice]:
-        """The parameter that holds the bias, and the place of this weight's part of it."""
+        """The parameter that holds the bias, and the slice of it that belongs to this weight."""
         return self.layer._parameters.get("bias"), slice(None)
 
     @property
     def input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input, if its output goes to this weight alone."""
+        """The quantizer of the input, or None if its output goes to other weights, too, or there is none."""
         return self.layer.input_quantizer
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """The transform of the input before its quantizer."""
+        """The transform of the input before its quantizer, or None."""
         return self.layer.input_transform
 
     @property
     def columns(self) -> int:
-        """The length of the rows."""
+        """The length of the rows, which is the count of elements for each output of the weight."""
         return self.tensor[0].numel()
 
     @property
     def groups(self) -> int:
-        """The number of groups of output channels; each group multiplies its own rows."""
+        """The count of groups of output channels; each group multiplies separate rows."""
         return 1
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
-        """Have a hook called as hook(self, args, kwargs) before each product, the input as its first argument."""
+        """Register a hook that is called as hook(self, args, kwargs) before each product, with the input as args[0]."""
         return self.layer.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
 
     def inputs(self, call: Any) -> tuple[Tensor, ...]:
-        """The inputs of a call that a hook got, before their quantizers; `reads` has their places."""
+        """The inputs of a call that a hook got, before their quantizers, in the order of `reads`."""
         return (call.first,)
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The same inputs as the product sees them."""
+        """The inputs that the product multiplies: transformed and quantized."""
         return (self.layer.quantized_input(inputs[0]),)
 
     def with_axis(self, x: Tensor) -> Tensor:
-        """An input with a first axis of rows or examples, which is added if it is missing."""
+        """The input with a first axis of rows or examples, added if it is missing."""
         return x[None] if x.dim() == 1 else x
 
     def pieces(self, x: Tensor) -> Sequence[Tensor]:
-        """An input in pieces of bounded memory: of a convolution, those whose windows take 16 MB."""
+        """The input in pieces that need little memory; for a convolution, windows of a piece take about 16 MB."""
         return [x]
 
     def rows(self, x: Tensor) -> Tensor:
         return x.reshape(1, -1, x.shape[-1])
 
     def product(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The output for an input of any float dtype and another weight of this shape, without the bias."""
+        """The output for an input of any float dtype and another weight of this shape, without bias."""
         x = x.to(weight.dtype)
         return own_forward(self.layer, weight, x) if self.has_own_forward else self.multiplied(weight, x)
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The output of the torch function for this kind of layer."""
+        """The product of an input and a weight by the function of torch that this kind of layer calls."""
         return F.linear(x, weight)
 
     def computes_product(self, x: Tensor) -> bool:
-        """Whether the layer's call is only the product of the input's rows with its weight."""
+        """Whether a call of the layer computes only the product of the input's rows with its weight, and no more."""
         x, weight = self.with_axis(x), self.tensor
         try:
             rows, wanted = self.rows(x), self.product(weight, x)
@@ -246,29 +246,29 @@ class MatrixProduct(Product):
         return found.numel() == wanted.numel() and torch.allclose(found, wanted.reshape_as(found), 1e-3, 1e-4)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A weight, or one value for each of its groups, as [out, ...]."""
+        """A weight, or a tensor of one value for each group, with its axes as [out, ...]."""
         return weight
 
     def channels_last(self, y: Tensor) -> Tensor:
-        """An output with its channels along the last axis."""
+        """An output with its axis of channels last."""
         return y
 
     def makes_same_rows(self, other: MatrixProduct) -> bool:
-        """Whether another product makes the same rows of the same input."""
+        """Whether another product makes the same rows from the same input."""
         return type(self) is type(other)
 
     def matrices(self) -> list[Matrix]:
-        """The matrix of the weight; of stacked weights all, in the order of the inputs."""
+        """The matrix of the weight; for stacked weights one for each, in the order of the inputs."""
         weight, quantizer = self.tensor.detach(), self.quantizer
         return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), lambda: quantizer(weight))]
 
     def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
-        """Values of all matrices, and their parameters, as those of the weight."""
+        """The values and parameters of the weight, joined from those of its matrices."""
         return values[0], params[0]
 
 
 def own_forward(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """The result of a layer's own forward with another weight, a bias of zeros, and without quantizers."""
+    """The output of a layer's `forward` for another weight, with a bias of zeros, and without quantizers."""
     bias = layer._parameters.get("bias")
     if bias is not None:  # a weight of another shape picks values of windows, one for each of its outputs
         bias = weight.new_zeros(len(bias) if weight.shape == layer.weight.shape else len(weight))
@@ -279,14 +279,14 @@ def own_forward(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def with_attributes(layer: Any, **attributes: Any) -> Any:
-    """The same layer with other attributes."""
+    """A shallow copy of a layer with some attributes replaced."""
     twin = object.__new__(type(layer))
     vars(twin).update(vars(layer) | attributes)
     return twin
 
 
 class TurnedProduct(MatrixProduct):
-    """Rows of an input multiplied with a weight [in, out, ...]."""
+    """The product of rows of an input with a weight [in, out, ...]."""
 
     readers = 0
 
@@ -318,7 +318,7 @@ class TurnedProduct(MatrixProduct):
 
 
 def _exchanged(values: Tensor) -> Tensor:
-    """A weight, or one value for each of its groups, with its first two axes exchanged."""
+    """A weight, or a tensor of one value for each group, with its first two axes exchanged."""
     return values.transpose(0, 1).contiguous() if values.dim() > 1 else values
 
 
@@ -327,7 +327,7 @@ def _turned(params: QParams) -> QParams:
 
 
 def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
-    """A specification of a weight whose axes have other places."""
+    """A specification whose axes are renamed by `axes`, for a weight with its axes in other places."""
     return spec.regrouped(lambda one: one.remap_axes(axes))
 
 
@@ -347,7 +347,7 @@ class _Projection(MatrixProduct):
 
 
 class InProjection(_Projection):
-    """The weight that makes query, key and value of an attention, or one of the three."""
+    """The weight that computes query, key and value of an attention layer, or one of the three."""
 
     is_result = False
 
@@ -383,7 +383,7 @@ class InProjection(_Projection):
 
 
 class OutProjection(_Projection):
-    """The weight of an attention's last projection, whose input is made inside of the attention's call."""
+    """The weight of an attention layer's output projection, whose input is computed inside the call."""
 
     @property
     def is_result(self) -> bool:  # type: ignore[override]
@@ -407,10 +407,10 @@ class OutProjection(_Projection):
 
 
 class ExpertProduct(MatrixProduct):
-    """The tokens of each expert multiplied with its weight, of a stack [experts, out, in] or [experts, in, out].
+    """The product of each expert's tokens with its weight, in a stack [experts, out, in] or [experts, in, out].
 
-    The layer says by `tokens(attribute, *args, **kwargs)` what tokens each expert multiplies in a call with these
-    arguments, before the quantizer.
+    The layer's `tokens(attribute, *args, **kwargs)` returns the tokens of each expert in a call with these arguments,
+    before the quantizer.
     """
 
     readers = 0
@@ -419,7 +419,7 @@ class ExpertProduct(MatrixProduct):
 
     @property
     def input_quantizer(self) -> None:
-        """Experts share the quantizers of their inputs, so that none of them chooses a range."""
+        """None: experts share the quantizer of their inputs, so that no single expert can choose its range."""
         return None
 
     @property
@@ -428,7 +428,7 @@ class ExpertProduct(MatrixProduct):
 
     @property
     def is_matrix(self) -> bool:
-        """Every expert has scales of its own."""
+        """Whether the weight is in float, or each expert has separate scales."""
         quantizer, shape = self.quantizer, self.tensor.shape
         return quantizer is None or quantizer.spec.granularity.group_shape(shape)[0] == shape[0]
 
@@ -442,7 +442,7 @@ class ExpertProduct(MatrixProduct):
 
     @property
     def _is_transposed(self) -> bool:
-        """Whether a matrix is [in, out]."""
+        """Whether each matrix of the stack is [in, out]."""
         return self.layer.factors(self.layer)[self.attribute].reduction == -2
 
     @property
@@ -456,7 +456,7 @@ class ExpertProduct(MatrixProduct):
         return tuple(self.layer.tokens(self.attribute, *call.args, **call.kwargs))
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Quantized as one tensor, whose scales all experts share."""
+        """The inputs of all experts, quantized as one tensor with one range."""
         operands = self.layer.factors(self.layer)
         inputs_of_layer = [name for name, own in operands.items() if own.role is Role.INPUT]
         weights = [name for name, own in operands.items() if own.role is Role.WEIGHT]
@@ -482,7 +482,7 @@ class ExpertProduct(MatrixProduct):
         ]
 
     def _of_one(self, granularity: Granularity, shape: torch.Size) -> Granularity:
-        """The granularity of one matrix [out, in]."""
+        """The granularity for one matrix [out, in] of the stack."""
         _, *blocks = granularity.block_shape(shape)
         return PerBlock(dict(enumerate(reversed(blocks) if self._is_transposed else blocks)), pad=True)
 
@@ -497,19 +497,19 @@ class ExpertProduct(MatrixProduct):
 
 
 _MOST = 2**22
-"""Values of the windows that are there at a time. Another number gives other roundings of float32 products."""
+"""How many elements of windows are in memory at a time; another number rounds float32 products differently."""
 _WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
-"""The attributes by which a convolution makes rows of its input."""
+"""The attributes of a convolution that decide which rows it makes of its input."""
 
 
 class WindowProduct(MatrixProduct):
-    """The windows of an input [n, in, ...] multiplied with a weight [out, in / groups, ...]."""
+    """The product of the windows of an input [n, in, ...] with a weight [out, in / groups, ...]."""
 
     takes_parts = True
 
     @property
     def geometry(self) -> Any:
-        """The layer that says how windows lie in the input."""
+        """The convolution whose stride, padding, dilation and kernel size place the windows."""
         return self.layer
 
     @property
@@ -527,16 +527,16 @@ class WindowProduct(MatrixProduct):
         return x.split(max(1, _MOST * self._step() // values))  # at least one example each
 
     def _step(self) -> int:
-        """How many positions of the input there are for a window."""
+        """The count of input positions for each window: the product of the strides."""
         return math.prod(self.geometry.stride)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Rows, by a convolution of each channel with kernels that pick one value of the window each."""
+        """The rows, by a convolution of each channel with kernels that each pick one element of the window."""
         own = self.has_own_forward
         return self._windows(x, own_forward if own else lambda one, picks, x: one._conv_forward(x, picks, None))
 
     def _windows(self, x: Tensor, convolve: Callable[[Any, Tensor, Tensor], Tensor]) -> Tensor:
-        """The rows [groups, rows, columns]: each channel is an example, so that the work is that of a copy."""
+        """The rows [groups, rows, columns]: each channel is convolved as a separate example, at the cost of a copy."""
         x, kernel, groups = self.with_axis(x), self.geometry.kernel_size, self.groups
         positions = math.prod(kernel)
         picks = torch.eye(positions, dtype=x.dtype, device=x.device).view(positions, 1, *kernel)
@@ -561,13 +561,13 @@ class WindowProduct(MatrixProduct):
 
 
 class TransposedWindowProduct(TurnedProduct, WindowProduct):
-    """The values that each output of a transposed convolution sums, multiplied with a weight [in, out, ...]."""
+    """The product of the elements that each output of a transposed convolution sums, with a weight [in, out, ...]."""
 
     takes_parts = False
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is a matrix with its first two axes exchanged; with groups it is not."""
+        """Whether the weight is a matrix after exchanging its first two axes, which it is not with groups."""
         return self.groups == 1
 
     @property
@@ -578,7 +578,7 @@ class TransposedWindowProduct(TurnedProduct, WindowProduct):
         return 1
 
     def rows(self, x: Tensor) -> Tensor:
-        """Rows, by a transposed convolution with kernels that put one value of the window each."""
+        """The rows, by a transposed convolution with kernels that each place one element of the window."""
         return self._windows(x, lambda one, picks, x: _transposed(one, picks.transpose(0, 1), x))
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:

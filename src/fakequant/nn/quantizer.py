@@ -1,4 +1,4 @@
-"""The quantizer: a module that is off, observes, or quantizes, and may hold fixed codes of a weight.
+"""A quantizer is off, shows tensors to a calibrator, or fake-quantizes them; it may hold fixed codes of a weight.
 
 peft freezes all parameters but the adapter's, and saves nothing else, except for modules of its class
 `AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that
@@ -62,17 +62,17 @@ from fakequant.restore import restore_on_error, state_of
 _Made = TypeVar("_Made")
 
 _UNUSUAL = (Proxy, StoredWeight)
-"""Arguments of quantizers that are no tensors of numbers."""
+"""Types of arguments that hold no numbers: a proxy of a tracer, and a weight that is stored as codes."""
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with fixed codes may have been converted for a while."""
 _TOLERATED = 0.1
-"""Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
+"""Relative change of a group's largest magnitude; fine-tuning at 1 % of the learning rate changes it by less."""
 KEY = "fixed_codes"
 """The name of the buffer of codes, and the last part of its key in a state dict."""
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """The call of a module, recorded by the tracer of the proxies among its arguments.
+    """Record the call of a module with the tracer of the proxies among its arguments, and return the new proxy.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), "INT8_WEIGHT_ONLY")
     >>> [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes]
@@ -90,7 +90,7 @@ def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
 
 
 def weight_version(weight: Tensor) -> Any:
-    """A value that differs after nearly every change of a parameter: torch counts changes, except through `data`.
+    """A value that differs after nearly every change of a weight: torch counts writes, except those through `data`.
 
     peft merges adapters through `data`; so the first element is read, too, where that waits for no device.
     """
@@ -102,24 +102,24 @@ def weight_version(weight: Tensor) -> Any:
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two parameters of quantizers have equal values, or are one object."""
+    """Whether two scales or zero points are both None, the same tensor, or equal in value."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """`torch.equal` for one shape and dtype, on bits as int64: in float16 it takes 8 times as long."""
+    """`torch.equal` for tensors of one shape and dtype; compares bits as int64, since float16 takes 8 times as long."""
     plain = one.is_contiguous() and other.is_contiguous() and one.numel() * one.element_size() % 8 == 0
     same_bits = plain and torch.equal(*(own.detach().view(-1).view(torch.int64) for own in (one, other)))
     return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it
 
 
 def version_of(tensor: Tensor) -> tuple[int, int | None]:
-    """Which tensor it is, and how often it was written to; tensors made in inference mode count no changes."""
+    """The id of a tensor and its count of writes, which is None for a tensor that was made in inference mode."""
     return id(tensor), None if tensor.is_inference() else tensor._version
 
 
 def has_no_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
+    """Whether calling a module only runs the `forward` of its class: it has no hooks and no `forward` in its dict."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -131,7 +131,7 @@ def has_no_hooks(module: nn.Module) -> bool:
 
 
 class WeightCache:
-    """The values and codes of a quantizer's weight, computed at the first use. Copies and pickles of it are None."""
+    """The quantized values and codes of a weight, computed at the first use; copies and pickles of a cache are None."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
@@ -140,7 +140,7 @@ class WeightCache:
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
-        """Whether x is a weight whose quantized values stay the same, and that needs no gradient."""
+        """Whether x is a parameter without gradient here, its rounding not stochastic and its range not learned."""
         if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -150,7 +150,7 @@ class WeightCache:
         return not drawn and quantizer.learned is None and not library.needs_tracing(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """The quantized weight; a CallError if the weight or its parameters have changed since the first use."""
+        """The quantized weight [shape of x]; raises CallError if the weight or its scale has changed since."""
 
         def made() -> tuple[Tensor, int]:
             values = self._quantizer.quantized(x)
@@ -164,7 +164,7 @@ class WeightCache:
         return values.detach()
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes of the weight and the parameters, as `Quantizer.codes`; errors as of `values`."""
+        """The codes and parameters of the weight, as from `Quantizer.codes`; raises CallError as `values` does."""
         return self._once("codes", x, lambda: self._quantizer.encoded(x))
 
     def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
@@ -200,16 +200,16 @@ def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 MERGED = "trained_merged"
-"""The attribute of a weight's quantizer, and its key beside an adapter, that say the adapter was trained as merged."""
+"""The flag that an adapter was trained as merged: an attribute of a weight's quantizer, a key beside the adapter."""
 
 
 def join_adapters(quantizer: nn.Module) -> None:
-    """Make a quantizer one of the modules that peft saves and does not freeze, in place; nothing without peft."""
+    """Change the class of a quantizer in place so that peft saves and does not freeze it; without peft, do nothing."""
     quantizer.__class__ = joined_class(type(quantizer))
 
 
 def joined_class(cls: type[Any]) -> type[Any]:
-    """The class that `join_adapters` gives a quantizer; the same class where peft is not imported."""
+    """The subclass of a quantizer's class that peft saves and does not freeze; the class itself without peft."""
     wrapper = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", None)
     if wrapper is None or issubclass(cls, wrapper):
         return cls
@@ -220,7 +220,7 @@ def joined_class(cls: type[Any]) -> type[Any]:
 
 
 def copies_called(model: nn.Module, path: str) -> list[str]:
-    """The paths of the copies that peft calls in place of a part in `modules_to_save`; none for other parts.
+    """The paths of the copies in `modules_to_save` that peft calls in place of the part at `path`; [] without copies.
 
     `head.original_module.dense` has the copy `head.modules_to_save.default.dense`, and one for each other adapter.
     """
@@ -238,7 +238,7 @@ _made: dict[type[Any], type[Any]] = {}
 
 
 class _Joined:
-    """The methods of peft's wrappers for a quantizer, which wraps nothing and serves all adapters alike."""
+    """The methods of peft's wrappers, for a quantizer: it wraps no module, and has one range for all adapters."""
 
     _adapters: frozenset[str] = frozenset()
     _active_adapter: tuple[()] | list[str] | str = ()
@@ -255,26 +255,26 @@ class _Joined:
             parameter.requires_grad_(not inference_mode)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        """Delete no range: the model still needs all of them."""
+        """Delete no range, because the model still needs the ranges of all quantizers."""
         self._active_adapter = new_active_adapters or ()
 
     def _get_available_adapters(self) -> set[str]:
         return set()
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state beside an adapter: without codes, which are as large as the model and saved with it."""
+        """The state that peft saves beside an adapter: everything except codes, which are saved with the model."""
         flag = {MERGED: torch.ones((), dtype=torch.uint8, device="cpu")} if vars(self).get(MERGED) else {}
         return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
-        """No key is renamed."""
+        """An empty map, because no key is renamed."""
         return {}
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
         return self
 
     def register_forward_pre_hook(self: Any, hook: Any, **options: Any) -> RemovableHandle:
-        """Register a hook, but leave out peft's, which gives its layers the adapter of each example."""
+        """Register a hook, except for peft's hooks that select an adapter for each example."""
         if "adapter_names" in getattr(hook, "keywords", {}):
             return RemovableHandle(OrderedDict())
         return nn.Module.register_forward_pre_hook(self, hook, **options)
@@ -290,23 +290,23 @@ def _new(cls: type[Any]) -> Any:
 
 
 class Mode(Enum):
-    """What a quantizer does with a tensor."""
+    """Whether a quantizer passes a tensor on, shows it to a calibrator, or fake-quantizes it."""
 
     OFF = "off"
-    """Returns it as it is."""
+    """Returns the tensor unchanged."""
     OBSERVE = "observe"
-    """Shows it to the calibrator and returns it as it is."""
+    """Shows the tensor to the calibrator, and returns it unchanged."""
     QUANTIZE = "quantize"
-    """Fake-quantizes it."""
+    """Returns the fake-quantized tensor."""
 
 
 class Kind(Enum):
-    """What a quantizer sits on, which decides where its range comes from before calibration."""
+    """The kind of tensor, activations or a weight, which decides where the range comes from before calibration."""
 
     INPUT = "input"
     """Activations: a static range must come from calibration."""
     WEIGHT = "weight"
-    """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
+    """A parameter: until calibration fixes a range, each call uses the range of the parameter's values."""
 
 
 class Quantizer(QuantizerPart):
@@ -339,41 +339,41 @@ class Quantizer(QuantizerPart):
     global_scale: Tensor | None
     fixed_codes: Tensor | None
     by_value: ByValue | None = None
-    """The value of a call that chooses one of several ranges."""
+    """The value of a call, such as a timestep, that chooses one of several ranges."""
     collected: Calibrator | None = None
-    """The calibrator of an input's last `fakequant.calibrate`, from which `recalibrate` finds another range."""
+    """The calibrator of the last `fakequant.calibrate` of an input, from which `recalibrate` makes another range."""
     device: Device | None = None
-    """The arithmetic by which calls store codes, see `fakequant.set_execution`; None for the simulation."""
+    """The engine's arithmetic that computes the codes, see `fakequant.set_execution`; None: calls fake-quantize."""
     fixes_global: bool = False
-    """Whether `fakequant.calibrate` fixes the scale of the tensor of a dynamic input, as the engine does."""
+    """Whether `fakequant.calibrate` fixes the global scale of a dynamic input, as the engine does."""
     range_group: str = ""
-    """The name of those that `fakequant.calibrate` gives one range, because the engine merges layers; "" for none."""
+    """The name of the group of quantizers that share one calibrated range, as an engine merges layers; "" for none."""
     pinned: bool
-    """Whether calibration and training leave the parameters alone, which an engine prescribes for a function."""
+    """Whether calibration and training must keep the parameters, because an engine prescribes them for a function."""
     is_zero_weight: bool | None = None
-    """Whether a weight was zero in calibration, and has no range therefore."""
+    """Whether the weight was all zeros in calibration, and therefore has no range."""
     mesh: Mesh | None = None
     """The processes of tensor parallelism, shared by the quantizers of a model."""
     is_unreached = False
-    """Whether the example of `prepare` did not reach it."""
+    """Whether the example of `prepare` never called this quantizer."""
     is_same_everywhere = False
-    """Whether a call showed that all processes have the same values."""
+    """Whether a call has shown that this tensor has the same values in all processes."""
     range_of_weight: Tensor | None = None
-    """The largest magnitude per group of the weight that the parameters were set for."""
+    """The largest magnitude of each group of the weight when the parameters were set."""
     last_weight: Any = None
-    """The weight of the last call in eval mode, see `weight_version`."""
+    """The `weight_version` of the weight in the last call in eval mode."""
     keeps_codes = False
-    """Whether the codes stay while the scale is learned, until `stop_learning`."""
+    """Whether fixed codes stay while training moves the learned scale, until `stop_learning`."""
     _kept: Kept | None = None
-    """What calls under a device keep for the next ones."""
+    """The grid, packed weight and constants that calls under a device reuse."""
     _weight_pending = False
-    """Whether the next call sets its weight to the values of the codes."""
+    """Whether the next call must set its weight to the dequantized fixed codes."""
     _is_trained = False
-    """Whether the codes were valid in a call of training."""
+    """Whether the fixed codes were valid in a call of training."""
     _last_check: tuple[Any, bool] | None = None
-    """The `_key` of the last weight, and whether quantizing it would not give its fixed codes."""
+    """The `_key` of the last weight, and whether quantizing that weight would not return its fixed codes."""
     _differs: bool | None = None
-    """Whether quantizing the values of the codes, in the dtype of the last weight, gives other codes; None: unknown."""
+    """Whether quantizing the values of the fixed codes, in the last weight's dtype, gives other codes, or None."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -393,18 +393,18 @@ class Quantizer(QuantizerPart):
 
     @property
     def learned(self) -> LearnedRange | None:
-        """The parameters that training moves, or None while they are fixed."""
+        """The learned range, whose parameters training moves, or None while the range is fixed."""
         module = self._modules.get(self._method)
         return module if isinstance(module, LearnedRange) else None
 
     @property
     def trained_spec(self) -> QuantSpec:
-        """The specification, with the gradient of the method that learns the range."""
+        """The specification; while the range is learned, with the gradient of the learning method."""
         return self.spec if (learned := self.learned) is None else learned.spec
 
     @property
     def calibrated(self) -> bool:
-        """Whether the parameters are set, fixed or learned."""
+        """Whether scale and zero point are set, as fixed values or as learned parameters."""
         learned = self.learned
         return self.scale is not None or (learned is not None and learned.started)
 
@@ -415,12 +415,12 @@ class Quantizer(QuantizerPart):
 
     @property
     def scales_each_call(self) -> bool:
-        """Whether the range is that of the tensor of each call."""
+        """Whether each call takes the range of its input tensor."""
         return self.dynamic or not self.calibrated
 
     @property
     def quantizes(self) -> bool:
-        """Whether calls give quantized tensors; recorded runs ask every module that has this."""
+        """Whether calls return quantized tensors; recorded runs read this attribute of every module that has it."""
         return self.mode is Mode.QUANTIZE
 
     def _title(self) -> str:
@@ -443,7 +443,7 @@ class Quantizer(QuantizerPart):
         return nn.Module.__call__(self, x)
 
     def _grid(self, x: Tensor) -> CodeGrid | None:
-        """Where the codes of a tensor lie on the device; None where it is simulated: in a trace, or without a rule."""
+        """The grid of codes with which a device stores x; None while tracing, or where the device has no rule."""
         if torch.compiler.is_compiling() or (not isinstance(x, DeviceTensor) and library.needs_tracing(x)):
             return None
         scale, fmt = self._buffers["scale"], self.spec.format
@@ -462,16 +462,16 @@ class Quantizer(QuantizerPart):
 
     @property
     def may_be_skipped(self) -> bool:
-        """Whether leaving out a call changes nothing: there is no hook, and `forward` is the class's."""
+        """Whether a call may be skipped: the quantizer has no hooks, and `forward` is that of the class."""
         return type(self).forward is Quantizer.forward and has_no_hooks(self)
 
     def _codes_alone(self, x: Tensor) -> Tensor | None:
-        """The codes of `codes`."""
+        """The codes that `codes` returns, without the parameters; None if x holds NaN."""
         found = self.codes(x)
         return None if found is None else found[0]
 
     def why_simulated(self, device: Device | None) -> str | None:
-        """Why calls are simulated under a device; None if the device stores codes of this quantizer."""
+        """The reason why calls fake-quantize instead of storing codes of a device; None if the device stores codes."""
         spec = self.spec
         if device is None or not isinstance(spec.format, IntegerFormat) or not spec.arithmetic.is_linear:
             return f"{spec} has no codes of a device"
@@ -488,7 +488,7 @@ class Quantizer(QuantizerPart):
         return "it has no range yet: call fakequant.calibrate before" if self.scales_each_call else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, observed or fake-quantized as the mode says; shape and dtype stay."""
+        """x, unchanged or fake-quantized as the mode says [shape of x], in its dtype; mode OBSERVE also calibrates."""
         if self.mode is not Mode.QUANTIZE:
             # A weight comes with every batch, and counts once.
             is_seen = self.kind is Kind.WEIGHT and self.calibrator is not None and self.calibrator.observed
@@ -531,12 +531,12 @@ class Quantizer(QuantizerPart):
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
     def fake_quantize_by_value(self, x: Tensor) -> Tensor:
-        """x quantized by the range of the call, or each row by its own."""
+        """x quantized by the range that the value of the call chooses, or each row of x by the range of its value."""
         params, spec = self._params_of_call(x)
         return library.quantize_by(x, spec, *params[:2])
 
     def quantized(self, x: Tensor) -> Tensor:
-        """What the next call gives for x, without a look at whether the parameters still fit."""
+        """The tensor that the next call returns for x, without the warning that scales are stale."""
         if type(x) is StoredWeight:
             return self._of_stored(x)
         values = self.values_of_codes(x)
@@ -549,7 +549,7 @@ class Quantizer(QuantizerPart):
         return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """`codes`, without a look at whether the parameters still fit."""
+        """The codes and parameters as from `codes`, without the warning that scales are stale."""
         if (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
         scale = None if self.dynamic or self.by_value is not None else self._buffers["scale"]
@@ -561,10 +561,10 @@ class Quantizer(QuantizerPart):
         return None if codes is None else (codes, params)
 
     def _check_same(self, x: Tensor) -> None:
-        """Raise a ConfigError if a plain activation is one process's part, with another range than the whole tensor's.
+        """Raise ConfigError if x is one process's part of an activation, and its range is not that of the whole tensor.
 
-        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. For others the processes
-        compare their values, in the first call whose values tell.
+        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. Otherwise the
+        processes compare their values, once, in the first call whose values are not all equal.
         """
         spec, mesh = self.spec, self.mesh
         if self.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
@@ -587,10 +587,10 @@ class Quantizer(QuantizerPart):
         self.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
 
     def _check_fresh(self, weight: Tensor) -> None:
-        """Note the weight of a call, or warn in eval mode, once after each change, that its scales do not fit.
+        """Note the weight of a call, or warn in eval mode, once after each change, that the scales are stale.
 
-        An unchanged parameter costs 1 us. A computed weight is new in every call: it is compared in the first call
-        after training mode. Sharded weights are not compared: that takes all processes.
+        An unchanged parameter costs 1 us. A computed weight is a new tensor in every call: it is compared
+        in the first call after training mode. Sharded weights are not compared: that takes all processes.
         """
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
@@ -612,7 +612,7 @@ class Quantizer(QuantizerPart):
     def is_stale(self, weight: Tensor) -> bool:
         """Whether a group's largest magnitude has moved by more than 10 % since the parameters were set.
 
-        A learned scale and the weight that trains with it always fit.
+        A learned scale is never stale for a weight that trains with it.
         """
         before = self.range_of_weight
         if before is None or (self.learned is not None and weight.requires_grad):
@@ -625,7 +625,7 @@ class Quantizer(QuantizerPart):
     # Parameters.
 
     def qparams(self, x: Tensor) -> QParams:
-        """The parameters with which x would be quantized; while they are learned, differentiable.
+        """The scale and zero point that quantize x; differentiable while they are learned.
 
         Raises:
             CalibrationError: a static input quantizer that was not calibrated.
@@ -663,7 +663,7 @@ class Quantizer(QuantizerPart):
         raise self._misfit(x)
 
     def _params_of_call(self, x: Tensor) -> tuple[QParams, QuantSpec]:
-        """The parameters for the value of the present call, and the specification for them, see `params_of_call`."""
+        """The parameters for the value of the present call, and a specification that fits x, see `params_of_call`."""
         scale, by_value = self._buffers["scale"], self.by_value
         assert scale is not None
         assert by_value is not None
@@ -680,18 +680,18 @@ class Quantizer(QuantizerPart):
         )
 
     def _current(self, elements: int = 1) -> QParams:
-        """The present parameters of a calibrated quantizer; of ranges by a value, those of all bins."""
+        """The present scale and zero point of a calibrated quantizer; of all bins where a value chooses the range."""
         if self.learned is not None:
             return self.learned.qparams(elements)
         assert self.scale is not None
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point by a range [groups, axes kept]; learning starts there. See `fill_empty_groups`."""
+        """Set scale and zero point from a range [groups, axes kept], by `fill_empty_groups`; learning restarts."""
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
-        """Set scale and zero point of each bin by its range; a ConfigError if the quantizer has or learns one range.
+        """Set scale and zero point of each bin from its range; raises ConfigError except for static, unlearned inputs.
 
         >>> quantizer = fq.nn.Quantizer("int8")
         >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
@@ -707,14 +707,14 @@ class Quantizer(QuantizerPart):
         self.set_qparams(table, by_value)
 
     def set_qparams(self, params: QParams, by_value: ByValue | None = None) -> None:
-        """Set scale and zero point, with `by_value` those of each bin; learning starts again from there."""
+        """Set scale and zero point (with `by_value`, those of each bin); a learned range restarts there."""
         with restore_on_error(state_of([self])):
             self.release_codes()
             self._set(params)
             self.by_value = by_value
 
     def _set(self, params: QParams) -> None:
-        """As `set_qparams`, but fixed codes stay."""
+        """Set scale and zero point as `set_qparams` does, but keep fixed codes."""
         self.range_of_weight = self.last_weight = self.is_zero_weight = self._last_check = self._differs = None
         if self.learned is not None:
             self.learned.start(params)
@@ -724,7 +724,7 @@ class Quantizer(QuantizerPart):
             self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
     def fix_global_scale(self, global_scale: Tensor) -> None:
-        """Fix 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
+        """Fix the global scale, 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
 
         Raises a ConfigError if the quantizer is not dynamic, a QParamsError as of `check_global_scale`.
         """
@@ -734,14 +734,14 @@ class Quantizer(QuantizerPart):
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix the parameters at those of x, of groups of zeros by `fill_empty_groups`."""
+        """Fix scale and zero point at those of x; groups that are all zeros get theirs from `fill_empty_groups`."""
         range = library.measure(x, self.spec.granularity)
         filled = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
         keeps = filled is range and not self.scales_each_call
         self.set_qparams(self.qparams(x) if keeps else library.choose(x, self.spec, filled))
 
     def reset(self) -> None:
-        """Forget the parameters."""
+        """Forget scale, zero point, learned range and fixed codes."""
         self._take_away_learned()
         self.release_codes()
         self.scale = self.zero_point = self.global_scale = self.range_of_weight = self.last_weight = (
@@ -752,7 +752,7 @@ class Quantizer(QuantizerPart):
     # Ranges that training moves.
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
-        """Let training move the range, from where it is now.
+        """Let training move the range, beginning at the present one.
 
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
@@ -790,7 +790,7 @@ class Quantizer(QuantizerPart):
             self.attach_learned(learned)
 
     def attach_learned(self, learned: LearnedRange) -> None:
-        """Learn by an object that has parameters, or gets them from a state dict."""
+        """Learn by a `LearnedRange` whose parameters are set, or come from a state dict later."""
         self._take_away_learned()
         self.scale = self.zero_point = None
         self._method = learned.method
@@ -798,7 +798,7 @@ class Quantizer(QuantizerPart):
         join_adapters(self)  # here, because peft freezes parameters when it wraps a model
 
     def stop_learning(self) -> None:
-        """Fix the parameters at the learned ones, if there are any."""
+        """Fix scale and zero point at the learned values; without a learned range, do nothing."""
         if self.learned is None:
             return
         with torch.no_grad(), restore_on_error(state_of([self])):
@@ -815,7 +815,7 @@ class Quantizer(QuantizerPart):
     # Calibration.
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator; a CalibrationError, which names the quantizer, if x holds NaN or inf."""
+        """Show x to the calibrator; raises CalibrationError with the quantizer's name if x holds NaN or inf."""
         # Not `_named_errors`: entering a context takes as long as 5,000 values, for every batch and layer.
         try:
             if self.calibrator is None:
@@ -825,7 +825,7 @@ class Quantizer(QuantizerPart):
             raise self.named(error) from error
 
     def observed_range(self) -> Range:
-        """The range that the calibrator finds for what it was shown."""
+        """The range that the calibrator computes from the tensors it has observed."""
         with self._named_errors():
             if self.calibrator is None:
                 raise CalibrationError("nothing was observed; call fakequant.calibrate")
@@ -839,7 +839,7 @@ class Quantizer(QuantizerPart):
             raise self.named(error) from error
 
     def named(self, error: Exception) -> Exception:
-        """An error with the name of the quantizer."""
+        """A copy of an error whose message begins with the name of the quantizer."""
         return type(error)(f"{self.name or self}: {error}")
 
     # Fixed codes of a weight; quantizing the weight may give others.
@@ -848,8 +848,8 @@ class Quantizer(QuantizerPart):
         """Fix the codes of a weight, and set the weight to their values with the present scale.
 
         Files, copies, exports and the start of training keep the codes, even if quantizing the values gives others.
-        After a change of the weight, such as an optimizer's step, it is quantized again. Codes of up to 8 bits need a
-        byte for each value.
+        After a change of the weight, such as an optimizer's step, the weight is quantized again. Codes of up to 8 bits
+        need a byte for each value.
 
         Args:
             codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
@@ -899,14 +899,14 @@ class Quantizer(QuantizerPart):
             self.needs_codes(weight)
 
     def release_codes(self) -> None:
-        """Forget fixed codes, and quantize the weight again; its values do not change."""
+        """Forget fixed codes: calls quantize the weight again, whose values do not change."""
         self.fixed_codes = self._last_check = self._differs = None
         self._weight_pending = self._is_trained = self.keeps_codes = False
 
     def keep_codes(self) -> None:
         """Keep the fixed codes while training moves the learned scale.
 
-        The weight itself is not read and gets no gradient. It has the values of its codes again after `give_values`.
+        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes.
         Raises a ConfigError without fixed codes, or without a range that is learned by gradient.
 
         Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
@@ -919,15 +919,15 @@ class Quantizer(QuantizerPart):
         self.keeps_codes, self._differs = True, None
 
     def give_values(self, weight: nn.Parameter) -> None:
-        """Set a weight whose codes stay to their values with the present scale."""
+        """Set a weight whose codes are kept in training to their values with the present scale; else do nothing."""
         if self.keeps_codes:
             with torch.no_grad():
                 weight.copy_(self._values(weight.dtype))
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether fixed codes are valid for a weight: it stores them, or has their values up to conversions of dtype.
+        """Whether fixed codes are valid for a weight: it stores codes, or has their values up to conversions of dtype.
 
-        Codes that stay are always valid.
+        Codes that training keeps are always valid.
         """
         if self.keeps_codes or type(weight) is StoredWeight:
             return True
@@ -937,23 +937,23 @@ class Quantizer(QuantizerPart):
         return self._values_in(weight) is not None
 
     def needs_codes(self, x: Tensor) -> bool:
-        """Whether fixed codes are valid for x, and quantizing x gives others.
+        """Whether fixed codes are valid for x, and quantizing x would give other codes.
 
         A weight that training has changed loses its codes here.
         """
         return self._needed_values(x) is not None
 
     def codes_of_weight(self, x: Tensor) -> Tensor | None:
-        """The fixed codes in the storage of the format if x `needs_codes`, or stores them, else None."""
+        """The fixed codes, in the format's storage, if `needs_codes(x)` or x stores codes; else None."""
         if type(x) is StoredWeight:
             return self._of_stored(x).codes()
         return self._stored() if self.needs_codes(x) else None
 
     def values_of_codes(self, x: Tensor) -> Tensor | None:
-        """The values of the fixed codes if x `needs_codes`, else None.
+        """The values of the fixed codes if `needs_codes(x)`, else None.
 
-        Codes are in the range of their format, so that the gradient passes. The scale of codes that stay gets the
-        gradient of the code less the zero point.
+        Codes are in the range of their format, so that x gets the whole gradient. The scale of codes that training
+        keeps gets the gradient times code - zero point.
         """
         if self.keeps_codes:
             return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
@@ -975,7 +975,7 @@ class Quantizer(QuantizerPart):
         return y
 
     def _of_stored(self, x: StoredWeight) -> StoredWeight:
-        """A weight stored as codes; a ConfigError if the scale has changed since they were stored."""
+        """x, a weight stored as codes; raises ConfigError if the scale has changed since the codes were stored."""
         own = self._buffers["scale"], self._buffers["zero_point"]
         if own[0] is x.scale or torch.compiler.is_compiling():
             return x
@@ -987,7 +987,7 @@ class Quantizer(QuantizerPart):
         return x
 
     def _needed_values(self, x: Tensor) -> Tensor | None:
-        """The values of the codes if x `needs_codes`, else None."""
+        """The values of the fixed codes if `needs_codes(x)`, else None."""
         if self.keeps_codes:
             return self._values(x.dtype)
         if self._buffers[KEY] is None or type(x) is StoredWeight:
@@ -1028,7 +1028,7 @@ class Quantizer(QuantizerPart):
         return values if needed else None
 
     def _values_in(self, x: Tensor) -> Tensor | None:
-        """The values of the codes in the dtype of x if x has them, before or after a conversion; else None."""
+        """The values of the codes in the dtype of x, if x equals them before or after a conversion; else None."""
         if not self._fits(x):
             return None
         with torch.no_grad():
@@ -1037,20 +1037,20 @@ class Quantizer(QuantizerPart):
             return values if stands else None
 
     def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The values of the codes after a conversion to another dtype, and then to this one."""
+        """The values of the codes, converted to each dtype of a model and then to `dtype`."""
         exact = self._values(torch.float32)
         return (exact.to(own).to(dtype) for own in _CONVERTED)
 
     @torch.no_grad()
     def _differs_requantized(self, x: Tensor) -> bool:
-        """Whether quantizing x gives other codes than those that are fixed."""
+        """Whether quantizing x gives codes other than the fixed codes."""
         if self.spec.rounding is Rounding.STOCHASTIC:
             return True
         codes = library.encode(x, self._params(x), self.spec)
         return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
 
     def _traced_values(self, x: Tensor) -> Tensor | None:
-        """`_needed_values` for tracing: torch operations compare at each call; None if quantizing gives the codes."""
+        """`_needed_values` while tracing: the graph compares x at each call; None if quantizing gives the codes."""
         codes = self.fixed_codes
         if codes is None:
             return None
@@ -1105,7 +1105,7 @@ class Quantizer(QuantizerPart):
         return QParams(scale, zero_point)
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether there are codes and a scale that fit x."""
+        """Whether there are fixed codes and a scale, in the shape and storage that x needs."""
         codes = self.fixed_codes
         if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.scales_each_call:
             return False
@@ -1147,11 +1147,11 @@ class Quantizer(QuantizerPart):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a fixed range, or one learned by the method that the keys name.
+        """Load a fixed range, or a learned range by the method that the keys name.
 
-        A state without codes keeps the present ones, which are valid if the weight has their values. Codes stay under a
-        learned scale where the metadata of the state, or without metadata this quantizer, says so. One range, or those
-        of other bins, are refused where there are several.
+        A state without codes keeps the present codes, which are valid if the weight has their values. Codes stay under
+        a learned scale where the metadata of the state say so, or, without metadata, this quantizer. A quantizer with
+        a range for each bin refuses a state with one range or other bins.
         """
         if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
             warn_user(
@@ -1196,7 +1196,7 @@ class Quantizer(QuantizerPart):
         self.keeps_codes = keeps and self.learned is not None and self.fixed_codes is not None
 
     def _numbers(self) -> str:
-        """The specification without gradient and rounding, which change no scale."""
+        """The specification as text, without gradient and rounding, which do not change the scale."""
         return str(self.spec.replace(gradient=Gradient.CODE_RANGE, rounding=Rounding.NEAREST_EVEN))
 
     def __repr__(self) -> str:
@@ -1223,7 +1223,7 @@ class Quantizer(QuantizerPart):
         return f"Quantizer({', '.join(words)})"
 
     def by_value_text(self) -> list[str]:
-        """What a representation says of ranges by a value."""
+        """The words about ranges by a value in the quantizer's text, [] for one range."""
         return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 
 

@@ -1,10 +1,10 @@
-"""Ranges of a tensor beside the fixed one: those that training moves, and several, chosen by a value of the batch.
+"""Ranges that training moves, and sets of ranges from which a value of the batch, such as a timestep, chooses.
 
-A method of learning computes scale and zero point from its parameters by differentiable torch operations; the gradients
-of scale and zero point are those of the operator. A new method is one class here.
+A method of learning computes scale and zero point from its parameters by differentiable torch operations; the operator
+gives scale and zero point their gradients. A new method is one class here.
 
 A value of the batch, such as a timestep, chooses among several ranges of a tensor. A hook reads the value before the
-model's `forward`. The quantizers take the range of its bin. Outside of such a call they raise an error.
+model's `forward`. The quantizers take the range of its bin. Outside of such a call the quantizers raise an error.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from fakequant.restore import restore_after
 
 
 class PreciseModule(nn.Module):
-    """A module whose own tensors keep their precision in a half-precision model and take their shape from a state."""
+    """A module whose tensors stay at least float32 in half precision, and take their shapes from a state dict."""
 
     def __getattr__(self, name: str) -> Any:
-        """What torch finds; of a weight, for which `RowwiseParallel` asks every module inside a layer, the way out."""
+        """The attribute that torch finds; NoWeightError for "weight", which `RowwiseParallel` asks of all modules."""
         if name == "weight":
             raise NoWeightError
         return nn.Module.__getattr__(self, name)  # of quantizers in peft's adapters, `super()` is another class
@@ -60,7 +60,7 @@ class PreciseModule(nn.Module):
         return {**self._parameters, **self._buffers}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseModule:
-        """Move with the model, but in float32 at least: a float16 scale would change every code."""
+        """Move the tensors with the model, but keep at least float32: a float16 scale would change every code."""
         # Detached, because a parameter is converted in place.
         before = {name: value.detach() for name, value in self._own().items() if value is not None}
         super()._apply(fn, recurse)
@@ -76,7 +76,7 @@ class PreciseModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Accept tensors that this module does not have yet, or has in another shape."""
+        """Load tensors that this module does not have yet, or has in another shape."""
         for name, own in self._own().items():
             given = state_dict.get(prefix + name)
             if given is not None and (own is None or own.shape != given.shape):
@@ -86,7 +86,7 @@ class PreciseModule(nn.Module):
 
 
 class QuantizerPart(PreciseModule):
-    """A quantizer or its learned range: it stays as it is where a state holds nothing of any quantizer."""
+    """A quantizer or a learned range, which a state dict without any quantizer's keys leaves unchanged."""
 
     def _load_from_state_dict(
         self,
@@ -98,9 +98,9 @@ class QuantizerPart(PreciseModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load, and count what is missing only if the state holds something of a quantizer of the same model.
+        """Load; report missing keys only if the state has keys of some quantizer of the same model.
 
-        So a state dict of the float model loads with `strict=True`, and one that lacks some quantizers does not.
+        So a state dict of the float model loads with `strict=True`, but a state that lacks some quantizers does not.
         """
         absent: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
@@ -109,9 +109,9 @@ class QuantizerPart(PreciseModule):
 
 
 class _Absent(threading.local):
-    """The keys of quantizers that one call of `load_state_dict` did not find, while it found none.
+    """The missing keys of quantizers in one call of `load_state_dict`, held back until a quantizer's key occurs.
 
-    A quantizer sees its own part of the state only. torch's list of missing keys is one object in the whole call.
+    A quantizer sees only the keys under its prefix. torch's list of missing keys is one object in the whole call.
     """
 
     call: list[str] | None = None
@@ -133,18 +133,18 @@ _absent = _Absent()
 
 
 GLOBAL_SCALE = "global_scale"
-"""The name of the buffer, and the last part of its key in a state dict."""
+"""The name of the buffer of 1 / a tensor's scale, and the last part of its key in a state dict."""
 _NO_CODE = 0.125
-"""Takes the place of a code of 0, as compressed-tensors has it: all values of such a block become 0."""
+"""The code that replaces 0 for a block's scale, as in compressed-tensors: all values of such a block become 0."""
 
 
 def has_tensor_scale(spec: QuantSpec) -> bool:
-    """Whether a specification has one float32 scale of the tensor above the scales of its blocks."""
+    """Whether a specification has one float32 scale of the whole tensor above the scales of blocks, as NVFP4 has."""
     return spec.symmetric and spec.scale.is_under_a_tensor and spec.scale.rounding is ScaleRounding.NEAREST
 
 
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
-    """Raise a QParamsError where a specification cannot have such a number."""
+    """Raise QParamsError if a global scale is not float32 [1], finite and positive, or the specification has none."""
     if not has_tensor_scale(spec):
         raise QParamsError(f"{GLOBAL_SCALE} fixes the scale of a tensor above those of blocks, which {spec} has not")
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
@@ -154,7 +154,7 @@ def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
 
 
 def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
-    """The scales of x's blocks: codes of amax / bound * global_scale, divided by global_scale.
+    """The scales of the blocks of x under a global scale: codes of amax / bound * global_scale, over global_scale.
 
     The operations and their order are those of compressed-tensors, `calculate_qparams`.
     """
@@ -166,7 +166,7 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
-    """How many elements of one example share a scale; with `examples`, the first axis counts these.
+    """How many elements share a scale; with `examples`, how many of one example, which the first axis counts.
 
     >>> from fakequant import PerTensor
     >>> shared_by(PerTensor(), (32, 10), examples=True), shared_by(PerTensor(), (32, 10), examples=False)
@@ -180,7 +180,7 @@ _shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the 
 
 
 def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """A value to the bit, whose gradient is passed to a finite parameter times a factor (straight-through).
+    """The exact value forward; backward, its gradient times `factor` goes to a finite parameter (straight-through).
 
     >>> step = torch.tensor([1.4], requires_grad=True)
     >>> straight_through(step.ceil(), step, 0.5).backward()
@@ -205,9 +205,9 @@ class LearnedRange(QuantizerPart, ABC):
     method: ClassVar[str] = ""
     """The name under which the class is registered."""
     names: ClassVar[tuple[str, ...]]
-    """The parameters."""
+    """The names of the parameters."""
     by_group: ClassVar[bool] = True
-    """Whether these have an element for each group of the tensor."""
+    """Whether each parameter has an element for each group of the tensor."""
     _is_told = False
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -229,31 +229,31 @@ class LearnedRange(QuantizerPart, ABC):
 
     @property
     def started(self) -> bool:
-        """Whether the parameters are there."""
+        """Whether the parameters are set."""
         return getattr(self, self.names[0]) is not None
 
     @abstractmethod
     def start(self, params: QParams) -> None:
-        """Set the parameters so that they stand for a calibrated scale and zero point."""
+        """Set the parameters so that `qparams` returns this calibrated scale and zero point."""
 
     @abstractmethod
     def qparams(self, elements: int) -> QParams:
-        """The present scale and zero point, differentiable, for as many elements as share a scale."""
+        """The present scale and zero point, differentiable; `elements` of the tensor share a scale."""
 
     def vanished(self) -> tuple[int, int]:
-        """How many scales a gradient drove to zero or below, so that their values are lost, and of how many."""
+        """How many scales training drove to zero or below, which loses the values of their groups, and of how many."""
         return 0, 0
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
-        """x quantized with what `qparams` returned, shaped to fit x."""
+        """x quantized with the scale and zero point from `qparams`, reshaped to fit x."""
         return library.fake_quantize(x, params, self.spec)
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
-        """x quantized by one operator; None: by `qparams` and `fake_quantize`. `examples`: see `shared_by`."""
+        """x quantized by one operator, or None where `qparams` and `fake_quantize` must be called; see `shared_by`."""
         return None
 
     def warn_if_frozen(self) -> None:
-        """Warn once, in training, if the parameters cannot move."""
+        """Warn once, in training, if the parameters have requires_grad=False."""
         first = self._parameters.get(self.names[0])
         if first is None or first.requires_grad or self._is_told or torch.compiler.is_compiling():
             return
@@ -265,11 +265,11 @@ class LearnedRange(QuantizerPart, ABC):
         )
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that make an object like this one, for JSON."""
+        """The keyword arguments of the constructor that make an equal object, without the specification."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters if name != "spec"}
 
     def _set(self, **values: Tensor) -> None:
-        """Set parameters; one that is there already stays the same object, so that optimizers keep it."""
+        """Set parameters; a parameter of the same shape stays the same object, so that optimizers keep it."""
         for name, value in values.items():
             own = getattr(self, name)
             if own is not None and own.shape == value.shape:
@@ -283,7 +283,7 @@ _Class = TypeVar("_Class", bound=type[LearnedRange])
 
 
 def register_learned_range(name: str) -> Callable[[_Class], _Class]:
-    """Register a class as a method; a ConfigError if the name is taken, or cannot be in the key of a state dict."""
+    """Register a class under a name; raises ConfigError if the name is taken or no identifier."""
     if not name.isidentifier():
         raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
     return registered_in(_registry, name, "method")
@@ -299,9 +299,9 @@ def learned_ranges() -> list[str]:
 
 
 def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedRange:
-    """A method's object for a specification, without parameters yet.
+    """A new object of a learning method, for a specification; its parameters are not set yet.
 
-    Raises a ConfigError for an unknown method or option (the nearest are offered), or one that cannot serve it.
+    Raises ConfigError for an unknown method or option, or a method that cannot serve the specification.
     """
     cls = _registry.get(method)
     if cls is None:
@@ -311,7 +311,7 @@ def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedR
 
 
 def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Units of x per code from the scale of a specification, and back."""
+    """The step (units of x per code) from a scale, and back: the reciprocal under MULTIPLIER, else unchanged."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
         return scale
     return reciprocal(scale)
@@ -321,7 +321,7 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.f
 
 
 def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
-    """The step, clamped so that its reciprocal is finite, and under MULTIPLIER the square of that, too."""
+    """The step, clamped so that its reciprocal is finite; under MULTIPLIER also the square of the reciprocal."""
     smallest = torch.finfo(step.dtype).tiny
     return step.clamp(min=smallest**0.5 if spec.arithmetic is Arithmetic.MULTIPLIER else smallest)
 
@@ -343,7 +343,7 @@ def _need_symmetric(method: str, spec: QuantSpec) -> None:
 class LSQ(LearnedRange):
     """The step between codes is learned; a zero point stays as calibrated.
 
-    A step that training drives below zero counts as the smallest positive one and still gets its gradient.
+    A step that training drives below zero counts as the smallest positive step and still gets its gradient.
 
     Args:
         spec: any with float32 scales.
@@ -395,7 +395,7 @@ class LSQ(LearnedRange):
 
 @register_learned_range("lsq_plus")
 class LSQPlus(LSQ):
-    """The step is learned, and where the specification has a zero point, also the offset: the value of code 0.
+    """The step is learned; with a zero point, the offset, which is the value of code 0, is learned, too.
 
     The zero point is the offset in steps, rounded to a code, so that 0.0 stays exact. A symmetric specification has no
     offset and learns the step alone, as the paper does for weights.
@@ -425,7 +425,7 @@ class LSQPlus(LSQ):
 
 @register_learned_range("pact")
 class PACT(LearnedRange):
-    """The magnitude that is mapped to the format's bound is learned, from the clipped values alone.
+    """The clip value, which maps to the format's largest code, is learned from the clipped elements alone.
 
     The gradient is that of clipping to the range of the codes, `Gradient.CLIP` whatever the specification says: 1 where
     x is at or beyond the clip value, 0 inside, quant_min / bound at the other end. Where nothing is clipped there is no
@@ -461,8 +461,8 @@ class PACT(LearnedRange):
 class TQT(LearnedRange):
     """The logarithm of the threshold is learned; scales are powers of two.
 
-    The scale is 2**ceil(log2_threshold) / 2**bits (of the magnitude; for floats the next power of two from the largest
-    code), so that the threshold itself is never cut off. `ceil` is taken as the identity in the gradient.
+    The scale is 2**ceil(log2_threshold) / 2**bits (bits without sign; for floats, 2**bits is the next power of two
+    from the largest code), so that the threshold is never clipped. `ceil` is taken as the identity in the gradient.
 
     Args:
         spec: symmetric, with float32 scales.
@@ -494,11 +494,11 @@ class TQT(LearnedRange):
 
 
 By = str | Callable[..., Any]
-"""The name of an argument of `forward`, or a function that is called as `forward` is and gives the value."""
+"""The name of an argument of `forward`, or a function that takes the arguments of `forward` and returns the value."""
 
 
 class _Calls(threading.local):
-    """The bins of the calls that run in this thread."""
+    """The bins of the calls that run in this thread, by `ByValue`."""
 
     def __init__(self) -> None:
         self.bins: dict[ByValue, Tensor] = {}
@@ -508,10 +508,10 @@ _calls = _Calls()
 
 
 class ByValue:
-    """Which of several ranges a call takes.
+    """Boundaries that divide a value of a call, such as a timestep, into bins, each with a range.
 
     Args:
-        by: what gives the value: a number, or a tensor of one number or of one for each row of the batch.
+        by: an argument's name, or a function, that gives the value: a number, or a tensor of one number or one per row.
         boundaries: rising; bin i holds the values from boundaries[i - 1] on to below boundaries[i], as float32.
 
     >>> by_value = ByValue("timestep", [10.0, 100.0])
@@ -543,11 +543,11 @@ class ByValue:
 
     @property
     def name(self) -> str:
-        """What the value is, for messages."""
+        """The name of the value, for messages."""
         return self.by if isinstance(self.by, str) else getattr(self.by, "__name__", "a value").strip("<>")
 
     def span(self, place: int) -> str:
-        """The values of a bin, for messages.
+        """The interval of values in a bin, as text for messages.
 
         >>> ByValue("timestep", [10, 100]).span(1)
         'timestep from 10 to below 100'
@@ -561,11 +561,11 @@ class ByValue:
         return f"ByValue({self.name!r}, [{', '.join(f'{edge:g}' for edge in self.boundaries)}])"
 
     def is_like(self, other: ByValue | None) -> bool:
-        """Whether another one gives every call the same bin."""
+        """Whether two objects choose the same bin in every call."""
         return other is not None and (self.by, self.boundaries) == (other.by, other.boundaries)
 
     def rows_of(self, value: Any) -> Tensor:
-        """A value as float32 [rows, 1], one row for all of the batch; else a ConfigError."""
+        """A value as float32 [rows, 1], or [1, 1] for the whole batch; raises ConfigError for other values."""
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating, torch.SymInt, torch.SymFloat)):
             number: Any = value
             value = torch.full((1,), number, dtype=torch.float32, device="cpu")
@@ -581,14 +581,14 @@ class ByValue:
         return rows
 
     def bins_of(self, value: Any) -> Tensor:
-        """The bin of a value, int64 [1], or those of the rows of a batch, int64 [rows]."""
+        """The bin of a value, int64 [1], or the bins of the rows of a batch, int64 [rows] if they differ."""
         rows = self.rows_of(value)
         edges = torch.tensor(self.boundaries, dtype=torch.float32, device=rows.device)
         found = (rows >= edges).sum(-1)
         return found[:1] if _is_eager(found) and len(found) > 1 and bool((found == found[0]).all()) else found
 
     def check_rows(self, x: Tensor, rows: int, named: str = "") -> None:
-        """Raise a ShapeError, which `named` begins, where the first axis of x is not that of the rows of a batch."""
+        """Raise ShapeError if the first axis of x does not have `rows` elements; `named` begins the message."""
         if not x.dim() or len(x) != rows:
             raise ShapeError(
                 f"{named}got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different bins of "
@@ -596,12 +596,12 @@ class ByValue:
             )
 
     def now(self) -> Tensor | None:
-        """The bins of the call that runs, see `bins_of`; None outside of one."""
+        """The bins of the present call of the model, as from `bins_of`; None outside of a call."""
         return _calls.bins.get(self)
 
 
 class Reader:
-    """The hook of a model that reads the value of its calls."""
+    """A hook before a model's `forward` that reads a value, such as a timestep, and notes its bin."""
 
     def __init__(self, model: nn.Module, by_value: ByValue) -> None:
         self.by_value, self._place, self._default = by_value, None, None
@@ -618,7 +618,7 @@ class Reader:
                 self._place = None if own.kind is own.KEYWORD_ONLY else [*parameters].index(by_value.by)
 
     def value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The value of a call."""
+        """The value that a call with these arguments has."""
         by, place = self.by_value.by, self._place
         if not isinstance(by, str):
             return by(*args, **kwargs)
@@ -627,16 +627,16 @@ class Reader:
         return args[place] if place is not None and place < len(args) else self._default
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the value before `forward`."""
+        """Note the bin of the value, before `forward`."""
         bins = self.by_value.bins_of(self.value(args, kwargs))
         _calls.bins = {**_calls.bins, self.by_value: bins}
 
     def leave(self, *_: Any) -> None:
-        """Forget it after `forward`, also after an error."""
+        """Forget the bin after `forward`, also after an error."""
         _calls.bins = {other: bins for other, bins in _calls.bins.items() if other is not self.by_value}
 
     def put(self, model: nn.Module) -> None:
-        """Hook the model."""
+        """Register both hooks on a model."""
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
 
@@ -654,7 +654,7 @@ def _reader(hook: object) -> Reader | None:
 
 
 def read_values(model: nn.Module, wanted: Iterable[ByValue]) -> None:
-    """Have the calls of a model read some values, and no other one."""
+    """Register hooks by which calls of a model read the `wanted` values, and remove earlier hooks of this kind."""
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key in [key for key, hook in hooks.items() if _reader(hook) is not None]:
             hooks.pop(key)
@@ -669,7 +669,7 @@ class CallEnded(BaseException):
 
 
 def bins_of_call(model: nn.Module, run: Callable[[], object]) -> dict[ByValue, Tensor]:
-    """The bins of the call that a function makes of a model, without its `forward`."""
+    """The bins of the call of a model that `run` makes; the call ends before `forward`."""
     readers = [reader for hook in model._forward_pre_hooks.values() if (reader := _reader(hook)) is not None]
     found: dict[ByValue, Tensor] = {}
 
@@ -685,13 +685,13 @@ def bins_of_call(model: nn.Module, run: Callable[[], object]) -> dict[ByValue, T
 
 
 def calls_now() -> dict[ByValue, Tensor]:
-    """The bins of the calls that run in this thread, for `call_again`."""
+    """A copy of the bins of the calls that run in this thread, for `call_again`."""
     return dict(_calls.bins)
 
 
 @contextmanager
 def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
-    """A context in which quantizers take the ranges of an earlier call."""
+    """A context in which quantizers take the ranges of the bins of an earlier call."""
     before = _calls.bins
 
     def restore() -> None:
@@ -705,9 +705,9 @@ def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
 def params_of_call(
     by_value: ByValue, params: QParams, spec: QuantSpec, x: Tensor, named: Callable[[], str]
 ) -> tuple[QParams, QuantSpec]:
-    """The parameters of the present call, out of those of all bins, and the specification with which they fit x.
+    """The parameters of the present call, out of the parameters of all bins, and a specification with which they fit x.
 
-    Where rows of x take different bins, the specification is one with a scale for each. `named` gives the start of
+    Where rows of x take different bins, the returned specification has a scale for each row. `named` gives the start of
     messages, "the quantizer ...". Raises a CalibrationError if no call runs, a ShapeError if the parameters do not fit
     x, and a ConfigError if rows take different bins and the specification has no ranges for rows.
     """
@@ -741,7 +741,7 @@ def params_of_call(
 
 
 def _taken(params: QParams, bins: Tensor, shape: Iterable[int]) -> QParams:
-    """The parameters of some bins."""
+    """The parameters of some bins, reshaped to `shape`."""
 
     def taken(table: Tensor) -> Tensor:
         return table.index_select(0, bins.to(table.device)).reshape([*shape])
@@ -750,5 +750,5 @@ def _taken(params: QParams, bins: Tensor, shape: Iterable[int]) -> QParams:
 
 
 def _is_eager(x: Tensor) -> bool:
-    """Whether the values of x can be read now: no compiler, no tracer, and not on the device meta."""
+    """Whether the values of x can be read now: no compiler, no tracer, and not on the meta device."""
     return not (torch.compiler.is_compiling() or library.needs_tracing(x) or x.is_meta)

@@ -1,8 +1,8 @@
-"""What a quantizer needs to know of processes that share a model's layers out: DTensors, and plain parts of tensors.
+"""Quantizers under tensor parallelism: inputs are DTensors, or plain tensors that may be one process's part.
 
-The values of a DTensor are those of the whole tensor, whichever process holds them. A plain tensor between layers that
-`parallelize_module` shared out may be the part of one process: its range alone would be another one than in one
-process, and nothing about the tensor tells.
+The range of a DTensor is that of the whole tensor, in all processes. A plain tensor between layers that
+`parallelize_module` sharded may be the part of one process, without a mark; the range of a part differs from the range
+of the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fakequant.numerics.spec import QuantSpec, Rounding
 
 
 class Mesh:
-    """The processes that share the layers of one prepared model out; `group` is None while none do."""
+    """The processes among which the layers of one prepared model are sharded; `group` is None without sharding."""
 
     group: Any = None
 
@@ -39,7 +39,7 @@ class Mesh:
 
 
 def share_mesh(model: nn.Module) -> None:
-    """Let the quantizers of a model know together which processes share its layers out, now or later."""
+    """Give all quantizers of a model one `Mesh`, which names the processes of its tensor parallelism, now or later."""
     mesh = Mesh()
     mesh.group = parallel_group(model)
     for module in model.modules():
@@ -48,7 +48,7 @@ def share_mesh(model: nn.Module) -> None:
 
 
 def note_mesh(layer: nn.Module) -> None:
-    """Tell the quantizers of a model that one of its layers was shared out after `prepare`."""
+    """Note on the mesh of a layer's quantizers that the layer was sharded after `prepare`."""
     for module in layer.children():
         mesh = getattr(module, "mesh", None)
         if isinstance(mesh, Mesh):
@@ -56,7 +56,7 @@ def note_mesh(layer: nn.Module) -> None:
 
 
 def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
-    """Whether `parallelize_module` shared a layer out, so that its hooks turn the result into the part of a process."""
+    """Whether `parallelize_module` sharded a layer, so that its hooks turn its output into one process's part."""
     mesh = getattr(quantizer, "mesh", None)
     if mesh is None or mesh.group is None:
         return False
@@ -64,10 +64,10 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """A DTensor with partial sums added up, for the quantizer of a path.
+    """A DTensor, its partial sums added up, for the quantizer called `name`; raises ConfigError as `check_parts` does.
 
-    `observed`: a calibrator sees it next, which gathers its parts. Raises a ConfigError as `check_parts`, or if
-    processes take it for larger or smaller than others.
+    `observed`: a calibrator gathers the parts next; then a ConfigError is raised, too, if the processes disagree about
+    the shape of the whole tensor.
     """
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):
@@ -85,10 +85,10 @@ def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor
 
 
 def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None:
-    """Raise a ConfigError if a DTensor cannot be quantized in parts along axes of its mesh.
+    """Raise ConfigError if a DTensor cannot be quantized part by part along the axes of its mesh.
 
-    Borders of processes may not cut through its blocks, and DTensors must do what the specification says. It may be on
-    the meta device.
+    A border between processes may not cut a block, and DTensors must support the rounding and format. The tensor may be
+    on the meta device.
     """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(
@@ -112,6 +112,6 @@ def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None
 
 
 def fingerprint(x: Tensor) -> tuple[tuple[int, ...], bytes]:
-    """Shape and values of a tensor in few bytes, by which processes compare what they have."""
+    """The shape and a hash of the values of a tensor, by which processes compare their tensors."""
     values = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tuple(x.shape), hashlib.sha256(values).digest()

@@ -1,7 +1,7 @@
-"""The classes of modules that own sites, and of modules that such owners call: see `sites.py`.
+"""Subclasses for modules that own sites, and for modules that such owners call: see `sites.py`.
 
-Vision transformers resize their table of positions in a trace, also where it has the right size already, so that the
-trace takes images of any size. Such calls compute with parameters alone, and no plan has them.
+Vision transformers resize their table of positions in a trace even if it has the right size, so that the trace takes
+images of any size. Such calls compute only with parameters, and no plan contains them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fakequant.text import module_name
 
 
 def is_traced() -> bool:
-    """Whether torch.export or torch.jit.trace follow the calls of Python; torch.compile reads code instead."""
+    """Whether torch.export or torch.jit.trace records Python's calls; False under torch.compile, which reads code."""
     if torch.compiler.is_dynamo_compiling():
         return False
     return is_exporting() or torch._C._is_tracing()
@@ -36,11 +36,11 @@ MakeMode = Callable[[Sites, nn.Module], SiteMode]
 
 
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The result of an owner: where its calls do not fit the plan, those with parameters alone do not count.
+    """Run an owner in a trace; if its calls do not fit the plan, run it without calls that read only parameters.
 
-    Where they do not fit either, and the planned calls are among them in one way alone, the others stay in float, as a
-    mask that is added in a trace alone. What earlier tries called has no use in the trace. The SiteError of the first
-    try stays if the calls never fit, or a try wrote to a tensor that was there before. `run` calls the owner's
+    If these do not fit either, and contain the planned calls in exactly one way, the other calls stay in float, such as
+    a mask that is added only in a trace. The trace does not use the results of earlier tries. The SiteError of the
+    first try is raised if the calls never fit, or a try wrote to a tensor that existed before. `run` calls the owner's
     `forward` under the mode that its argument makes.
     """
     before = [*_tensors((args, kwargs)), *module.buffers()]
@@ -66,7 +66,7 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
 
 
 class _OfInputs(SiteMode):
-    """Counts the calls of functions, but those whose float tensors all come from parameters."""
+    """Counts calls of functions, except those whose float tensors all come from parameters."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -84,7 +84,7 @@ class _OfInputs(SiteMode):
 
 
 class _Listing(SiteMode):
-    """Quantizes nothing, and lists the functions that the plan counts."""
+    """Quantizes nothing, and lists the names of the calls that the plan counts."""
 
     def __init__(self, called: list[str], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -100,7 +100,7 @@ class _Listing(SiteMode):
 
 
 class _Aligned(SiteMode):
-    """Counts the calls at some places alone."""
+    """Counts and quantizes only the calls at some places, and leaves the others in float."""
 
     def __init__(self, places: Collection[int], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -115,7 +115,7 @@ class _Aligned(SiteMode):
 
 
 def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
-    """For each planned call the first place, after the last, at which a trace calls that function."""
+    """For each planned call, the first place in a trace, after that of the call before, that calls the function."""
     places: list[int] = []
     for place, name in enumerate(called):
         if len(places) < len(planned) and planned[len(places)] == name:
@@ -128,7 +128,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose calls are hidden from the owner of sites that calls it."""
+    """Wrap a function so that the owner of sites that calls it does not count its calls."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,15 +154,15 @@ def _of_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OF_CACHE: CodeType = _of_cache(unseen).__code__  # type: ignore[attr-defined]
-"""The code of what `hide_caches` puts in place, by which a recorded run knows the calls of a cache."""
+"""The code of the function that `hide_caches` installs, by which a recorded run recognizes calls of a cache."""
 
 
 def hide_caches() -> None:
-    """Have no owner count what the caches of transformers call, where transformers is imported.
+    """Hide the calls of transformers' caches from all owners; do nothing unless transformers is imported.
 
-    A cache concatenates or copies as its kind and its length want. `generate` writes to a cache, and the example of
-    `prepare` may have none, so that these calls would come in another order than planned. The results of
-    transformers stay as they are.
+    A cache concatenates or copies, depending on its kind and length. `generate` writes to a cache, and the example of
+    `prepare` may have none, so that these calls would come in another order than planned. Results of transformers do
+    not change.
     """
     caches: Any = sys.modules.get("transformers.cache_utils")
     if caches is not None and getattr(caches.Cache.update, "__code__", None) is not OF_CACHE:
@@ -170,7 +170,7 @@ def hide_caches() -> None:
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
-    """Make a module the owner of sites, in place."""
+    """Make a module the owner of sites, by changing its class in place; ConfigError if copies would lose the sites."""
     if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
         if isinstance(module, torch.fx.GraphModule):
             raise ConfigError(
@@ -188,7 +188,7 @@ def add_sites(module: nn.Module, sites: Sites) -> None:
 
 
 def shield(module: nn.Module) -> None:
-    """Have the functions of a module not counted as those of the owner that calls it, in place."""
+    """Hide the function calls of a module from the owner that calls it, by changing its class in place."""
     _change(module, _shielded_class)
 
 
@@ -209,7 +209,7 @@ def unshielded_class(module: nn.Module) -> type[nn.Module]:
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module, which stays shielded if it was."""
+    """Change the class of a module; a shielded module stays shielded."""
     shielded = is_shielded(module)
     module.__class__ = cls
     if shielded:
@@ -246,7 +246,7 @@ def _owner_class(cls: type[Any]) -> type[Any]:
 
 
 def _without_sites(cls: type[Any]) -> dict[str, Any]:
-    """Methods of an owner that give its modules without its sites, as its own `forward` expects them."""
+    """Methods of an owner's class that leave its sites out of its children, as its `forward` expects."""
 
     def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
         # What moves or trains a model needs the sites; only the owner's own `forward` does not expect them.
@@ -281,7 +281,7 @@ def _without_sites(cls: type[Any]) -> dict[str, Any]:
 
 
 def _others(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a container without its sites."""
+    """The modules of a container, without its sites."""
     return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
 
 
@@ -292,7 +292,7 @@ def _shielded_class(cls: type[Any]) -> type[Any]:
 def _subclass(
     cls: type[Any], role: str, forward: Callable[..., Any], methods: dict[str, Any] | None = None
 ) -> type[Any]:
-    """A subclass of the same name; hooks of its calls run outside of the owner's mode, too."""
+    """A subclass with the same name and another `forward`; hooks of its calls are hidden from the owner, too."""
     if (cls, role) in _made:
         return _made[cls, role]
 
@@ -320,7 +320,7 @@ _MAKERS = {"owner": _owner_class, "shielded": _shielded_class}
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """What pickle and copy store: the class that was swapped, because the subclass has no importable name."""
+    """The parts that pickle and copy store: the original class, since the subclass has no importable name."""
     cls, role = type(module).swapped_from  # type: ignore[attr-defined]
     _, _, *state = object.__reduce_ex__(module, max(int(protocol), 2))
     return (_new, (role, *class_reference(cls)), *state)

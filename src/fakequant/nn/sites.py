@@ -1,9 +1,9 @@
-"""Quantizers where a module's own `forward` calls functions: `+`, `@`, `cat`, softmax, attention.
+"""Quantizers for functions that a module's `forward` calls: `+`, `@`, `cat`, softmax, attention.
 
 A module whose `forward` calls such functions is an owner. Its class is swapped for a subclass that enters a small
 `TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
-quantizes their operands. Modules that an owner calls get a subclass that takes the mode away while they run, so that a
-mode sees the calls of its owner alone. No function of torch is replaced.
+quantizes their operands. Modules that an owner calls get a subclass that removes the mode while they run, so that
+a mode sees only the calls of its owner. No function of torch is replaced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `F.scaled_dot_product_attention` computes, in three operations, within rounding.
+    """Compute `F.scaled_dot_product_attention` in three operations (product, softmax, product), equal within rounding.
 
     Args:
         multiply: `matmul` of two factors.
@@ -54,10 +54,10 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         key: [..., heads, keys, features].
         value: [..., heads, keys, width].
         attn_mask: True where a query sees a key, or what is added to the scores.
-        dropout_p: the share of probabilities that are dropped.
-        is_causal: whether queries see no later keys.
+        dropout_p: the probability with which a weight is dropped.
+        is_causal: whether a query sees only its own and earlier keys.
         scale: of the scores; by default 1 / sqrt(features).
-        enable_gqa: whether several heads of the query share one of key and value.
+        enable_gqa: whether several heads of the query share a head of key and value.
 
     >>> from fakequant.nn.backward import matmul
     >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
@@ -98,7 +98,7 @@ def attend(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """`scaled_dot_product_attention` in two products and a softmax between them, for the arguments of a call."""
+    """`scaled_dot_product_attention` as two products with a softmax between, for the arguments of a call."""
     others = {name: value for name, value in kwargs.items() if name not in _FACTORS}
     query, key, value = (factors[name] for name in _FACTORS)
     given: Any = args[len(_FACTORS) :]
@@ -112,26 +112,26 @@ TRAINED: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda how, factors, *_: matmul(how, factors["input"], factors["other"]),
     "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
-"""What computes a function of how its backward products are quantized, of the factors by name, and of all arguments;
-attention in visible parts."""
+"""Implementations of functions with quantized backward products, from a `Backward`, factors by name, and all arguments;
+attention as two products."""
 
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 
 SITES = "_sites"
-"""The attribute of an owner that holds its sites."""
+"""The attribute of an owner, a module whose `forward` calls functions with quantizers, that holds its `Sites`."""
 
 
 class Site(Watched, Trained):
-    """The quantizers of one call of a function, by operand; `output` is that of the result.
+    """The quantizers of one call of a function, one for each quantized operand; `output` quantizes the result.
 
-    Attention may have one of its `probabilities`. It is computed in visible parts then, unless that quantizer is off.
+    Attention may also have a quantizer of its `probabilities`, and is computed as two products unless that is off.
     Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
         function: the canonical name.
         operands: the arguments that are float tensors in the planned call.
-        weights: the operands that are parameters which this call alone reads, with their paths in the owner.
+        weights: the operands that are parameters and read by no other call, with their paths in the owner.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Site(Watched, Trained):
             self.add_module(name, quantizer)
 
     def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The function's result for quantized operands, in the `forward` of an owner that runs under a mode."""
+        """Call the function with quantized operands, inside the `forward` of an owner, and return its result."""
         args, kwargs = list(args), dict(kwargs)
         out = kwargs.pop("out", None)
         places = [place for place in places_of(called, args, kwargs) if is_operand(place[1][place[2]])]
@@ -212,14 +212,14 @@ class Site(Watched, Trained):
 
 
 class Sites(nn.Module):
-    """The sites of one owner.
+    """The sites of one owner, a module whose `forward` calls functions with quantizers.
 
     Attributes:
         owner: the path of the module, for messages.
-        steps: the functions that have sites here, in the order of all their calls in one `forward`.
+        steps: the names of counted functions, in the order of their calls in one `forward`.
         keys: a name for every step, with a site or without: "add_0" for the first addition.
-        training_keys: those of the sequence in training mode, "add_" for an addition that eval mode does not have;
-            None where it is the same.
+        training_keys: the names for the calls in training mode, "add_" for an addition that eval mode does not have;
+            None if the calls are the same.
     """
 
     def __init__(
@@ -236,11 +236,11 @@ class Sites(nn.Module):
             self.add_module(name, site)
 
     def by_key(self) -> dict[str, Site]:
-        """The sites by name."""
+        """The sites, by key such as "add_0"."""
         return {key: site for key, site in self._modules.items() if isinstance(site, Site)}
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise: a loop over all modules of the owner calls this, too."""
+        """Raise SiteError: a loop over all submodules of the owner would call this module, too."""
         raise SiteError(
             f"{module_name(self.owner)} calls all modules that it holds, and with them the one of its quantizers, "
             f"{SITES}; let it leave that out, or leave its functions in float by {float_rule(self)}"
@@ -248,12 +248,12 @@ class Sites(nn.Module):
 
 
 def site_key(function: str, index: int) -> str:
-    """The name of a site: its function, and the number of earlier calls of that function."""
+    """The key of a site: the function's name, and the count of earlier calls of this function."""
     return f"{function}_{index}"
 
 
 def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of calls by function and count.
+    """The keys of a sequence of calls: the function's name, and the count of earlier calls of this function.
 
     >>> site_keys(("add", "softmax", "add"))
     ('add_0', 'softmax_0', 'add_1')
@@ -262,7 +262,7 @@ def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """The names of functions in the keys of sites, without the count of calls.
+    """The names of functions in the keys of sites, without the counts.
 
     >>> functions_of(("add_0", "layer_norm_1", "add_"))
     ('add', 'layer_norm', 'add')
@@ -271,20 +271,20 @@ def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_operand(value: object) -> bool:
-    """Whether a site can quantize an argument: a float tensor with an axis."""
+    """Whether a site can quantize an argument: a float tensor with at least one axis."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that an in-place function overwrites; it is no operand if the function adds a product to it."""
+    """The argument that an in-place function overwrites; for a function such as `addmm_` that is no operand."""
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
 def takes_floats(args: Any, kwargs: Any) -> bool:
-    """Whether a float tensor is among the arguments of a call, or in their lists.
+    """Whether a float tensor is among the arguments of a call, or in lists or tuples among them.
 
-    Calls without one are not counted: sizes are tensors of integers while torch.jit traces, and models compute masks of
-    integers in an export alone.
+    Calls without a float tensor are not counted: sizes are tensors of integers while torch.jit traces, and models
+    compute masks of integers only in an export.
     """
     for value in (*args, *kwargs.values()):
         values = value if isinstance(value, (list, tuple)) else (value,)
@@ -299,11 +299,11 @@ def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
 
 
 _WHOLE: WeakSet[Sites] = WeakSet()
-"""Those of owners that have made all their calls."""
+"""The sites whose owner has made all planned calls in some `forward`."""
 
 
 class SiteMode(TorchFunctionMode):
-    """The calls of one `forward` of an owner so far; each call makes a new mode, so that threads share nothing."""
+    """Counts the calls in one `forward` of an owner; each `forward` makes a new mode, so that threads share nothing."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class SiteMode(TorchFunctionMode):
         return site.call(self, called, func, args, kwargs)
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> str | None:
-        """The name of a function in the plan; None for a call that no plan counts."""
+        """The function's name if the plan of this owner counts the call; else None."""
         called = called_as(func)
         is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
         return called.function.name if called is not None and is_counted else None
@@ -347,9 +347,9 @@ class SiteMode(TorchFunctionMode):
         pause()
 
     def finish(self) -> None:
-        """Raise if `forward` made fewer calls than planned, unless it is sure which: it may return early.
+        """Raise SiteError if `forward` made fewer calls than planned, unless it plainly returned early.
 
-        A forward that has never made all calls is another one than that of the plan.
+        If `forward` has never made all planned calls, it always raises.
         """
         if torch.compiler.is_compiling():
             is_whole = self.place == len(self.steps)
@@ -366,7 +366,7 @@ class SiteMode(TorchFunctionMode):
             raise SiteError(_other_calls(self, self.steps[: self.place]))
 
     def _refuse_recomputed(self) -> None:
-        """Raise if `forward` checkpoints a function: the backward pass would call it again, outside of `forward`."""
+        """Raise SiteError if `forward` checkpoints a function: backward recomputes it outside of `forward`."""
         sites = self.sites
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_locals.get("mode") is not self:
@@ -381,14 +381,14 @@ class SiteMode(TorchFunctionMode):
 
 
 def _context() -> tuple[bool, Any]:
-    """The state that activation checkpointing changes when it recomputes in the backward pass."""
+    """The grad mode and saved-tensor hooks, which activation checkpointing changes when it recomputes in backward."""
     return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
 
 
 def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
-    """Make a change of the mode stack that the same call undoes before it ends.
+    """Call `change` to push or pop a mode, which the same call of the model undoes before it ends.
 
-    torch.compile refuses changes of state outside of a checkpointed block, unless it is told to allow them.
+    torch.compile refuses changes of state from inside a checkpointed block, unless it is told to allow them.
     """
     if torch.compiler.is_dynamo_compiling():
         return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(change, *args)
@@ -404,12 +404,12 @@ def pause() -> SiteMode | None:
 
 
 def resume(mode: SiteMode) -> None:
-    """Give an owner its mode back."""
+    """Push the mode of an owner, which `pause` returned, onto the stack again."""
     _unchecked(torch._C._push_on_torch_function_stack, mode)
 
 
 def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
-    """The result of `run(query, key, value)`, called as one function that the owner of the call sees.
+    """The result of `run(query, key, value)`, called so that the owner's sites count the call as one function.
 
     Use it for attention that calls no function of torch, or an opaque one.
     """
@@ -437,7 +437,7 @@ def sites_of(module: nn.Module) -> Sites | None:
 
 
 def float_rule(sites: Sites) -> str:
-    """The rule that leaves the functions of an owner in float, as text."""
+    """The text of the rule that leaves the functions of an owner in float."""
     ops = ", ".join(repr(name) for name in sorted(sites.counted))
     return f"Rule({sites.owner!r}, ops=({ops},))"
 
@@ -462,7 +462,7 @@ _FIRST_OPTION = 3  # of a convolution, after input, weight and bias
 
 
 class SiteProduct(Product):
-    """A weight of a function; of one that is no product with a matrix, unless a subclass says how it multiplies."""
+    """The weight of a function call; subclasses are for functions that multiply by a matrix."""
 
     @property
     def kind(self) -> str:
@@ -478,12 +478,12 @@ class SiteProduct(Product):
 
 
 class _Linear(SiteProduct, MatrixProduct):
-    """Rows of an operand of a function multiplied with its other operand, a weight [out, in]."""
+    """The product of a function's input [..., in] with the function's other operand, a weight [out, in]."""
 
     readers = 0
     is_result = False
     varies = False
-    """Whether calls have other options than the first one: its rows are not those of the others."""
+    """Whether calls had different options, such as strides, so that the rows of one call are not those of another."""
     _bias: nn.Parameter | None = None
     _options: tuple[Any, ...] | None = None
 
@@ -521,7 +521,7 @@ class _Linear(SiteProduct, MatrixProduct):
         return self.layer.watch(see)
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note what else a call gets."""
+        """Note the bias and the options of a call, and whether they differ from those of the last call."""
         bias = self.added(args, kwargs)
         self._bias = bias if isinstance(bias, nn.Parameter) else None
         self.why_no_bias = None if self._bias is bias else "it is no parameter"
@@ -534,7 +534,7 @@ class _Linear(SiteProduct, MatrixProduct):
         return args[2] if len(args) > 2 else kwargs.get("bias")
 
     def options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by which it makes rows."""
+        """The options of a call, such as its stride, that decide which rows it makes of its input."""
         return {}
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -543,7 +543,7 @@ class _Linear(SiteProduct, MatrixProduct):
 
 
 class _MatMul(_Linear, TurnedProduct):
-    """input @ weight, with a weight [in, out]; `addmm` adds a bias, or that times a number."""
+    """input @ weight, with a weight [in, out]; `addmm` adds a bias, which may be scaled by `beta`."""
 
     def added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.layer.function != "addmm":
@@ -554,7 +554,7 @@ class _MatMul(_Linear, TurnedProduct):
 
 
 class _LeftMatMul(_Linear):
-    """weight @ input, with a weight [out, in]: the columns of the input are the rows."""
+    """weight @ input, with a weight [out, in]; the columns of the input are the rows of the product."""
 
     added = _MatMul.added
 
@@ -572,7 +572,7 @@ class _LeftMatMul(_Linear):
 
 
 class _Convolution(_Linear, WindowProduct):
-    """A convolution by a function, whose calls say how windows lie in the input."""
+    """A convolution by a function; the arguments of its calls have stride, padding, dilation and groups."""
 
     forms: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     names = ("stride", "padding", "dilation", "groups")
@@ -600,7 +600,7 @@ class _Convolution(_Linear, WindowProduct):
 
     @staticmethod
     def in_and_out(first: int, second: int, groups: int) -> tuple[int, int]:
-        """The numbers of input and output channels, by the first two lengths of the weight."""
+        """The counts of input and output channels, from the first two lengths of the weight and the groups."""
         return second * groups, first
 
 
@@ -631,13 +631,13 @@ _CLASSES: dict[tuple[str, str], type[Product]] = {
     **{(f"conv{n}d", "weight"): _Convolution for n in (1, 2, 3)},
     **{(f"conv_transpose{n}d", "weight"): _TransposedConvolution for n in (1, 2, 3)},
 }
-"""Classes by function and operand; for other weights algorithms keep the nearest values."""
+"""Product classes by function and operand; a weight of any other function is rounded to nearest by all algorithms."""
 OF_LAYERS = frozenset(function for function, operand in _CLASSES if operand == "weight")
-"""The functions that linear layers and convolutions compute."""
+"""The functions that linear layers and (transposed) convolutions call."""
 
 
 def site_products(owner: nn.Module) -> dict[str, Product]:
-    """The weights with a quantizer that functions in the `forward` of a module read, by the path of the quantizer."""
+    """The weights with quantizers that functions in the `forward` of a module read, by the quantizer's path in it."""
     found: dict[str, Product] = {}
     sites = sites_of(owner)
     for key, site in sites.by_key().items() if sites is not None else ():

@@ -1,4 +1,4 @@
-"""A weight that is stored as packed codes and scales: a tensor that has its values for the time of one operation."""
+"""A weight stored as packed codes and scales: a tensor that decodes its values for each operation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 
 CODES = "_codes"
-"""Added to the name of a weight, it is the key of its packed codes in a state dict."""
+"""The suffix that makes, of a weight's name, the key of its packed codes in a state dict."""
 SPEC = "_codes_spec"
-"""The same for the text of its specification, as bytes: files keep tensors alone, whose shapes do not tell it."""
+"""The suffix for the text of the specification, as bytes, since files store only tensors, which do not tell it."""
 _PACKED = 8
-"""The most bits of codes that are packed; wider codes are stored as they are."""
+"""The largest width in bits of codes that are packed; wider codes are stored unpacked."""
 _CHUNK = 1 << 19
-"""Values that are decoded at once: all steps find them in the cache of a core."""
+"""How many values are decoded at once, so that all steps stay in the cache of a core."""
 _ROOM = 1 << 28
-"""Bytes of the largest weight that products find in one place: in fresh memory the system's zeros take 2 ns a value,
-where decoding it takes 0.8, and a product with 128 rows 3.3."""
+"""The largest weight in bytes that products decode into a reused buffer: fresh memory costs 2 ns a value for the
+system's zeros, while decoding costs 0.8 and a product with 128 rows 3.3."""
 _aten: Any = torch.ops.aten
 _VIEWS = frozenset(
     [
@@ -43,7 +43,7 @@ _VIEWS = frozenset(
 _PRODUCTS = frozenset(
     [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default]
 )
-"""Their results hold nothing of their arguments, whose memory the next product may take."""
+"""Operations whose results share no memory with their arguments, so that the next product may reuse the buffer."""
 _WRITTEN = (
     "a weight that is stored as codes cannot be changed ({}); call fakequant.store_floats(model) first, or for "
     "adapters of peft train_merged, which merges into codes"
@@ -52,18 +52,18 @@ View = tuple[Any, tuple[Any, ...]]
 
 
 class StoredWeight(Tensor):
-    """A frozen weight as codes, packed along its last axis, and scales; every operation decodes it anew.
+    """A frozen weight as scales and codes, packed along its last axis; every operation decodes the values anew.
 
-    Autograd keeps this tensor, and no values, for the backward pass. It cannot be written to. Its `nbytes` are those of
-    the values; it holds `packed.nbytes`, and those of scale and zero point.
+    Autograd keeps this tensor, and no values, for the backward pass. Writing to it raises ConfigError. `nbytes` counts
+    the float values; the tensor holds only `packed`, scale and zero point.
 
     Args:
-        packed: uint8 [..., bytes]; codes of more than 8 bits are as they are.
-        params: scales, one for each group in a shape that broadcasts with the weight, and zero points.
-        spec: of the codes.
-        shape: that of the weight.
-        dtype: that of the values.
-        views: operations on the weight that give this tensor, such as a transpose.
+        packed: uint8 [..., bytes]; codes of more than 8 bits are not packed.
+        params: scales and zero points, one for each group in a shape that broadcasts with the weight.
+        spec: the specification of the codes.
+        shape: the shape of the weight.
+        dtype: the dtype of the values.
+        views: view operations, such as a transpose, which turn the weight into this tensor.
 
     >>> codes, params = quantize(torch.tensor([[0.5, -1.0]]), "int4", scale=0.5)
     >>> weight = StoredWeight.of(codes, params, QuantSpec("int4"), torch.float32)
@@ -109,12 +109,12 @@ class StoredWeight(Tensor):
 
     @classmethod
     def of(cls, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
-        """A stored weight made from codes, packed as the format stores them, and a scale that broadcasts with them."""
+        """Store codes, in the storage of the format, with a scale that broadcasts with them."""
         return cls(_pack(codes, spec.format), params, spec, tuple(codes.shape), dtype)
 
     @classmethod
     def quantized(cls, weight: Tensor, params: QParams, spec: QuantSpec) -> StoredWeight:
-        """A weight without NaN, quantized; its codes are made in parts, whose memory is small."""
+        """Quantize a weight without NaN; its codes are computed in parts, to need little memory."""
         shape, fmt = tuple(weight.shape), spec.format
         is_packed = fmt.bits <= _PACKED and bool(shape)
         stored = (*shape[:-1], -(-shape[-1] * fmt.bits // 8)) if is_packed else shape
@@ -133,7 +133,7 @@ class StoredWeight(Tensor):
         return _unpack(self.packed, self.spec.format, self.whole_shape)
 
     def values(self, *, lent: bool = False) -> Tensor:
-        """The values; `lent` in memory that holds them until the next such call of this thread."""
+        """The float values [shape of this view]; `lent`: in a buffer that this thread's next such call overwrites."""
         shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
         step = self._rows_at_once()
         if not shape or step >= shape[0] or torch.compiler.is_compiling():
@@ -147,7 +147,7 @@ class StoredWeight(Tensor):
         return _viewed(values, self.views)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The values at indices of the first axis [shape of the indices, ...], of which alone codes are unpacked."""
+        """The values at indices of the first axis [shape of the indices, ...]; only these rows are decoded."""
         flat, (length, *rest) = indices.flatten(), self.whole_shape
         if self.views or self.scale.shape[0] not in (1, length):
             return self.values()[indices]
@@ -158,7 +158,7 @@ class StoredWeight(Tensor):
         return decoded.unflatten(0, indices.shape) if indices.dim() != 1 else decoded
 
     def with_parts(self, packed: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> StoredWeight:
-        """A weight with other codes, and other scales where given; a ConfigError if their shape or dtype is another."""
+        """A weight with other codes, and other scales unless None; ConfigError if a shape or dtype differs."""
         given = packed, self.scale if scale is None else scale, self.zero_point if zero_point is None else zero_point
         for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
             if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):
@@ -166,13 +166,13 @@ class StoredWeight(Tensor):
         return type(self)(packed, QParams(*given[1:]), self.spec, self.whole_shape, self.dtype)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """The weight as `nn.Module._apply` moves or converts it: scales keep float32 at least, and codes all bits."""
+        """The weight as `nn.Module._apply` moves or converts it: scales stay at least float32, codes keep all bits."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return self._with(fn(self.packed), like.device, like.dtype)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weight without its graph."""
+        """The weight, detached from its graph."""
         return self.detach()
 
     @data.setter
@@ -180,7 +180,7 @@ class StoredWeight(Tensor):
         raise ConfigError(_WRITTEN.format("weight.data = ..."))
 
     def become(self, moved: StoredWeight) -> None:
-        """Take the device, the type and the parts of this weight moved; graphs and optimizers may hold it meanwhile."""
+        """Take over the device, dtype and tensors of `moved` in place: graphs and optimizers may hold this weight."""
         if not torch._has_compatible_shallow_copy_type(self, moved):  # to "meta", which no graph may hold
             torch.utils.swap_tensors(self, nn.Parameter(moved, requires_grad=self.requires_grad))
             return
@@ -202,7 +202,7 @@ class StoredWeight(Tensor):
         return max(1, _CHUNK // max(1, prod(shape[1:])) // block) * block
 
     def _params(self, part: Any = ...) -> QParams:
-        """The parameters of rows, which begin and end with a block."""
+        """The scales and zero points of some rows, which begin and end at a border of blocks."""
         if part is ... or self.scale.shape[0] == 1:
             return QParams(self.scale, self.zero_point)
         block = self.spec.granularity.block_shape(self.whole_shape)[0] or 1
@@ -286,7 +286,7 @@ class StoredWeight(Tensor):
 
 
 class _Room(threading.local):
-    """A buffer of each thread for a decoded weight."""
+    """A buffer for each thread, into which products decode a weight."""
 
     held: Tensor | None = None
 
@@ -305,7 +305,7 @@ _room = _Room()
 
 
 def with_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a model with weights that are stored as codes in place of their codes, which is changed."""
+    """Change the state dict of a model in place: weights that are stored as codes replace their packed codes."""
     every = model.named_parameters(remove_duplicate=False)
     if stored := {name + CODES: (name, own) for name, own in every if type(own) is StoredWeight}:
         specs = {name + SPEC for name, _ in stored.values()}
@@ -331,7 +331,7 @@ def _rebuilt(*parts: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _table(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of the patterns of a format that is none of integers."""
+    """The values of all bit patterns of a format, for formats that are not integers."""
     patterns = torch.arange(1 << fmt.bits, device=device)
     count = len(fmt.grid.table.values) if fmt.grid.table is not None else len(patterns)
     return fmt.from_storage(of_integers(patterns[:count].to(torch.uint8), fmt), dtype)
@@ -353,17 +353,17 @@ def _unpack(packed: Tensor, fmt: Format, shape: tuple[int, ...]) -> Tensor:
 
 
 class StoringLayer(nn.Module):
-    """A layer whose parameters may be of the class `StoredWeight`; its state dict has their packed codes as bytes."""
+    """A layer whose parameters may be `StoredWeight`; its state dict holds their packed codes as bytes."""
 
     def products(self) -> Any:
-        """The weights that have a quantizer or could have one."""
+        """The weights that have a quantizer or may get a quantizer."""
         raise NotImplementedError
 
     def _stored(self) -> dict[str, StoredWeight]:
         return {name: own for name, own in self._parameters.items() if isinstance(own, StoredWeight)}
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Hold another parameter of the same shape, as floats or as codes."""
+        """Replace a parameter by one of the same shape, as floats or as codes."""
         self._parameters[name] = parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

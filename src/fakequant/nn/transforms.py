@@ -1,4 +1,4 @@
-"""Transforms of a layer's input before its quantizer, whose inverse is in the weight: the float function stays."""
+"""Transforms of a layer's input before its quantizer; the inverse goes into the weight, so the float function stays."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fakequant.errors import ConfigError, nearest
 
 
 class InputTransform(nn.Module, ABC):
-    """T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; a new kind is a subclass with a name.
+    """The transform T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; subclasses are kinds with a name.
 
-    The arguments of a kind, besides the layer, are whole numbers: a checkpoint holds them and the buffers.
+    Options of a kind are whole numbers, so that a checkpoint can store the options and the buffers.
     """
 
     kind: ClassVar[str]
@@ -28,10 +28,10 @@ class InputTransform(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, layer: Any, **options: int) -> InputTransform:
-        """A transform that fits a layer and changes nothing, or whose buffers a checkpoint sets; else a ConfigError."""
+        """An identity transform for a layer, or one whose buffers a checkpoint sets; ConfigError if it does not fit."""
 
     def options(self) -> dict[str, int]:
-        """The arguments of `of`, besides the layer."""
+        """The options with which `of` makes an equal transform."""
         return {}
 
     @abstractmethod
@@ -40,10 +40,10 @@ class InputTransform(nn.Module, ABC):
 
     @abstractmethod
     def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
-        """The weight that computes with the transformed input what the given weight computes with the plain one."""
+        """The weight that gives, with the transformed input, the output of `weight` with the plain input."""
 
     def out_of_weight(self, layer: Any, weight: Tensor) -> Tensor:
-        """The inverse of `into_weight`, up to rounding; here that of a linear transform of the last axis."""
+        """The inverse of `into_weight`, up to rounding; this default inverts a linear transform of the last axis."""
         # x T times W transposed is x times (W times T transposed) transposed; an order moves values as they are.
         matrix = self(torch.eye(weight.shape[-1], device=weight.device))
         return weight @ matrix.mT.to(weight.dtype)
@@ -82,7 +82,7 @@ class ChannelScale(InputTransform):
         return weight * self._by_groups(layer, weight)
 
     def _by_groups(self, layer: Any, weight: Tensor) -> Tensor:
-        """The factors of a weight's inputs; each group of outputs reads its own channels."""
+        """The factors for a weight [out, in / groups, ...], in which each group of outputs reads its own channels."""
         groups = getattr(layer, "groups", 1)
         factors = self.scale.to(weight.dtype).reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
         return factors.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
@@ -131,7 +131,7 @@ class BlockHadamard(InputTransform):
 
 
 class ScaledHadamard(BlockHadamard):
-    """A rotation of the input times one factor per feature: rotated, a large feature makes its whole block large.
+    """The input times one factor per feature, and then rotated: without factors, a large feature fills its block.
 
     >>> rotation = ScaledHadamard.of(nn.Linear(2, 1), block=2)
     >>> rotation.scale = torch.tensor([0.5, 1.0])
@@ -156,7 +156,7 @@ class ScaledHadamard(BlockHadamard):
 
 
 class Permutation(InputTransform):
-    """The last axis in another order, as groups of inputs are formed that do not lie side by side (GPTQ's `desc_act`).
+    """The last axis in another order, so that groups consist of inputs that are not neighbours (GPTQ's `desc_act`).
 
     >>> permutation = Permutation.of(nn.Linear(3, 1))
     >>> permutation.order = torch.tensor([2, 0, 1])
@@ -198,7 +198,7 @@ class Permutation(InputTransform):
 
 
 def first_weights(layer: Any) -> list[str]:
-    """The names of the weights that multiply a layer's first input; of a recurrent layer, those of the first layer.
+    """The names of the weights that multiply a layer's input; for a recurrent layer, only those of its first level.
 
     >>> first_weights(nn.GRU(2, 2, num_layers=2, bidirectional=True))
     ['weight_ih_l0', 'weight_ih_l0_reverse']
@@ -212,7 +212,7 @@ def _first_weight(layer: Any) -> Tensor:
 
 
 def hadamard(size: int) -> Tensor:
-    """The orthogonal matrix of +1 and -1 over the root of a power of two, by Sylvester's construction.
+    """The orthogonal Hadamard matrix [size, size] of +1 and -1, divided by sqrt(size), by Sylvester's construction.
 
     >>> (hadamard(4) * 2).int().tolist()
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
@@ -224,10 +224,10 @@ def hadamard(size: int) -> Tensor:
 
 
 def walsh_hadamard(x: Tensor) -> Tensor:
-    """Blocks of the last axis times `hadamard(block)`, which is its own inverse; x [..., features].
+    """Multiply blocks of the last axis of x [..., features] by `hadamard(block)`, which is its own inverse.
 
-    The block is the largest power of two that divides the features. The bits of a row depend on that row alone, as
-    those of a product of matrices need not: sums of pairs, in float32 for narrower numbers.
+    The block is the largest power of two that divides the features. The bits of a row depend on that
+    row alone, unlike those of a matrix product: it adds pairs, in float32 for narrower dtypes.
 
     >>> walsh_hadamard(torch.tensor([[2.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
     tensor([[1., 1., 1., 1.],
@@ -244,7 +244,7 @@ def walsh_hadamard(x: Tensor) -> Tensor:
 
 
 def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
-    """A transform by its name; a ConfigError for an unknown name or option, or a layer that it does not fit."""
+    """A transform of a layer by the kind's name; ConfigError for an unknown kind or option, or another layer."""
     cls = InputTransform._kinds.get(kind)
     if cls is None:
         raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")

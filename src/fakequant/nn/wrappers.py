@@ -1,4 +1,4 @@
-"""Wrappers of torch around a model or inside one: their names are in no path, file or message."""
+"""Wrappers of torch around a model or its parts, whose names stay out of paths, files and messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WRAPPERS = {
     "AveragedModel": "module",
 }
 _KEPT = {"FullyShardedDataParallel": "module"}
-"""Wrappers that stay: without this one the module inside has parameters of no shape."""
+"""Wrappers that cannot be removed: without FSDP the parameters of the module inside have no shapes."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 def inside(module: nn.Module, *, kept: bool = False) -> nn.Module:
-    """The module in all wrappers that compute the same; with `kept` also in those that it cannot do without.
+    """The module inside all wrappers that compute the same as it; with `kept`, also inside FSDP.
 
     >>> layer = nn.Linear(2, 2)
     >>> inside(torch.compile(nn.DataParallel(layer))) is layer
@@ -45,7 +45,7 @@ def inside(module: nn.Module, *, kept: bool = False) -> nn.Module:
 
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """A context in which a model, which it gives, and all modules inside it are without their wrappers."""
+    """A context that removes the wrappers of a model and of all modules inside it, and yields the bare model."""
     inner = inside(model)
     found = [
         (module, name, child)
@@ -65,9 +65,9 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Have a function of a model first get it without wrappers, and return the wrapped one where it returns the model.
+    """A decorator: the function gets its model without wrappers; if it returns the model, the caller gets the wrapper.
 
-    The processes of DistributedDataParallel stay those of its argument `group`.
+    The process group of DistributedDataParallel becomes the function's argument `group`.
     """
     groups = "group" in inspect.signature(function).parameters
 
@@ -87,7 +87,7 @@ def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 class Role(Enum):
-    """What a tensor is to its layer; the values are the names of a rule's fields."""
+    """The role of a tensor in its layer; the values are the names of a rule's fields."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -95,16 +95,16 @@ class Role(Enum):
 
 
 class Kernel(NamedTuple):
-    """The positions of a kernel, which a product sums over with the channels."""
+    """The positions of a convolution's kernel, over which the product sums, as over channels."""
 
     window: Mapping[int, int]
-    """Their axes, counted from the end, with the kernel's lengths; those of length 1 are left out."""
+    """The axes of the positions, counted from the end, with the sizes of the kernel; axes of size 1 are left out."""
     length: int | None = None
-    """The number of channels in one sum of a weight; None for an input, whose blocks lie along its channels alone."""
+    """The count of channels in one sum of a weight; None for an input, whose blocks lie along channels only."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], length: int | None = None) -> Kernel:
-        """The kernel with these lengths along the last axes of a tensor."""
+        """The kernel with these sizes along the last axes of a tensor."""
         window = {axis - len(sizes): size for axis, size in enumerate(sizes) if size != 1}
         return cls(window, length)
 
@@ -113,25 +113,25 @@ NO_KERNEL = Kernel({})
 
 
 class Operand(NamedTuple):
-    """A tensor of a layer that a quantizer belongs to."""
+    """A tensor of a layer that has a quantizer: its role and the meaning of its axes."""
 
     role: Role
     reduction: int = -1
-    """The axis that the product sums over, which axis -1 of a rule stands for; of an output, that of its channels."""
+    """The axis that the product sums over, which a rule calls axis -1; for an output, the axis of channels."""
     channels: int = 0
-    """The axis of a weight that holds output channels; a rule calls it axis 0."""
+    """The axis of output channels in a weight, which a rule calls axis 0."""
     weight: str = ""
-    """Where the layer holds a weight: "weight", or "out_proj.weight" for that of a submodule."""
+    """The path of the weight in the layer: "weight", or "out_proj.weight" for the weight of a submodule."""
     is_stack: bool = False
-    """Whether a weight is a stack of weights along its first axis, each with its own ranges; its other axes are counted
+    """Whether a weight is a stack of weights along its first axis, each with separate ranges; other axes are counted
     from the end."""
     optional: bool = False
-    """Whether calls may do without it: calibration takes the quantizer away if no call of its layer used it."""
+    """Whether a call may leave the tensor out: calibration removes the quantizer if no call of its layer used it."""
     kernel: Kernel = NO_KERNEL
-    """That of a convolution."""
+    """The kernel of a convolution, else NO_KERNEL."""
 
     def axes(self) -> dict[int, int]:
-        """From the axes that a rule names by their role to those of the tensor."""
+        """The axes of the tensor, by the axes with which a rule names them."""
         if self.role is not Role.WEIGHT:
             return {-1: self.reduction}
         named = {0: self.channels, -1: self.reduction}
@@ -140,7 +140,7 @@ class Operand(NamedTuple):
 
 @contextmanager
 def fixed_ranges(model: nn.Module) -> Iterator[None]:
-    """A context in which learned ranges are constants, as exporters need them; then they are learned again."""
+    """A context in which learned ranges are fixed, as exporters need; they are learned again after it."""
     learned = [quantizer for quantizer in quantizers(model).values() if quantizer.learned is not None]
     with restore_after(state_of(learned)):
         for quantizer in learned:
@@ -150,9 +150,9 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each weight is quantized once: for evaluation and inference.
+    """A context for evaluation and inference in which each weight is quantized only once.
 
-    The first use quantizes the weight, and later ones get the same values or codes again, with the same bits. Weights,
+    The first use quantizes the weight, and later uses get the same values or codes, bit for bit. Weights,
     scales and specifications must not change inside, as within `torch.nn.utils.parametrize.cached`: a change that torch
     counts raises a `CallError` at the next use of the weight. Torch does not count what is written through
     `weight.data` or a NumPy array, nor the steps of fused optimizers.

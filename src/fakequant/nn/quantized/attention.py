@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` in visible parts: projections, scores, softmax and weighted sum, each with its quantizers.
+"""`nn.MultiheadAttention` as separate projections, scores, softmax and weighted sum, each with quantizers.
 
 The operations and their order are those of `torch.nn.functional.multi_head_attention_forward`, so that results without
 quantizers have the same bits.
@@ -28,7 +28,7 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 class _Masks(NamedTuple):
-    """Float masks that are added to the scores."""
+    """Float masks that are added to the scores; None without a mask."""
 
     attention: Tensor | None
     """[queries, keys] or [n * heads, queries, keys]"""
@@ -36,11 +36,11 @@ class _Masks(NamedTuple):
     """[n, keys]"""
 
     def padded(self) -> _Masks:
-        """The masks for one key more, which is not masked."""
+        """The masks for one more key, which they do not mask."""
         return _Masks(*(None if mask is None else F.pad(mask, (0, 1)) for mask in self))
 
     def merged(self, n: int, heads: int, keys: int) -> Tensor | None:
-        """One mask [1 or n * heads, 1 or queries, keys]."""
+        """The two masks added [1 or n * heads, 1 or queries, keys]; None without masks."""
         attention = self.attention
         if attention is not None and attention.dim() == 2:
             attention = attention.unsqueeze(0)
@@ -53,19 +53,19 @@ class _Masks(NamedTuple):
 
 @quantizes(nn.MultiheadAttention)
 class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
-    """MultiheadAttention with quantized inputs, weights, factors of its two products, and input of its last projection.
+    """MultiheadAttention with quantized inputs, weights, factors of both products, and input of the output projection.
 
-    Inputs are quantized as they come. A tensor that is passed as query and key, or as key and value, is quantized once,
-    by the quantizer of the first; calibration takes quantizers away that no call uses therefore. Query, key and value
-    are quantized after their projections as [n, heads, length, head_dim], the query when it is scaled. Probabilities
-    [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the first
-    projections are quantized like it, too.
+    Inputs are quantized before their projections. A tensor that is passed as query and key, or as key and value, is
+    quantized once, by the quantizer of the first; calibration removes quantizers that no call uses. Query, key and
+    value are quantized after their projections as [n, heads, length, head_dim], the query after scaling. Probabilities
+    [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the input
+    projections are quantized by its specification, too.
 
-    With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
-    the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @ value in three
-    operations.
+    With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the
+    quantizer of the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @
+    value in three operations.
 
-    Functions that watch it see each input [queries, n, embed_dim] of the last projection, before its quantizer.
+    Functions that `watch` registers get each input [queries, n, embed_dim] of the output projection, unquantized.
     """
 
     @classmethod
@@ -109,7 +109,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and weights as `nn.MultiheadAttention` returns them, of the same arguments."""
+        """The output and weights that `nn.MultiheadAttention` returns for these arguments."""
         if isinstance(query, Proxy):
             others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return as_leaf(self, query, key, value, *others)
@@ -141,7 +141,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return y.transpose(1, 0) if self.batch_first else y, weights
 
     def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, ...]:
-        """The inputs quantized; one tensor given twice stays one factor, which torch projects in one product."""
+        """The quantized inputs; a tensor that is passed twice gives one factor, to be projected in one product."""
         q = Factor.of(self, "_input_quantizer", query)
         k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
         if value is key or value is query:
@@ -159,9 +159,9 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     def _attend(
         self, inputs: Sequence[Factor], masks: _Masks, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [queries, n, embed_dim] and, if asked for, the weights [n, heads, queries, keys].
+        """The output [queries, n, embed_dim], and the weights [n, heads, queries, keys] if needed, else None or unused.
 
-        Inputs are query, key and value [length, n, features]. Where `is_causal`, later keys are masked, without masks.
+        Inputs are query, key and value [length, n, features]. `is_causal` masks later keys if there is no mask.
         """
         of_query, of_key, of_value = (x.value.shape for x in inputs)
         (queries, n, width), keys = of_query, of_key[0]
@@ -230,7 +230,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     def _projected(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Query, key and value [length, n, embed_dim] after their projections.
 
-        By the one weight of all three, inputs that are one tensor share a product and its quantizer.
+        With a packed weight, inputs that are the same tensor share a product and its quantizer.
         """
         if self._qkv_same_embed_dim:
             packed, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
@@ -251,7 +251,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return projected
 
     def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
-        """The quantized result of a projection in `count` parts, with the strides that torch gives them."""
+        """The quantized result of a projection, split in `count` parts, with the strides that torch gives them."""
         y = self.quantized("_in_proj_output_quantizer", projected)
         if count == 1:
             return [y]
@@ -259,14 +259,14 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return [parts[place] for place in range(count)]
 
     def _times(self, x: Factor, other: Factor, mask: Tensor | None = None) -> Tensor:
-        """x @ other + mask, of which each is [n * heads, ...]; in float in one operation, as torch has it."""
+        """x @ other + mask, with x and other [n * heads, ...]; one operation unless gradients are quantized."""
         if is_trained(self.gradient):
             y = matmul(self.backward_of(), x, other)
             return y if mask is None else y + mask
         return torch.bmm(x.value, other.value) if mask is None else torch.baddbmm(mask, x.value, other.value)
 
     def _heads(self, attribute: str, x: Tensor) -> Factor:
-        """x [n * heads, ...] quantized as [n, heads, ...]."""
+        """x [n * heads, ...], quantized as [n, heads, ...]."""
         quantizer = getattr(self, attribute)
         if quantizer is None or quantizer.mode is Mode.OFF:
             return Factor(x, x)

@@ -1,7 +1,7 @@
-"""Quantized layers that compute with the weight into which the batch normalisation behind them is folded.
+"""Quantized layers that compute with a weight into which the next batch normalisation is folded.
 
 Source: Jacob et al. 2018, section 3.2, with the statistics of torch.ao's `ConvBn`: the weight is scaled by the running
-statistics, and in training the output is scaled back and normalised by those of the batch.
+statistics, and in training the output is scaled back and normalised by the batch statistics.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fakequant.nn.quantizer import as_leaf
 from fakequant.nn.wrappers import inside
 
 _REMEMBERED = 16
-"""Calls of a layer whose statistics are remembered until its checkpoint computes them anew."""
+"""How many calls of a layer have their statistics remembered, for a checkpoint that runs the layer again."""
 
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
-    """A copy that a compiled backward pass keeps: what it computes anew, it computes of statistics that have moved."""
+    """A copy that a compiled backward pass keeps; recomputing it there raises, as running statistics have changed."""
     if torch._C._current_graph_task_id() >= 0:
         raise ConfigError(
             "torch.compile and torch.utils.checkpoint together compute a folded batch normalisation anew, of "
@@ -48,26 +48,26 @@ def _(x: Tensor) -> Tensor:
 
 
 def norm_factor(norm: Any) -> Tensor:
-    """Gamma / sigma [out] of the running statistics of a batch normalisation, in float64."""
+    """gamma / sigma [out], float64, from the running variance of a batch normalisation."""
     variance = norm.variance() if isinstance(norm, FoldedNorm) else norm.running_var
     factor = (variance.double() + norm.eps).rsqrt()
     return factor if norm.weight is None else factor * norm.weight.double()
 
 
 def norm_offset(norm: Any, bias: Tensor | None, factor: Tensor) -> Tensor:
-    """What is added to the product with the folded weight [out], in float64, for the bias of the layer."""
+    """The bias of the folded layer [out], float64, from the layer's bias and the normalisation."""
     offset = ((0.0 if bias is None else bias.double()) - norm.running_mean.double()) * factor
     return offset if norm.bias is None else offset + norm.bias.double()
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """By what an input is known: its sums over the batch, and those of each example."""
+    """A fingerprint of an input: its sums over the batch, and the sums of each example."""
     x = x.detach().double()
     return x.sum(0), x.flatten(1).sum(1)
 
 
 class FoldedNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch normalisation whose layer computes it: it returns its input, and keeps parameters and statistics.
+    """A folded batch normalisation: returns its input, and keeps its parameters and statistics for the layer.
 
     Modules inside it, as the activation of timm's `BatchNormAct2d`, are called with the input.
     """
@@ -75,7 +75,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
     layer: str
     axes: int
     _seen: deque[tuple[tuple[Tensor, Tensor], Tensor]] | tuple[()] = ()
-    """By what a call of a checkpoint is known, and the running variance that it had."""
+    """For each recent call, the fingerprint of its input, and the running variance at the call."""
     _replayed: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         return input
 
     def begin(self, x: Tensor) -> None:
-        """Remember the running variance of a call with an input x, which serves when a checkpoint repeats the call."""
+        """Remember the running variance for input x; when a checkpoint runs the call again, restore that variance."""
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass
@@ -115,13 +115,13 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
             held.append((_sums(x), self.running_var.clone()))
 
     def normalised(self, x: Tensor) -> Tensor:
-        """What the batch normalisation computes; in training it moves the running statistics, once for each batch."""
+        """The normalised x; in training updates the running statistics, but not when a checkpoint repeats a call."""
         if self._replayed is not None:  # the same function, because a checkpoint counts what it saves
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
         return super().forward(x)
 
     def variance(self) -> Tensor:
-        """The running variance [out] that the weight is folded with."""
+        """The running variance [out] with which the weight is folded."""
         assert self.running_var is not None
         if not self.training:
             return self.running_var
@@ -131,27 +131,27 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class FoldedBatchNorm1d(FoldedNorm, nn.BatchNorm1d):
-    """BatchNorm1d that the layer before it computes."""
+    """BatchNorm1d that is folded into the layer before it."""
 
 
 class FoldedBatchNorm2d(FoldedNorm, nn.BatchNorm2d):
-    """BatchNorm2d that the layer before it computes."""
+    """BatchNorm2d that is folded into the layer before it."""
 
 
 class FoldedBatchNorm3d(FoldedNorm, nn.BatchNorm3d):
-    """BatchNorm3d that the layer before it computes."""
+    """BatchNorm3d that is folded into the layer before it."""
 
 
 class FoldedSyncBatchNorm(FoldedNorm, nn.SyncBatchNorm):
-    """SyncBatchNorm that the layer before it computes."""
+    """SyncBatchNorm that is folded into the layer before it."""
 
 
 class FoldedLayer(QuantizedLayer):
-    """What layers with a folded batch normalisation share: their weight and bias are those that an engine sees.
+    """Base of layers with a folded batch normalisation: weight and bias are the folded ones, as an engine has them.
 
-    They compute with them in eval mode, and in training as soon as the normalisation is in eval mode. In training with
-    statistics of the batch, the product with the folded weight is divided by the factor of its channel again, and then
-    normalised. Statistics are those of the quantized product.
+    They are used in eval mode, and in training if the normalisation is in eval mode. In training with batch statistics,
+    the product with the folded weight is divided by the factor of its channel, and then normalised; the statistics are
+    those of the quantized product.
     """
 
     plain_class: type[QuantizedLayer]
@@ -159,7 +159,7 @@ class FoldedLayer(QuantizedLayer):
 
     @property
     def norm(self) -> FoldedNorm:
-        """The folded batch normalisation; a ConfigError if another module has its place in the model."""
+        """The folded batch normalisation; raises ConfigError if another module took its place in the model."""
         norm, holder, name = self._norm
         now = holder._modules.get(name)
         if now is not norm and (now is None or inside(now) is not norm):
@@ -172,13 +172,13 @@ class FoldedLayer(QuantizedLayer):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The parameter times gamma / sigma of each output channel, in float64 and rounded once."""
+        """The weight parameter times gamma / sigma of each output channel, computed in float64 and rounded once."""
         own = cast("Tensor", self._parameters["weight"])
         return scaled_weight(self, own, norm_factor(self.norm)).to(own.dtype)
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
-        """What is added to the product with the folded weight, likewise."""
+        """The folded bias [out], computed in float64 and rounded once."""
         offset = norm_offset(self.norm, self._parameters.get("bias"), norm_factor(self.norm))
         return offset.to(cast("Tensor", self._parameters["weight"]).dtype)
 
@@ -234,9 +234,9 @@ class FoldedConv3d(_FoldedConv, QuantConv3d):  # type: ignore[misc]
 
 
 class FusedBatchNorm(nn.Identity):
-    """What takes the place of a fused batch normalisation: returns its input.
+    """Replaces a fused batch normalisation, and returns its input.
 
-    It refuses inputs of another number of axes, in which the normalisation would have taken other channels.
+    Raises ConfigError for inputs with another number of axes, in which the channels would be on another axis.
 
     >>> import fakequant as fq
     >>> print(fq.fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
@@ -261,7 +261,7 @@ class FusedBatchNorm(nn.Identity):
 
     @classmethod
     def of(cls, norm: nn.Module, layer: str, axes: int) -> nn.Module:
-        """What takes the place of a normalisation: with modules inside it, such as an activation, these follow."""
+        """The module that replaces a normalisation; modules inside it, such as an activation, are called after it."""
         made = cls(layer, axes)
         return nn.Sequential(OrderedDict(fused=made, **dict(norm.named_children()))) if [*norm.children()] else made
 
@@ -272,21 +272,21 @@ class FusedBatchNorm(nn.Identity):
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (nn.Linear, *CONVOLUTIONS, *_TRANSPOSED)
-"""The layers whose weight can take the factors of a batch normalisation behind them."""
+"""The layers into whose weight a following batch normalisation can be folded."""
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation of torch, or a subclass of one."""
+    """Whether a module is a batch normalisation of torch or a subclass."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def norm_axes(layer: nn.Module) -> int:
-    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
+    """The number of axes of a layer's batched output, whose axis 1 holds the channels."""
     return 2 + len(getattr(layer, "kernel_size", ()))
 
 
 def scaled_weight(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
-    """A weight in float64 with every output channel multiplied by its factor [out], not rounded."""
+    """A weight in float64, not rounded, with every output channel multiplied by its factor [out]."""
     weight = weight.double()
     if not isinstance(layer, _TRANSPOSED):
         return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))

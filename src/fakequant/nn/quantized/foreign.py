@@ -1,8 +1,8 @@
-"""Quantized forms of layers of other libraries, which are known by name: nothing is imported.
+"""Quantized classes for layers of other libraries, which are registered by name without importing the libraries.
 
-Convolutions and linear layers of timm, tables of transformers, and its experts, whose weights are stacked in a
-parameter: both products of each expert are quantized. Classes of experts are known by the decorator that made their
-`forward`, `use_experts_implementation`.
+Convolutions and linear layers of timm, embeddings of transformers, and its experts, whose weights are stacked in a
+parameter: both products of each expert are quantized. Classes of experts are recognized by the decorator that made
+their `forward`, `use_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCALED = """
     embedding_gemma2.EmbeddingGemma2Text gemma.GemmaText gemma2.Gemma2Text gemma3.Gemma3Text gemma3n.Gemma3nText
     gemma4.Gemma4Text gemma4_unified.Gemma4UnifiedText vaultgemma.VaultGemmaText
 """
-"""The models of transformers whose tables have a factor, with the first part of the name of their class."""
+"""The models of transformers whose embedding is scaled by a factor, each with the first part of its class name."""
 
 
 class _SamePadding(QuantConv2d):
@@ -67,7 +67,7 @@ class _Standardized(QuantConv2d):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """What the convolution multiplies; the parameter is in `state_dict` as ever."""
+        """The standardized weight, which the convolution multiplies; `state_dict` holds the parameter."""
         own = self._parameters["weight"]
         assert own is not None
         gain = self._parameters.get("gain")
@@ -77,7 +77,7 @@ class _Standardized(QuantConv2d):
 
 
 class _StandardizedSamePadding(_SamePadding, _Standardized):
-    """A standardized weight with padding to the same size."""
+    """Conv2d with a standardized weight and padding to the same output size."""
 
 
 quantizes("timm.layers.conv2d_same.Conv2dSame")(_SamePadding)
@@ -103,7 +103,7 @@ class QuantConv1D(QuantizedLayer):
 
 
 class _Scaled(QuantEmbedding):
-    """Embedding whose rows are multiplied by a number after they were quantized; the tied head reads the same table."""
+    """Embedding whose quantized rows are multiplied by a factor; the tied head uses the table without the factor."""
 
     embed_scale: Tensor | float
 
@@ -120,7 +120,7 @@ for _model, _, _prefix in (name.partition(".") for name in _SCALED.split()):
 
 @quantizes("transformers.models.falcon.modeling_falcon.FalconLinear")
 class _FalconLinear(QuantLinear):
-    """Linear layer that adds its bias after it has rounded the product."""
+    """Linear layer that rounds the product before it adds the bias."""
 
     product: ClassVar[IntegerProduct | None] = None
 
@@ -133,7 +133,7 @@ class _FalconLinear(QuantLinear):
 
 @quantizes("torch_geometric.nn.dense.linear.Linear")
 class _GeometricLinear(QuantLinear):
-    """Linear layer of PyTorch Geometric, which counts channels."""
+    """Linear layer of PyTorch Geometric, which names its sizes in_channels and out_channels."""
 
     in_features = property(lambda self: self.in_channels)  # type: ignore[assignment]
     out_features = property(lambda self: self.out_channels)  # type: ignore[assignment]
@@ -146,7 +146,7 @@ class _GeometricLinear(QuantLinear):
 
 @quantizes("transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts")
 class _ParallelExperts(QuantizedLayer):
-    """Experts with quantized tokens [tokens, in], in the order of the experts, and weights [experts, out, in]."""
+    """Experts with quantized tokens [tokens, in], sorted by expert, and weights [experts, out, in]."""
 
     @classmethod
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
@@ -156,18 +156,18 @@ class _ParallelExperts(QuantizedLayer):
     product_class = ExpertProduct
 
     def tokens(self, attribute: str, inputs: Tensor, expert_size: list[int]) -> Sequence[Tensor]:
-        """The inputs of the experts before their quantizer, in a call with these arguments."""
+        """The tokens of each expert before their quantizer, in a call with these arguments."""
         return inputs.split(expert_size, dim=0)
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
-        """The results [tokens, out] of as many tokens for each expert as its size."""
+        """The results [tokens, out]; expert i computes the next expert_size[i] tokens."""
         parts = self.quantized_input(inputs).split(expert_size, dim=0)
         return torch.cat([F.linear(x, weight) for x, weight in zip(parts, self.quantized_weight(), strict=True)], dim=0)
 
 
 @quantizes("transformers.models.llama4.modeling_llama4.Llama4TextExperts")
 class _Llama4Experts(QuantizedLayer):
-    """Experts that all see as many tokens, with quantized inputs of both products and weights [experts, in, out]."""
+    """Experts with equal numbers of tokens, quantized inputs of both products, and weights [experts, in, out]."""
 
     product_class = ExpertProduct
     inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
@@ -182,19 +182,19 @@ class _Llama4Experts(QuantizedLayer):
         return found
 
     def tokens(self, attribute: str, hidden_states: Tensor) -> Sequence[Tensor]:
-        """The inputs of one of the products before its quantizer, in a call with this argument, for each expert."""
+        """The inputs of each expert to one of its two products, before their quantizer, in such a call."""
         own: Any = self
         x = hidden_states.view(own.num_experts, -1, own.hidden_size)
         return (x if attribute == "_gate_up_proj_weight_quantizer" else self._gated(self.quantized_input(x))).unbind()
 
     def _gated(self, x: Tensor) -> Tensor:
-        """The input [experts, tokens, hidden] of the second product, of that of the first."""
+        """The input [experts, tokens, hidden] of the second product, computed from the quantized input of the first."""
         own: Any = self
         gate, up = torch.bmm(x, self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)).chunk(2, dim=-1)
         return up * own.act_fn(gate)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The results [experts * tokens, in] of the tokens of the first expert, of the second, and so on."""
+        """The results [experts * tokens, in], sorted by expert."""
         own: Any = self
         x = self._gated(self.quantized_input(hidden_states.view(own.num_experts, -1, own.hidden_size)))
         x = self.quantized("_down_input_quantizer", x)
@@ -203,11 +203,11 @@ class _Llama4Experts(QuantizedLayer):
 
 _ONE_BY_ONE = (None, "eager")
 _VISIBLE = ("batched_mm", "grouped_mm")
-"""Implementations of transformers that read weights and call the gate as attributes of the experts."""
+"""Implementations of transformers that read weights and call the gate as attributes of the experts module."""
 
 
 class _Seen:
-    """The experts as an implementation of transformers sees them: with quantized weights and activations."""
+    """A stand-in for the experts module in transformers' implementations: weights and activations are quantized."""
 
     def __init__(self, experts: Any, first: str) -> None:
         self.config = experts.config
@@ -234,8 +234,8 @@ class _Seen:
 class QuantExperts(QuantizedLayer):
     """Experts with quantized tokens [tokens, in], inputs [..., hidden] of the second product, and stacked weights.
 
-    A weight is [experts, out, in], or [experts, in, out] where the class says that it is transposed. Every expert has
-    ranges of its own, as if it were a layer. All experts share the two quantizers of activations.
+    A weight is [experts, out, in], or [experts, in, out] where the class says that it is transposed. Every expert's
+    weight has separate ranges. All experts share the two quantizers of activations.
     """
 
     product_class = ExpertProduct
@@ -267,7 +267,7 @@ class QuantExperts(QuantizedLayer):
                 )
 
     def tokens(self, attribute: str, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-        """The inputs of one of the products before its quantizer, in a call with these arguments, for each expert."""
+        """The inputs of each expert to one of its two products, before their quantizer, in such a call."""
         first: Any = _first(self)
         experts: Any = self
         hit = _tokens_of_experts(top_k_index, experts.num_experts)
@@ -283,7 +283,7 @@ class QuantExperts(QuantizedLayer):
         return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum [tokens, in] of the experts [tokens, k] of every token."""
+        """The sum [tokens, in] of the outputs of each token's experts [tokens, k], weighted."""
         if isinstance(hidden_states, Proxy):
             return as_leaf(self, hidden_states, top_k_index, top_k_weights)
         experts: Any = self
@@ -314,13 +314,13 @@ class QuantExperts(QuantizedLayer):
 
 
 def _first(layer: Any) -> str:
-    """The weight of the first product."""
+    """The name of the weight of the first product."""
     return "gate_up_proj" if layer.has_gate else "up_proj"
 
 
 @torch.no_grad()
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
-    """The experts that get tokens, each with the places and the tokens of an index [tokens, k]."""
+    """For each expert with tokens: its index, and the places in k and the tokens that select it in [tokens, k]."""
     # By place, then by token, as the classes are written. Expert parallelism gives tokens of other processes the index
     # after the last expert. The numbers of tokens are one copy to the host, and one wait for an accelerator.
     index = top_k_index.t().flatten()
@@ -331,7 +331,7 @@ def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Ten
 
 
 def _weights(experts: Any) -> dict[str, Factor]:
-    """Both weights by name."""
+    """The stacked weights of both products, by name."""
     names = _first(experts), "down_proj"
     return {name: Factor.of(experts, f"_{name}_weight_quantizer", getattr(experts, name)) for name in names}
 

@@ -1,4 +1,4 @@
-"""Which quantized class a float layer becomes, and how its class is changed."""
+"""The quantized class for a float layer, and the change of a layer's class."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _made: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
-    """The class that a float layer becomes; None if it has no quantized form.
+    """The quantized class for a float layer; None if there is none.
 
-    That is what `quantizes` registered for its class. A subclass that overrides nothing that computes becomes a
-    subclass of its own class and of the form of its base.
+    The class is the one that `quantizes` registered. A subclass of a registered layer that overrides no computation
+    gets a subclass of itself and of its base's quantized class.
     """
     form = within_wrappers(type(layer), _form)
     return form if form is not None and form.takes(layer) else None
 
 
 def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None]) -> type[Any] | None:
-    """What `make` makes of the class inside those that torch made for one layer, inside such classes again."""
+    """Apply `make` to a class inside torch's wrapper classes, and wrap the result again; None if `make` gives None."""
     inner, wrappers = _peeled(cls)
     form = make(inner)
     for wrapper in reversed(wrappers):
@@ -55,7 +55,7 @@ def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None
 
 
 def own_class(layer: nn.Module) -> type[nn.Module]:
-    """The class that a layer had before a parametrization or `fully_shard` of torch gave it a class of its own.
+    """The class of a layer before a parametrization or `fully_shard` of torch gave it a generated class.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
     >>> type(layer).__name__, own_class(layer).__name__
@@ -65,14 +65,14 @@ def own_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def computed_class(layer: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a float layer has: itself, or the registered class from which it inherits it."""
+    """The class whose `forward` a float layer runs: its class, or the registered base whose computation it inherits."""
     cls = own_class(layer)
     base = _base(cls)
     return cls if base is None or why_changed(cls) is not None else base
 
 
 def why_changed(cls: type[nn.Module]) -> str | None:
-    """Why a subclass of a layer with a quantized form has none itself; None where it has, or its base has none."""
+    """The reason why a subclass of a registered layer has no quantized class; None if it has, or has no such base."""
     cls = _peeled(cls)[0]
     base = _base(cls)
     if base is None or cls is base:
@@ -94,14 +94,14 @@ def why_changed(cls: type[nn.Module]) -> str | None:
 
 
 def become(layer: nn.Module, quantized: type[QuantizedLayer], quantizers: dict[str, Quantizer | None]) -> None:
-    """Change a float layer's class, with its quantizers by attribute in place before."""
+    """Store a float layer's quantizers by attribute, and change its class to the quantized class."""
     layer._modules.update({name: quantizer for name, quantizer in quantizers.items() if quantizer is not None})
     vars(layer).update(dict.fromkeys(name for name, quantizer in quantizers.items() if quantizer is None))
     change_class(layer, quantized)
 
 
 def change_class(layer: nn.Module, cls: type[Any]) -> None:
-    """Change the class of a module, and rebind the methods of its class that are stored on the instance."""
+    """Change the class of a module, and rebind its `forward` methods that are stored on the instance."""
     # A bound method of the class, in the layer itself: put there by a hook, or left when a hook was removed.
     bound = [name for name in ("forward", "_old_forward") if _is_own_forward(layer, name)]
     layer.__class__ = cls
@@ -110,7 +110,7 @@ def change_class(layer: nn.Module, cls: type[Any]) -> None:
 
 
 def class_reference(cls: type[Any]) -> tuple[Any, ...]:
-    """A class for pickle: a function that can be imported, and its arguments."""
+    """A class in a form for pickle: an importable function and its arguments, which return the class."""
     if cls in _made.values():
         return _form, cls.float_class
     return _itself, cls
@@ -121,9 +121,9 @@ def _itself(cls: type[Any]) -> type[Any]:
 
 
 def bypasses_class(layer: nn.Module) -> bool:
-    """Whether a call of the layer would not reach the `forward` of another class that it is given.
+    """Whether a call of the layer would not reach the `forward` of a new class.
 
-    A hook as accelerate's is no such forward: it calls `_old_forward`, the class's own, which `become` replaces.
+    Hooks such as accelerate's are fine: they call `_old_forward`, the `forward` of the class, which `become` replaces.
     """
     if "forward" not in vars(layer):
         return False
@@ -136,7 +136,7 @@ def _is_own_forward(layer: nn.Module, name: str) -> bool:
 
 
 def _base(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The nearest class that has a quantized form of its own; None if there is none, or it is quantized already."""
+    """The nearest base class that is registered; None if there is none, or the class is quantized already."""
     if issubclass(cls, QuantizedLayer):
         return None
     return next((base for base in cls.__mro__ if registered(base) is not None), None)
@@ -157,7 +157,7 @@ def _form(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
 
 
 def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]]]:
-    """The class inside those that torch made for one layer, and these, from the outside to the inside."""
+    """The class inside torch's generated wrapper classes, and these wrappers, outermost first."""
     wrappers = []
     while (inner := _wrapped(cls)) is not None:
         wrappers.append(cls)
@@ -166,10 +166,10 @@ def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]
 
 
 def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class for which torch made a class that computes the same; None for any other class.
+    """The class that torch wrapped in a generated class that computes the same; None for other classes.
 
-    A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and do their
-    work in hooks. They are known by their module, because importing torch.distributed takes long.
+    A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and work by
+    hooks. They are recognized by their module, because importing torch.distributed takes long.
     """
     if "swapped_from" in vars(cls):  # so that functions in its `forward` have quantizers, see `sites.py`
         return vars(cls)["swapped_from"][0]
@@ -183,7 +183,7 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _reduce(layer: QuantizedLayer, protocol: Any) -> tuple[Any, ...]:
-    """What pickle and copy store: the float class, because classes that are made here have no importable name."""
+    """The parts that pickle and copy store: the float class, since generated classes have no importable name."""
     _, _, *state = object.__reduce_ex__(layer, max(int(protocol), 2))
     return (_new, (type(layer).float_class,), *state)
 
@@ -206,19 +206,19 @@ _FUNCTIONS = (
 
 
 def product_function(cls: type[nn.Module]) -> str | None:
-    """The function, as rules name it, by which a subclass with a `forward` of its own multiplies with its weight."""
+    """The function, such as "linear", by which a subclass with a changed `forward` multiplies its weight, or None."""
     if why_changed(cls) is None:
         return None
     return next((function for base, function in _FUNCTIONS if issubclass(cls, base)), None)
 
 
 def output_channels(layer: Any) -> int:
-    """The output channels of a linear layer or a convolution."""
+    """The number of output channels of a linear layer or a convolution."""
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
 
 def has_matrix(layer: nn.Module) -> bool:
-    """Whether a layer multiplies channels with a weight [out, in / groups, ...] that is a parameter of its own."""
+    """Whether a linear layer or convolution has a weight [out, in / groups, ...] that is a parameter."""
     if computed_class(layer) not in (nn.Linear, *CONVOLUTIONS):
         return False
     weight = layer._parameters.get("weight")
@@ -226,7 +226,7 @@ def has_matrix(layer: nn.Module) -> bool:
 
 
 def product_class(layer: nn.Module) -> type[Product]:
-    """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
+    """The class of the product of a layer's weight; `Product` if no quantized class names one.
 
     >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
     (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)

@@ -1,8 +1,8 @@
-"""Quantized layers: the table of which float layer becomes which, and how each computes.
+"""Quantized layers: the table of quantized classes by float class, and how the basic layers compute.
 
-A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
-own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
-attention, recurrent layers and others are in files of their own, which `nn/__init__.py` imports.
+A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no further
+state, so that `prepare` can quantize a float layer by changing its class. A new layer is one class here; attention,
+recurrent and foreign layers have separate files, which `nn/__init__.py` imports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fakequant.nn.wrappers import Kernel, Operand, Role
 
 
 class MatMul(nn.Module):
-    """The product of two activations as a module, so that `prepare` can quantize it (attention).
+    """The product of two activations, for example in attention, as a module that `prepare` can quantize.
 
     >>> MatMul()(torch.eye(2), torch.ones(2, 2))
     tensor([[1., 1.],
@@ -40,7 +40,7 @@ class MatMul(nn.Module):
 
 
 class Add(nn.Module):
-    """The sum of two activations as a module, so that `prepare` can quantize it (residual connections)."""
+    """The sum of two activations, for example in residual connections, as a module that `prepare` can quantize."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         """Input plus other, broadcast."""
@@ -56,7 +56,7 @@ _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
 class QuantizedLayer(StoringLayer, backward.Trained):
-    """What quantized layers share; always combined with the float layer's class.
+    """Base of all quantized layers, always combined with the class of the float layer.
 
     A quantizer that is None leaves its tensor in float.
     """
@@ -65,19 +65,19 @@ class QuantizedLayer(StoringLayer, backward.Trained):
     inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer",)
     """The attributes that hold the quantizers of the inputs, in the order of `forward`'s arguments."""
     output_channels: ClassVar[int | None] = 0
-    """The axis of the weight that holds output channels; None where there is no weight."""
+    """The axis of output channels in the weight; None for a layer without a weight."""
     input_reductions: ClassVar[tuple[int, ...]] = (-1,)
-    """The axis of every input that the product sums over, along which blocks lie; where nothing is multiplied, that of
-    the features. Counted from the end, because a batch axis may be missing."""
+    """The axis of every input that the product sums over, along which blocks lie; without a product, the axis of
+    features. Counted from the end, because a batch axis may be missing."""
     weight_reduction: ClassVar[int] = -1
-    """The axis of the weight that the product sums over; for embeddings, that of the features."""
+    """The axis of the weight that the product sums over; for embeddings, the axis of features."""
 
     # Axes that a class does not name are those of the torch layer that it is a subclass of.
 
     product_class: ClassVar[type[Product]] = Product
-    """The view of the layer's weight for algorithms; see `products`."""
+    """The class of the product that algorithms get for the layer's weight; see `products`."""
     product: ClassVar[IntegerProduct | None] = None
-    """How codes are multiplied; None where they cannot be."""
+    """The integer product of this kind of layer; None if it has none."""
     execution: Execution = Execution.SIMULATE
     """How the product is computed, see `Execution`."""
 
@@ -106,12 +106,12 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @property
     def output_quantizer(self) -> Quantizer | None:
-        """The quantizer of the result, which may be replaced; None, as without a rule for it, leaves it as it is."""
+        """The quantizer of the result, which may be replaced; None leaves the result in float."""
         return self._output_quantizer
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """What the first input goes through before its quantizer; the weight holds the inverse. None: nothing."""
+        """The transform of the first input before its quantizer, whose inverse is in the weight; None without one."""
         return cast("InputTransform | None", self._modules.get("_input_transform"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,15 +136,15 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @classmethod
     def operands(cls, layer: nn.Module) -> dict[str, Operand]:
-        """The tensors that have quantizers, by the attributes that hold these, for a float or quantized layer."""
+        """The quantized tensors of a float or quantized layer, by the attributes of their quantizers."""
         return {**cls.factors(layer), "_output_quantizer": Operand(Role.OUTPUT, cls.input_reductions[0])}
 
     @classmethod
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
-        """The operands without the output.
+        """The quantized tensors of a layer except its output.
 
-        By default they follow from `inputs`, `output_channels` and the axes of reduction; a layer with several weights,
-        or with quantizers inside, overrides this.
+        By default derived from `inputs`, `output_channels` and the axes of reduction; a layer with several weights, or
+        with quantizers inside, overrides this.
         """
         # Fewer inputs than axes: a layer that overrides `inputs` with none.
         axes, sizes = zip(cls.inputs, cls.input_reductions, strict=False), cls.kernel_sizes(layer)
@@ -157,47 +157,47 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @classmethod
     def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
-        """The lengths of the kernel of a float or quantized layer, which lies along the last axes; none without one."""
+        """The sizes of the layer's kernel along the last axes; () for a layer without a kernel."""
         return getattr(layer, "kernel_size", ())
 
     @classmethod
     def products_of(cls, layer: nn.Module) -> list[Product]:
-        """The weights of a float or quantized layer that have a quantizer or could have one."""
+        """The weights of a float or quantized layer that have a quantizer or may get one."""
         operands = cls.operands(layer).items()
         return [cls.product_class.of(layer, attribute, own.weight) for attribute, own in operands if own.weight]
 
     def products(self) -> list[Product]:
-        """The weights that have a quantizer or could have one."""
+        """The weights of this layer that have a quantizer or may get one."""
         return self.products_of(self)
 
     @classmethod
     def takes(cls, layer: nn.Module) -> bool:
-        """Whether this is a quantized form of a float layer; one that is not taken stays in float with a warning."""
+        """Whether this class can quantize a float layer; other layers stay in float with a warning."""
         return True
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        """Raise a ConfigError, which says why and what to do, for a float layer that cannot become this one."""
+        """Raise ConfigError, with reason and cure, for a float layer that this class cannot quantize."""
 
     def quantized_weight(self) -> Tensor:
-        """The weight as the product sees it."""
+        """The weight as quantized for the product."""
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
 
     @classmethod
     def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
-        """How a float or quantized layer multiplies, the first of its products; None if its gradients stay in float."""
+        """The product of a layer for quantized backward products; None if its gradients stay in float."""
         return None
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output in integer execution for an input and the weight, or another input; else None."""
+        """The output in integer execution for an input and the weight or other input; None if simulated."""
         # Compilers and exporters cannot look into integer products: they get the simulated layer.
         if self.execution is Execution.SIMULATE or self.product is None or torch.compiler.is_compiling():
             return None
         return self.product(self, x, other, bias)
 
     def why_simulated(self, execution: Execution | None = None) -> str | None:
-        """Why the layer is simulated whatever its input under an execution, by default its own; None if it is not."""
+        """The reason why the layer is simulated for any input under an execution (default: the present), or None."""
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
@@ -208,12 +208,12 @@ class QuantizedLayer(StoringLayer, backward.Trained):
         return quantizer is not None and quantizer.mode is not Mode.OFF
 
     def quantized(self, attribute: str, x: Tensor) -> Tensor:
-        """A tensor as the quantizer at an attribute makes it; as it is where there is none."""
+        """The tensor as the quantizer at an attribute returns it; unchanged without a quantizer."""
         quantizer = getattr(self, attribute)
         return x if quantizer is None else quantizer(x)
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The first input as the operation sees it."""
+        """The first input after its transform and its quantizer."""
         if (transform := self._modules.get("_input_transform")) is not None:
             x = transform(x)
         quantizer = self._input_quantizer
@@ -221,7 +221,7 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
 
 def _quantized_output(quantizer: nn.Module, y: Any) -> Any:
-    """A layer's result quantized; the first of several results."""
+    """A layer's result after the output quantizer; of several results only the first is quantized."""
     if isinstance(y, Proxy):  # the call of the layer is recorded, which will do it
         return y
     if isinstance(y, PackedSequence):
@@ -279,10 +279,10 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
 
 
 def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
-    """Register a class as the quantized form of all classes whose `forward` a decorator of a module wrote.
+    """Register the quantized class for all layers whose `forward` was written by a decorator of a module.
 
-    The module, by its full name, need not be installed; `prepare` combines both classes. Raises a ConfigError if the
-    module has a form already.
+    `module` is a full name, and need not be installed; `prepare` combines both classes. Raises ConfigError for a module
+    that is registered already.
     """
 
     def register(quantized: LayerClass) -> LayerClass:
@@ -295,12 +295,12 @@ def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
 
 
 def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
-    """The table: float layer to quantized layer."""
+    """The registered quantized classes, by class of the float layer."""
     return dict(_layers)
 
 
 def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
-    """What was registered for exactly this class, by itself, by its full name, or by the module of its `forward`."""
+    """The quantized class registered for exactly this class, its name, or the module of its `forward`; or None."""
     known = _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is not None:
         return known
@@ -312,7 +312,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation of torch, whose parameters are no factors of a product."""
+    """Whether a module is a normalisation of torch, whose weight is no factor of a matrix product."""
     return isinstance(module, _NORMS)
 
 
@@ -335,17 +335,17 @@ def is_convolution(module: Any) -> bool:
 
 
 def is_table(module: Any) -> TypeGuard[nn.Embedding]:
-    """Whether a module gives rows of its weight [rows, channels], each for itself."""
+    """Whether a module looks up rows of its weight [rows, channels]."""
     return isinstance(module, nn.Embedding)
 
 
 def subtracts_mean(module: Any) -> TypeGuard[nn.LayerNorm]:
-    """Whether a normalisation subtracts the mean of each row before it divides by the row's size."""
+    """Whether a normalisation subtracts the mean of each row before it divides by the norm of the row."""
     return isinstance(module, nn.LayerNorm)
 
 
 def without_mean(norm: nn.LayerNorm) -> nn.Module:
-    """A normalisation that computes, with a weight of 1, what another does with rows whose mean is 0."""
+    """An RMSNorm that computes what a LayerNorm with weight 1 computes for rows whose mean is 0."""
     return nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
 
 
@@ -372,10 +372,10 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 class SpatialLayer(QuantizedLayer):
-    """A layer with an input [n, channels, ...] that has spatial axes; the axis n may be missing."""
+    """A layer whose input [n, channels, ...] has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """Quantized with the axis n, which is added if missing: learned steps count the elements of one example."""
+        """The quantized input, with axis n added while it is quantized: learned steps count elements of one example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)
@@ -482,8 +482,8 @@ class QuantAdd(_QuantPair, Add):
 class QuantBilinear(_QuantPair, nn.Bilinear):
     """Bilinear with quantized inputs [..., in1] and [..., in2] and weight [out, in1, in2].
 
-    The product sums over both of the weight's last axes. Blocks of the weight lie along its last one, as those of the
-    second input.
+    The product sums over both of the weight's last axes. Blocks of the weight lie along its last axis, as blocks of
+    the second input.
 
     >>> model = prepare(nn.Bilinear(4, 6, 2), presets.INT8)
     >>> used = calibrate(model, [(torch.ones(3, 4), torch.ones(3, 6))])
@@ -519,7 +519,7 @@ class _QuantTable(QuantizedLayer):
 
 @quantizes(nn.Embedding)
 class QuantEmbedding(_QuantTable, nn.Embedding):
-    """Embedding with a quantized table [rows, features], one channel per row, blocks along its features."""
+    """Embedding with a quantized table [rows, features]: each row is a channel, and blocks lie along features."""
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
@@ -535,7 +535,7 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
 
 @quantizes(nn.EmbeddingBag)
 class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
-    """EmbeddingBag with a quantized table [rows, features], one channel per row, blocks along its features.
+    """EmbeddingBag with a quantized table [rows, features]: each row is a channel, and blocks lie along features.
 
     Rows are quantized before they are summed, averaged or compared. `per_sample_weights` stay in float.
 
@@ -562,10 +562,10 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Have every transformer encoder with quantized layers call them, in place.
+    """Make every transformer encoder with quantized layers call these layers, in place.
 
-    In eval mode without gradients torch computes an encoder layer in one operator from the weights themselves, so that
-    it would stay in float. `nn.MultiheadAttention` has such a path too, which its quantized form does not have.
+    In eval mode without gradients torch computes an encoder layer in one operator from its float weights, without its
+    quantizers. `nn.MultiheadAttention` has such a path too, which its quantized class does not have.
     """
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
@@ -584,7 +584,7 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 
 def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size: list[int] | None) -> Tensor:
-    """What a transposed convolution of torch computes, with another weight [in, out / groups, ...]."""
+    """Compute a transposed convolution of torch with another weight [in, out / groups, ...]."""
     # All of them have the same attributes.
     layer = cast("nn.ConvTranspose2d", layer)
     axes = len(layer.kernel_size)

@@ -1,7 +1,7 @@
-"""Recurrent layers step by step, where a quantizer reaches the input and the state of every step.
+"""Recurrent layers computed step by step, so that quantizers apply to the input and state of every step.
 
-Biases and the state of an LSTM's cell stay in float. For an exporter a layer is one operator for all steps, which is
-written as a loop over any number of steps.
+Biases and the state of an LSTM's cell stay in float. For an exporter a layer is one operator for all steps, which the
+exporter writes as a loop over any number of steps.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PREFIX = "weight_"
 
 
 class GateProduct(MatrixProduct):
-    """A weight of all gates, of one layer in one direction, multiplied with the input or the hidden state of each step.
+    """The product of a weight of all gates (in a layer and direction) with the input or hidden state of each step.
 
-    Its rows are those of all steps. Hidden states are those that the layer computes while this weight is in float; of a
-    cell those that its calls get.
+    Its rows are the inputs or hidden states of all steps. The layer computes hidden states with this weight in float;
+    a cell gets them from its caller.
     """
 
     has_steps = True
@@ -45,23 +45,23 @@ class GateProduct(MatrixProduct):
 
     @property
     def readers(self) -> int:  # type: ignore[override]
-        """Those of both directions; 0 for the inputs of inner layers and for hidden states."""
+        """The number of directions for weights of the layer's input; 0 for inner layers and hidden states."""
         names = first_weights(self.layer)
         return len(names) if self.name in names else 0
 
     @property
     def _ending(self) -> str:
-        """What the names of weight and bias end with: "ih_l0_reverse" of a layer, "hh" of a cell."""
+        """The end of the names of weight and bias: "ih_l0_reverse" in a layer, "hh" in a cell."""
         return self.name.removeprefix(_PREFIX)
 
     @property
     def _seen(self) -> str:
-        """What it is multiplied with: both directions see the same inputs, and each its own hidden states."""
+        """A name of the factor: both directions multiply the same inputs, but separate hidden states."""
         return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
 
     @property
     def input_attribute(self) -> str:
-        """The layer's attribute that holds the quantizer of the rows."""
+        """The layer's attribute of the quantizer of the rows."""
         kind, suffix = self._ending[:2], self._ending[2:]
         return f"{suffix}_{'input' if kind == 'ih' else 'hidden'}_quantizer"
 
@@ -88,7 +88,7 @@ class GateProduct(MatrixProduct):
         return self.layer.watch(see)
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Rows [n, steps, columns], or [n, columns] of one step, as the steps see them."""
+        """The rows [n, steps, columns], or [n, columns] of one step, transformed and quantized as in each step."""
         (x,), quantizer, transform = inputs, self.input_quantizer, self.input_transform
         x = x if transform is None else transform(x)
         if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec):
@@ -97,7 +97,7 @@ class GateProduct(MatrixProduct):
 
 
 def is_by_row(spec: QuantSpec) -> bool:
-    """Whether each row of a matrix has scales of its own, so that its range depends on no other row.
+    """Whether each row of a matrix has separate scales, so that its range depends on no other row.
 
     >>> is_by_row(QuantSpec.parse("int8 per_token")), is_by_row(QuantSpec.parse("int8 per_tensor"))
     (True, False)
@@ -110,23 +110,23 @@ def is_by_row(spec: QuantSpec) -> bool:
 
 _NONE = ""
 _why_not: ContextVar[str | None] = ContextVar("_why_not", default=_NONE)
-"""Why the exporter at work writes no loops; None where it does, "" where none is at work."""
+"""Why the present exporter writes no loops; None if it writes loops, "" if no exporter runs."""
 _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
 def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
-    """A context in which layers call the operator where it can hold their quantizers, unless `why_not` says why not."""
+    """A context in which layers call the loop operator where it supports their quantizers; `why_not` forbids it."""
     return set_to(_why_not, why_not)
 
 
 def is_exporting_loops() -> bool:
-    """Whether layers are traced for an exporter that could write loops."""
+    """Whether an exporter that could write loops traces the layers."""
     # Dynamo cannot read context variables, and `export_onnx` traces without it.
     return not torch.compiler.is_dynamo_compiling() and _why_not.get() != _NONE
 
 
 def runs_backwards(path: str) -> bool:
-    """Whether a layer calls the quantizer at a path for its last step first.
+    """Whether a layer calls the quantizer at a path for its last step first, in the reverse direction.
 
     >>> runs_backwards("rnn._l0_reverse_hidden_quantizer"), runs_backwards("rnn._l0_hidden_quantizer")
     (True, False)
@@ -135,7 +135,7 @@ def runs_backwards(path: str) -> bool:
 
 
 State = tuple[Tensor, ...]
-"""The hidden state [n, hidden], and for an LSTM the state of the cell [n, hidden]."""
+"""The hidden state [n, hidden], and for an LSTM the cell state [n, hidden]."""
 
 _CELLS: dict[str, Callable[..., Any]] = {
     "LSTM": torch.lstm_cell,
@@ -146,7 +146,7 @@ _CELLS: dict[str, Callable[..., Any]] = {
 
 
 class GateWeights(NamedTuple):
-    """The parameters of one layer in one direction, or of a cell."""
+    """The weights and biases of one layer in one direction, or of a cell."""
 
     input: Tensor
     """[gates * hidden, in]"""
@@ -157,36 +157,36 @@ class GateWeights(NamedTuple):
 
 
 class GateQuantizers(NamedTuple):
-    """Input and hidden state are joined before they are quantized, as are their weights: one product for all gates."""
+    """Quantizers of the joined input and hidden state, and of the joined weights: one product for all gates."""
 
     input: Callable[[Tensor], Tensor]
-    """Applied to the input and the hidden state of a step, joined [n, in + hidden]."""
+    """Applied to the input and the hidden state of a step, concatenated [n, in + hidden]."""
     weight: Callable[[Tensor], Tensor]
-    """Applied to their weights, joined [gates * hidden, in + hidden]."""
+    """Applied to both weights, concatenated [gates * hidden, in + hidden]."""
 
     @property
     def backward(self) -> None:
         """None: gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
-        """The weights as the products of all steps see them."""
+        """The quantized weights, once for all steps."""
         joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
         input, hidden = joined.split([weights.input.shape[1], weights.hidden.shape[1]], 1)
         return weights._replace(input=input, hidden=hidden)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """The input [n, in] of a step before its quantizer."""
+        """The input [n, in] of a step, transformed but not quantized."""
         return x
 
     def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Transformed input [n, in] and hidden state [n, hidden] as the products of one step see them."""
+        """The quantized factors of one step, from transformed input [n, in] and hidden state [n, hidden]."""
         joined = self.input(torch.cat([x, hidden], 1))
         x, hidden = joined.split([x.shape[1], hidden.shape[1]], 1)
         return x, hidden
 
 
 def active(quantizer: Quantizer | None) -> Quantizer | None:
-    """A quantizer that is on; None for one that is off, too."""
+    """The quantizer if it is on; None if it is off or missing."""
     return None if quantizer is None or quantizer.mode is Mode.OFF else quantizer
 
 
@@ -195,7 +195,7 @@ def _by(quantizer: Quantizer | None, x: Tensor) -> Tensor:
 
 
 class LayerQuantizers(NamedTuple):
-    """Those of one layer in one direction, or a cell: one for each factor of a step's two products, or None."""
+    """The quantizers of one layer in one direction, or of a cell: one or None for each factor of a step."""
 
     input: Quantizer | None
     hidden: Quantizer | None
@@ -205,21 +205,21 @@ class LayerQuantizers(NamedTuple):
     backward: Backward | None
 
     def weights(self, weights: GateWeights) -> GateWeights:
-        """As of `GateQuantizers`."""
+        """The quantized weights, once for all steps."""
         input, hidden = _by(self.input_weight, weights.input), _by(self.hidden_weight, weights.hidden)
         return weights._replace(input=input, hidden=hidden)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """As of `GateQuantizers`."""
+        """The input [n, in] of a step, transformed but not quantized."""
         return x if self.transform is None else self.transform(x)
 
     def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `GateQuantizers`."""
+        """The quantized factors of one step, from transformed input [n, in] and hidden state [n, hidden]."""
         return _by(self.input, x), _by(self.hidden, hidden)
 
     @property
     def why_no_loop(self) -> str | None:
-        """Why a loop cannot hold them; None where it can."""
+        """The reason why the loop operator does not support these quantizers, or None."""
         hidden, input = active(self.hidden), active(self.input)
         if hidden is not None and hidden.by_value is not None:
             return "its hidden state has several ranges"
@@ -232,11 +232,11 @@ class LayerQuantizers(NamedTuple):
 
 
 StepQuantizers = GateQuantizers | LayerQuantizers
-"""How one layer in one direction, or a cell, is quantized."""
+"""The quantizers of one layer in one direction, or of a cell, either form."""
 
 
 def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None:
-    """Why an exporter writes a layer step by step, as a clause; None where it writes a loop."""
+    """The reason why an exporter must write a layer step by step, as a clause; None if it writes a loop."""
     if not isinstance(input, Tensor):
         return "its input is a packed sequence"
     if input.dtype is not torch.float32:
@@ -247,7 +247,7 @@ def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None
 def step(
     mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers, before: GateWeights
 ) -> State:
-    """The state after one step for x [n, in] and quantized weights; `before` are those before quantization."""
+    """The state after one step for x [n, in] and quantized weights; `before` are the unquantized weights."""
     plain_x = quantizers.transformed(x)
     x, hidden = quantizers.factors(plain_x, state[0])
     if (how := quantizers.backward) is not None and is_trained(how.config):
@@ -262,9 +262,9 @@ def step(
 
 
 Show = Callable[[int, Sequence[Tensor], Callable[[StepQuantizers], Sequence[Tensor]]], None]
-"""Gets the number of a layer in one direction, the inputs [n, in] of its steps, and what runs it with given quantizers.
+"""A function that gets the index of a layer and direction, the inputs [n, in] of its steps, and a function `run`.
 
-That returns the hidden states [n, hidden] before the steps. A change of weights counts for the layer's own run."""
+`run(quantizers)` returns the hidden states [n, hidden] before each step. Weights changed here count in the real run."""
 
 
 def unroll(
@@ -274,13 +274,13 @@ def unroll(
     quantizers: Sequence[StepQuantizers],
     show: Show | None = None,
 ) -> tuple[Tensor | PackedSequence, Any]:
-    """What `layer(input, hx)` computes, every step quantized; arguments and results are those of torch's layers.
+    """The result of `layer(input, hx)` with every step quantized; arguments and results are those of torch's layers.
 
-    Weights are quantized once per call. Steps of a packed sequence see the sequences that have not ended.
+    Weights are quantized once per call. Steps of a packed sequence compute only sequences that have not ended.
 
     Args:
         layer: nn.RNN, nn.GRU or nn.LSTM without projections.
-        quantizers: of every layer, in each direction: forward, then backward.
+        quantizers: for each layer: of the forward direction, then of the reverse.
         show: called before a layer runs in a direction.
 
     Raises:
@@ -320,9 +320,9 @@ class _Direction(NamedTuple):
     outputs: list[Tensor]
     """The hidden states [n, hidden] after every step."""
     hidden: list[Tensor]
-    """Those before every step."""
+    """The hidden states [n, hidden] before every step."""
     end: State
-    """The last state of every sequence."""
+    """The state of every sequence after its last step."""
 
 
 def _one_direction(
@@ -345,7 +345,7 @@ def _one_direction(
 
 
 def _opened(layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any) -> tuple[list[Tensor], State]:
-    """The input of every step [n, in] and the first state [layers * directions, n, hidden], checked."""
+    """The input of every step [n, in] and the first state [layers * directions, n, hidden]; raises for wrong shapes."""
     lstm = layer.mode == "LSTM"
     given = None if hx is None else tuple(hx) if lstm else (hx,)
     if isinstance(input, PackedSequence):
@@ -406,7 +406,7 @@ def _(gates: Tensor, hidden: Tensor, cell: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden state and state of the cell after a step, by the products [n, gates * hidden] of input and state."""
+    """Hidden and cell state after a step, from the products [n, gates * hidden] of input (x) and hidden state (own)."""
     if mode == "LSTM":
         into, forget, new, out = (x + own).chunk(4, -1)
         cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
@@ -419,11 +419,11 @@ def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) 
 
 
 _Rows = Callable[[], Tensor]
-"""The rows of all steps, made when something looks at them."""
+"""Returns the rows of all steps; called only if a function watches."""
 
 
 def _names(suffix: str) -> tuple[str, str, str, str]:
-    """The attributes of the quantizers of one layer in one direction, "_l0_reverse"; of a cell, ""."""
+    """The attributes of the four quantizers of a layer and direction, suffix "_l0_reverse", or of a cell, suffix ""."""
     return (
         f"{suffix}_input_quantizer",
         f"{suffix}_hidden_quantizer",
@@ -433,16 +433,16 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
 
 
 class Recurrent(Watched, QuantizedLayer):
-    """Functions that watch it are called with the attribute of a weight's quantizer, and what gives its rows.
+    """Base of recurrent layers; functions that `watch` registers get a weight quantizer's attribute, and its rows.
 
-    Those are [n, columns] of a cell, [n, steps, columns] of a layer, and [1, rows, columns] of a packed sequence.
+    The rows, returned by a function, are [n, columns], [n, steps, columns] of a layer, or [1, rows, columns] if packed.
     """
 
     product_class = GateProduct
 
     @classmethod
     def suffixes(cls, layer: nn.Module) -> list[str]:
-        """The endings of parameter names: one for each layer and direction."""
+        """The ends of parameter names: one for each layer and direction."""
         return [""]
 
     @classmethod
@@ -460,11 +460,11 @@ class Recurrent(Watched, QuantizedLayer):
         return LinearSum()
 
     def places(self, attribute: str, steps: int) -> Sequence[int] | None:
-        """The places in time of the steps that a quantizer sees one after the other; None where they are not known."""
+        """The indices of the steps in the order in which a quantizer is called for them; None if it is not known."""
         return None
 
     def _quantizers(self) -> list[LayerQuantizers] | None:
-        """Those of every layer in each direction; None if all are off, and nothing watches."""
+        """The quantizers of every layer and direction; None if all are off, and nothing watches or transforms."""
         suffixes, how = self.suffixes(self), self.backward_of()
         is_on = any(self.is_on(name) for suffix in suffixes for name in _names(suffix))
         if not is_on and not self.is_watched and self.input_transform is None:
@@ -515,7 +515,7 @@ class _RecurrentLayer(Recurrent):
         cast("nn.RNNBase", self)._init_flat_weights()  # torch's layer keeps its parameters in a list, too
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Output and last state as the float layer returns them, of the same arguments."""
+        """The output and last state that the float layer returns for these arguments."""
         if isinstance(input, Proxy):
             return as_leaf(self, input, hx)
         if (quantizers := self._quantizers()) is None:
@@ -546,7 +546,7 @@ class _RecurrentLayer(Recurrent):
         return unroll(layer, input, hx, quantizers, show if self.is_watched else None)
 
     def _looped(self, input: Tensor, hx: Any, quantizers: Sequence[LayerQuantizers]) -> Any:
-        """What `forward` gives in eval mode, by an operator for each layer and direction."""
+        """The result of `forward` in eval mode, by one loop operator for each layer and direction."""
         layer, is_lstm = cast("nn.RNNBase", self), cast("nn.RNNBase", self).mode == "LSTM"
         steps_axis = 1 if layer.batch_first and input.dim() == 3 else 0
         x = self._transformed(input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, steps_axis))
@@ -604,7 +604,7 @@ class _RecurrentCell(Recurrent):
     mode: ClassVar[str]
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """The state after one step as the float cell returns it, of the same arguments."""
+        """The state after one step, as the float cell returns it."""
         if isinstance(input, Proxy):
             return as_leaf(self, input, hx)
         quantizers = self._quantizers()
