@@ -60,6 +60,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "improve_folder":  # it delivers too, and is a room above
+    if name == "improve_folder":  # streaming imports this package, and delivery
         return import_module("fakequant.streaming").improve_folder
     raise AttributeError(f"module 'fakequant.ptq' has no attribute {name!r}")

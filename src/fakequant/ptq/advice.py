@@ -1,4 +1,4 @@
-"""From a float model to the smallest quantized one that is good enough."""
+"""Search the smallest quantized form of a float model that is good enough."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """How models of a search are made; `held` are the numbers of the batches that judge, none for a single batch."""
+    """The settings by which `advise` makes models; `held`: the numbers of the batches that judge, [] for one batch."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -56,7 +56,7 @@ class Code:
     mask: Mask | None = None
 
     def of(self, way: Variant) -> str:
-        """The code for one way; `model` and `batches` are as they were given, and both stay as they are.
+        """The Python code that makes the model of a variant from the user's `model` and `batches`.
 
         >>> print(Code(Preparation(), [1, 3], 4).of(Variant("INT4_GROUP32", "mse", "fast")))
         import copy
@@ -93,12 +93,12 @@ class Code:
 
 
 def _shown(value: Any, name: str) -> str:
-    """A value in code; a function has the name of its argument."""
+    """A value as code; a function appears as the name of its argument."""
     return repr(value) if isinstance(value, (int, str, slice)) else name
 
 
 SAME_SIZE = 1.15
-"""Up to this multiple of the bytes models count as of one size: weights of 4 bits take 4.0 to 4.5 with their scales."""
+"""Models whose bytes differ by up to this factor are of one size: weights of 4 bits take 4.0 to 4.5 with scales."""
 _NO_HOPE = 25.0
 """Decibels below the floor from which only presets are tried, except in the best size: the most that methods and
 `improve` gained in any model of the benchmarks is 18, a CNN with gates and weights of 4 bits."""
@@ -107,21 +107,21 @@ _LITTLE = 3.0
 _TWO = 2
 """How many presets of a size are tried by more than the default."""
 TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
-"""In the order of their cost."""
+"""What is tried, the cheapest first."""
 
 
 class SizeClass(NamedTuple):
-    """Presets of one kind that give models of one size; `bytes` are all parameters of the smallest."""
+    """Presets of one kind that give models of one size; `bytes`: of all parameters of the smallest model."""
 
     bytes: int
     presets: tuple[str, ...]
 
 
 def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> list[SizeClass]:
-    """Presets by size, the smallest first, and of one size by kind.
+    """Groups of presets that give models of one size, the smallest first, and within a size by kind.
 
     Args:
-        kinds: the presets of each kind, the one first that engines run faster.
+        kinds: the presets of each kind; the kind that engines run faster comes first.
 
     >>> [size.presets for size in sizes_of({"a": 100, "b": 112, "c": 200, "d": 201}, ["d", "abc"])]
     [('a', 'b'), ('d',), ('c',)]
@@ -145,7 +145,7 @@ class SearchOrder:
         has_metric: whether the score is a metric of the user's, in which decibels mean nothing.
 
     Attributes:
-        met: the number of the smallest size that meets the floor; that of all sizes if none does.
+        met: the index of the smallest size that meets the floor; the number of sizes if none does.
     """
 
     sizes: Sequence[SizeClass]
@@ -159,7 +159,7 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """What to try next, and what may follow; the caller puts each result into `rows` before it asks again.
+        """Each variant to try, and a text of what may follow; the caller puts its result into `rows` before the next.
 
         All presets come first, from the smallest size up to the first that meets the floor. Then what costs more is
         tried in the sizes below it, from the smallest one up.
@@ -178,17 +178,17 @@ class SearchOrder:
                     break
 
     def score(self, row: Compared) -> float:
-        """The metric of a way, without one the signal over the error in dB; larger is better."""
+        """The metric of a result; without a metric, the signal over the error in dB. Larger is better."""
         if self.has_metric:
             return -math.inf if row.metric is None else row.metric
         return -math.inf if math.isnan(row.error) else decibels(row.error)
 
     def meets(self, row: Compared | None) -> bool:
-        """Whether a way meets the floor."""
+        """Whether a result meets the floor; False for None."""
         return row is not None and self.score(row) >= self.floor
 
     def best_of(self, presets: Collection[str]) -> Compared | None:
-        """The best way of some presets: what costs more must be clearly better than what costs less."""
+        """The best result of some presets, None if there is none; a costlier variant must be clearly better."""
         best: Compared | None = None
         for row in self.rows.values():
             if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):
@@ -197,7 +197,7 @@ class SearchOrder:
 
     @property
     def answer(self) -> Compared | None:
-        """The best way of the smallest size that meets the floor; the best of all if none does, None before any."""
+        """The best result of the smallest size that meets the floor, or of all sizes; None before the first result."""
         if self.met < len(self.sizes):
             return self.best_of(self.sizes[self.met].presets)
         best = [row for size in self.sizes if (row := self.best_of(size.presets)) is not None]
@@ -212,7 +212,7 @@ class SearchOrder:
         return row.error < (CLEARLY if costs_more else 1.0) * best.error
 
     def _of(self, tier: int, size: SizeClass) -> list[Variant]:
-        """The ways of a tier for a size; those of later tiers start from what is best so far."""
+        """The variants of a tier for a size; those of later tiers vary the best results so far."""
         if tier == 0:
             return [Variant(preset) for preset in size.presets]
         best = self.best_of(size.presets)
@@ -230,7 +230,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The best way so far of each preset, the best presets first; of those that give the same model the first."""
+        """The best result so far of each of the best two presets; equal results count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
@@ -242,11 +242,11 @@ _NUMBERS = range(4, len(_HEADER))
 
 @dataclass(frozen=True)
 class TriedVariant:
-    """One way that `advise` tried.
+    """A variant that `advise` tried.
 
     Attributes:
-        measured: its figures; `bits` count codes and scales of the quantized weights.
-        score: the metric, without one the signal over the error of the output in dB; -inf where it failed.
+        measured: the figures of the variant; `bits` count codes and scales of the quantized weights.
+        score: the metric, or without a metric the signal over the error of the output in dB; -inf after a failure.
     """
 
     measured: Compared
@@ -259,21 +259,21 @@ class Advice:
     """The result of `advise`; prints as a table of at most 80 columns, the smallest model first.
 
     Attributes:
-        rows: what was tried.
-        best: the answer: the best way of the smallest size that meets the floor, of all ways if none does.
-        meets: whether it meets the floor.
+        rows: the variants that were tried.
+        best: the answer: the best variant of the smallest size that meets the floor, or of all if none does.
+        meets: whether the answer meets the floor.
         floor: of the score.
         unit: of the score, "dB" without a metric.
-        reason: why it is the answer, in a sentence or two.
-        call: the code that makes the same model, with `model` and `batches` as they were given.
-        target: the engine, "" for none.
+        reason: why the answer was chosen, in a sentence or two.
+        call: the code that makes the same model from the user's `model` and `batches`.
+        target: the engine, "" without a target.
         speed: of the answer in the target, or that it was not measured.
         judged: the batches that judged, as text.
         quantizers: the paths of the quantizers of the answer.
         folds: whether batch normalisations were folded first.
         float_bytes: of the model in float.
         interrupted: whether an interrupt ended the search.
-        negated: whether scores are shown with the other sign, as the figures of which smaller is better.
+        negated: whether scores are shown negated, because smaller is better.
     """
 
     rows: Sequence[TriedVariant]
@@ -329,7 +329,7 @@ class Advice:
 
 
 def number(score: float) -> str:
-    """A score in a table.
+    """A score as text of a table.
 
     >>> number(23.456), number(0.98765), number(float("inf"))
     ('23.5', '0.9877', 'inf')
@@ -338,7 +338,7 @@ def number(score: float) -> str:
 
 
 def shown_way(way: Variant) -> str:
-    """A way as text.
+    """A variant as text.
 
     >>> shown_way(Variant("INT8", "entropy", "fast"))
     'INT8 by entropy with improve "fast"'
@@ -348,7 +348,7 @@ def shown_way(way: Variant) -> str:
 
 
 def told(row: Compared, score: float, metric: NamedMetric | None) -> str:
-    """A way with its score."""
+    """A variant and its score as text."""
     return f"{shown_way(row.way)}, {_shown_score(score, metric)}"
 
 
@@ -357,7 +357,7 @@ def _shown_score(score: float, metric: NamedMetric | None) -> str:
 
 
 def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) -> str:
-    """Why the answer is the answer."""
+    """Sentences that say why the answer was chosen, and how good smaller models are."""
     best = ladder.answer
     assert best is not None, "an answer is there after the first result"
     shown = partial(_shown_score, metric=metric)
@@ -382,7 +382,7 @@ def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) 
 
 
 def speed(target: str | None) -> str:
-    """What is known of the speed of a target."""
+    """A sentence that says that the speed was not measured, and what is known of the target."""
     if target is None:
         return "Speed: not measured, for no target was given."
     engine = find_engine(target)
@@ -485,7 +485,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
 
 
 class _VariantSearch:
-    """The trials of `advise`, and what they found."""
+    """Runs the trials of `advise`, and keeps their results."""
 
     def __init__(
         self,
@@ -515,11 +515,11 @@ class _VariantSearch:
         self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, trials.metric is not None)
 
     def keep_in(self, folder: Path, fingerprint: str) -> None:
-        """Keep what is measured in a folder, and take from it what an earlier run measured."""
+        """Store results in a folder, and read those that an earlier run stored there."""
         self._folder, self._known = folder, kept_rows(folder / _ROWS, fingerprint)
 
     def run(self) -> bool:
-        """Try what the ladder asks for; returns whether an interrupt ended it."""
+        """Try the variants of the search; returns whether an interrupt ended it."""
         rows = self.ladder.rows
         try:
             for way, follows in self.ladder.ways():
@@ -548,7 +548,7 @@ class _VariantSearch:
         return False
 
     def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:
-        """The answer, with the code that makes it and its reason."""
+        """The Advice after the search: the answer, its reason, and the code that makes it."""
         ladder, float_bytes = self.ladder, sum(p.numel() * p.element_size() for p in self.trials.model.parameters())
         rows = {way: TriedVariant(row, self.bytes[way.preset], ladder.score(row)) for way, row in ladder.rows.items()}
         best = ladder.answer

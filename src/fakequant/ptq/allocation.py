@@ -32,7 +32,7 @@ from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name, table
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
-"""Examples."""
+"""An example of each budget, for error messages."""
 _NAMED = 3
 _UNITS = 20_000
 """Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
@@ -40,10 +40,10 @@ _UNITS = 20_000
 
 @dataclass(frozen=True)
 class Score:
-    """What a choice costs one layer.
+    """The cost of a preset for one layer.
 
     Attributes:
-        loss: the squared error that it alone makes in the model's output, as a share of the output's energy.
+        loss: the squared error of the model's output if only this layer is quantized, as a share of its energy.
         bits: of the weight with its scales; 0 where an earlier layer holds the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
             times those of the input, which are 32 where it stays in float.
@@ -74,7 +74,7 @@ class Allocation:
     weights: int
     measured: float | None = None
     metric: float | None = None
-    """What a metric gives with these choices; None where none was asked."""
+    """The user's metric with these choices; None without a metric."""
     operations: int = 0
     products: int = 0
     why_float: Mapping[str, str] = field(default_factory=dict)
@@ -118,8 +118,8 @@ class Scores:
     Attributes:
         layers: scores by layer and choice.
         weights: how many weights each layer has; 0 where an earlier layer holds the same parameter.
-        ties: layers that get one choice, because they read the same tensor or hold the same parameter.
-        arriving: by layer and choice, the error that arrives in random directions of the output [samples].
+        ties: groups of layers that get the same choice, because they read the same tensor or hold the same parameter.
+        arriving: by layer and choice, the error of the output in random directions [samples].
         products: how many multiply-accumulates each layer has for the first batch.
         why_float: why other layers with weights have no scores, and stay in float, by their path.
         in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
@@ -138,7 +138,7 @@ class Scores:
     left = renamed("left", "why_float")
 
     def predict(self, choices: Mapping[str, str]) -> Allocation:
-        """A mix with its predicted loss, which counts how errors of different layers add up or cancel."""
+        """The Allocation of these choices with its predicted loss, in which errors of layers may add up or cancel."""
         loss = torch.stack([self.arriving[layer, name] for layer, name in choices.items()]).sum(0).square().mean()
         taken = [self.layers[layer][name] for layer, name in choices.items()]
         stored = sum(self.layers[layer][name].bits for layer, name in choices.items() if layer not in self.computed)
@@ -274,13 +274,13 @@ class Scores:
 
 
 def _stay_in_float(why_float: Mapping[str, str]) -> list[str]:
-    """A text that names the first layers that stay in float; none if there are none."""
+    """A list with a text that names the first layers that stay in float; [] if there are none."""
     named = [f"{module_name(layer)} ({why})" for layer, why in why_float.items()]
     return [f"{len(why_float)} stay in float: {listed(named, _NAMED)}"] if why_float else []
 
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
-    """Raise if a budget is neither None nor a positive number; with `any_number`, any number but NaN."""
+    """Raise ConfigError unless a budget is None or a number from 0 on; with `any_number`, any number except NaN."""
     if value is None:
         return
     number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
@@ -294,7 +294,7 @@ _PROBES = 16
 
 
 def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) -> Metric:
-    """The mean Kullback-Leibler divergence from the model's logits to those of another model.
+    """A function that returns the mean Kullback-Leibler divergence from the model's logits to those of its argument.
 
     Args:
         model: in float, in eval mode; its first floating output holds logits.
@@ -329,7 +329,7 @@ def _logits(outputs: Any, axis: int | None) -> Tensor:
 def losses_alone(
     model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
-    """What quantizing one layer alone adds to a loss, by layer and choice, as errors in directions of their own.
+    """By layer and choice, what quantizing only this layer adds to a loss, as an error in a direction of its own.
 
     The smaller loss(model), the better. A layer that lowers the loss counts as 0.
     """
@@ -355,9 +355,9 @@ def arriving_errors(
     quantized: Mapping[str, nn.Module],
     batches: KeptBatches,
 ) -> dict[tuple[str, str], Tensor]:
-    """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
+    """By layer and choice, the error of the output in random directions [samples]; its mean square is the loss.
 
-    Several outputs give the mean of their shares.
+    The loss is a share of the output's energy, of several outputs the mean share.
 
     Raises:
         CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
@@ -399,7 +399,7 @@ def _add_errors(
     parts: dict[tuple[str, str], list[Tensor]],
     drawn: tuple[int, Mapping[Place, float]],
 ) -> None:
-    """Add the errors of one batch that arrive in random directions of its outputs; `drawn`: seed, factors."""
+    """Append to `parts` the errors of one batch's outputs in random directions; `drawn`: seed, factors of outputs."""
     seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
 
@@ -444,7 +444,7 @@ def _add_errors(
 
 @torch.no_grad()
 def _error(layer: nn.Module, x: Tensor) -> Tensor:
-    """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
+    """The change of a layer's output for a float input by quantizing the layer; 0 if it stays in float."""
     if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
         return torch.zeros((), device="cpu")
     (product,) = layer.products()
@@ -464,7 +464,7 @@ def scores(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> Scores:
-    """Measure what every choice costs every layer, each alone, in the output of the model.
+    """Measure the error of the model's output by quantizing each layer alone with each choice.
 
     The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
     model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator), as a
@@ -477,7 +477,7 @@ def scores(
         choices: names of presets.
         measure: "kl", the divergence from the float model's logits [..., classes]; ("kl", 1) where axis 1 has the
             classes, as in maps [N, classes, H, W]; or called as measure(model), smaller is better, such as 1 less an
-            accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
+            accuracy. Losses of `Scores` and `Allocation` are then the increase of the measure.
         inputs, forward, progress: as for `calibrate`.
 
     Raises:
@@ -503,7 +503,7 @@ def _scores(
     measure: Metric | str | tuple[str, int] | None = None,
     progress: bool | None = None,
 ) -> Scores:
-    """As `scores`."""
+    """The same as `scores`, of batches that are kept already."""
     choices = [choices] if isinstance(choices, str) else [*choices]
     if not choices:
         raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
@@ -572,12 +572,12 @@ def _scores(
 
 
 def _parameter(layer: nn.Module) -> nn.Parameter | None:
-    """The weight of a layer; None where it is computed."""
+    """The weight of a layer; None where the weight is no parameter."""
     return layer._parameters.get("weight")
 
 
 def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
-    """Why layers with weights of two axes or more have no scores."""
+    """By path, why a layer with a weight of two axes or more has no scores."""
     matrices = {
         name: module
         for name, module in model.named_modules()
@@ -599,7 +599,7 @@ def _is_scored(module: nn.Module) -> bool:
 
 
 def _left_in_float(model: nn.Module) -> list[Rule]:
-    """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
+    """A rule that leaves classes without scores in float, so that `prepare` does not warn of them; [] without any."""
     kinds = {type(module).__name__ for module in model.modules() if not _is_scored(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
 
@@ -613,7 +613,7 @@ def verify(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> list[Allocation]:
-    """The allocations with the measured error of the output of a model with their choices.
+    """Measure the error of the model's output with each allocation; returns the allocations with `measured`.
 
     Args:
         model: in float; it stays as it is.
@@ -629,7 +629,7 @@ def verify(
 
 
 def _measured(trials: Trials, mix: Allocation) -> Allocation:
-    """A mix with the error of the output on the batches that judge."""
+    """The allocation with `measured`: the error of the output on the batches that judge."""
     return replace(mix, measured=trials.outputs.of(_quantized(trials, mix)).mean)
 
 
@@ -662,9 +662,9 @@ def search(  # noqa: PLR0913  all but the first three by name
             does not count.
         size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
             float.
-        loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
+        loss: the largest predicted error of the output, as a share of its energy; the smallest such mix is taken.
         metric: called as metric(model), larger is better; only with `floor`.
-        floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
+        floor: the least metric; the smallest mix that keeps it is taken, by about ten measurements.
         inputs, forward, progress: as for `calibrate`.
 
     Returns:

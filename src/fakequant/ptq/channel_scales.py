@@ -37,11 +37,11 @@ from fakequant.text import table
 T = TypeVar("T")
 R = TypeVar("R")
 _TOLERANCE = 1e-5
-"""A share of the output's norm; in half precision it is one step of the dtype."""
+"""How much an output may change, as a share of its norm; in half precision, by one step of the dtype."""
 
 
 def tolerance_of(x: Tensor) -> float:
-    """How much of its norm a tensor may change by rounding."""
+    """The share of a tensor's norm by which rounding may change the tensor."""
     return max(_TOLERANCE, torch.finfo(x.dtype).eps)
 
 
@@ -69,7 +69,7 @@ class OutputCheck(OutputDistance):
             )
 
     def run(self) -> Any:
-        """The model's result."""
+        """The model's output for the first batch."""
         with evaluating(self._model), torch.no_grad():
             return self.batches.run_first(self._model)
 
@@ -109,12 +109,12 @@ class OutputCheck(OutputDistance):
 
 @dataclass(frozen=True)
 class FoldedScale:
-    """What happened to the transform of a layer's input.
+    """A row of `FoldedScales`: the scale of a layer's input, folded or kept.
 
     Attributes:
         layer: the path of the layer.
         into: the path of the module that holds the scale now; "" where the layer keeps it.
-        note: why the layer keeps it; "" where it does not.
+        note: why the layer keeps the scale; "" where it does not.
     """
 
     layer: str
@@ -254,11 +254,11 @@ def _why_scale_stays(
 
 _Form = Callable[[Tensor, Tensor], Tensor]
 _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight, scale: (1 + weight) * scale - 1)
-"""What normalisations multiply by: their weight, or 1 + weight."""
+"""Scaled weights of a normalisation that multiplies by its weight, and of one that multiplies by 1 + weight."""
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """How each maker multiplies by its weight, seen at its own output: that of a branch may be small in the model's."""
+    """By normalisation, the form that scales its output; in the model's output, a branch may be too small to tell."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -282,7 +282,7 @@ def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _F
 
 
 def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
-    """Whether a tensor is another one with its channels, the last axis or the second one, scaled."""
+    """Whether `found` is `before` with scaled channels, which are the last or the second axis."""
     for axis in {before.dim() - 1, 1} & {*range(before.dim())}:
         if before.shape[axis] == len(scale) and found.shape == before.shape:
             wanted = before.double() * scale.double().view(-1, *(1 for _ in before.shape[axis + 1 :]))
@@ -292,7 +292,7 @@ def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
 
 
 def _put(group: _Group, form: _Form) -> None:
-    """Put the scale of a group's layers into their maker; in float64, rounded once."""
+    """Move the scale of a group's layers into the normalisation before them, in float64, rounded once."""
     scale = group.layers[0].input_transform.scale.double()
     weight, bias = group.maker._parameters["weight"], group.maker._parameters.get("bias")
     assert weight is not None
@@ -305,7 +305,7 @@ def _put(group: _Group, form: _Form) -> None:
 
 
 def input_channels(layer: nn.Module) -> int:
-    """The channels that a layer with a matrix reads."""
+    """The number of input channels of a linear layer or a convolution."""
     weight = cast("Tensor", layer._parameters["weight"])
     return weight.shape[1] * _groups(layer)
 
@@ -316,7 +316,7 @@ def along_inputs(weight: Tensor, layer: nn.Module) -> Tensor:
 
 
 def of_inputs(factor: Tensor, layer: nn.Module) -> Tensor:
-    """A factor for each input channel, in the shape that multiplies `along_inputs`."""
+    """A factor for each input channel, in a shape that broadcasts with the result of `along_inputs`."""
     weight = cast("Tensor", layer._parameters["weight"])
     return factor.view(_groups(layer), 1, -1, *(1 for _ in weight.shape[2:]))
 
@@ -333,12 +333,12 @@ _BOUND = 2.0**8
 
 @dataclass(frozen=True)
 class EqualizedPair:
-    """A layer and those that read its output.
+    """A row of `Equalization`: a layer and the layers that read its output.
 
     Attributes:
         layer: the path of the layer that makes the channels.
         readers: the paths of the layers that read them.
-        factor: the largest one by which a channel is multiplied or divided.
+        factor: the largest factor by which a channel is multiplied or divided.
         note: why the pair stays; "" where it has new scales.
     """
 
@@ -355,7 +355,7 @@ class Equalization:
     Attributes:
         before: the error of the quantized model's output, as a share of the output's energy, without new scales; of
             several outputs the mean share.
-        after: the same with them.
+        after: the same with new scales.
         pairs: what happened to each pair.
     """
 
@@ -477,7 +477,7 @@ def _why_pair_stays(
 
 
 def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
-    """Scale the weights of pairs, in float64 and rounded once; the largest factor of each pair."""
+    """Scale the weights of pairs, in float64 and rounded once; returns the largest factor of each pair, by layer."""
     layers = dict.fromkeys(layer for pair in pairs for layer in (pair.maker, *pair.readers))
     weights = {layer: cast("Tensor", layer._parameters["weight"]).detach().double() for layer in layers}
     factors: dict[str, Tensor] = {}

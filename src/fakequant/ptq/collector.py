@@ -1,4 +1,4 @@
-"""What the layers of a model get at their stages, and what is chosen by it."""
+"""Collect inputs of layers and sums over them, choose inputs and weights by these, and keep choices in a folder."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class InputChoice(NamedTuple):
-    """What was chosen for the input of layers that get one tensor.
+    """The transform and range that were chosen for an input, which one or several layers read.
 
     Attributes:
-        transform: None where none was chosen.
-        params: of the quantizer; None where they stay.
-        left: by step, the share of the error of the layers' outputs that is left after it.
+        transform: None where no transform was chosen.
+        params: the new scales of the quantizer; None where they stay.
+        left: by step, the share of the error of the layers' outputs that is left after the step.
     """
 
     transform: InputTransform | None
@@ -68,7 +68,7 @@ class InputChoice(NamedTuple):
     left: dict[str, float]
 
     def values(self) -> dict[str, Any]:
-        """What it is made of, on the CPU."""
+        """The choice as plain values and CPU tensors, for files and other processes."""
         transform, cpu = self.transform, torch.device("cpu")
         state = {} if transform is None else {name: value.to(cpu) for name, value in transform.state_dict().items()}
         return {
@@ -79,7 +79,7 @@ class InputChoice(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], product: MatrixProduct) -> InputChoice:
-        """The choice with these values, on the device of a weight."""
+        """The choice of what `values` returned, on the device of a product's weight."""
         transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
         if values["transform"] is not None:
             kind, options, state = values["transform"]
@@ -104,7 +104,7 @@ class ChosenLayersFolder:
                 self._read(path)
 
     def get(self, number: int, name: str, product: MatrixProduct) -> tuple[InputChoice, Choice] | None:
-        """What was chosen for a layer as the number-th one, or None; a CheckpointError if the file is damaged."""
+        """The stored choices of the number-th layer, None if there is no file; a CheckpointError if it is damaged."""
         if self._folder is None or not (path := self._path(self._folder, number)).exists():
             return None
         found = self._read(path)
@@ -128,7 +128,7 @@ class ChosenLayersFolder:
             raise CheckpointError(f"{path} is damaged: {error}; remove it, and its layer is chosen again") from error
 
     def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
-        """Keep what was chosen for a layer."""
+        """Store the choices of the number-th layer in a file."""
         if self._folder is None:
             return
         values = {
@@ -197,7 +197,7 @@ _OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
 
 
 def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
-    """What a run of `improve` or `compare` depends on, as texts.
+    """By name, texts and digests of all that a run of `improve` or `compare` depends on.
 
     Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
     them.
@@ -237,11 +237,11 @@ Calls = Mapping[int, list[LayerCall]]
 
 
 class ChoicesForSiblings(NamedTuple):
-    """Choices for layers that were expected to get the inputs of an earlier one.
+    """Choices made ahead for layers that are expected to read the same inputs as an earlier layer.
 
     Attributes:
-        calls: of that layer by the number of the batch.
-        wanted: its calls in the float model; None where that did not run.
+        calls: of the earlier layer, by the number of the batch.
+        wanted: the calls of that layer in the float model; None where the float model did not run.
         choices: by the name of the layer; the same names in all processes.
     """
 
@@ -251,13 +251,13 @@ class ChoicesForSiblings(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
-        """Choices by the inputs of a stage, whose calls are kept while there are any."""
+        """Choices made by the inputs of a stage; keeps the calls of the stage if there are choices."""
         if not choices:
             return cls({}, None, {})
         return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
 
     def choice(self, stage: Stage, wanted: Stage | None, processes: Ranks) -> Choice | None:
-        """What was chosen for the layer of a stage; None where a process sees other inputs than were expected."""
+        """The choice made ahead for the layer of a stage; None without one, or if a process sees other inputs."""
         if stage.name not in self.choices:
             return None
         is_same = _are_same(self.calls, stage.calls) and _are_same(self.wanted, wanted and wanted.calls)
@@ -282,7 +282,7 @@ _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
 class Collector:
-    """What the layers of a model get at their stages, and the sums over it.
+    """Reads inputs of layers at their stages, makes sums over them, and chooses inputs and weights.
 
     Args:
         processes: they choose together; the first one chooses transforms and ranges of inputs.
@@ -302,12 +302,12 @@ class Collector:
         self._added_to = recorded.added
         self._processes, self._halves = processes, halves
         self._with_input = set[str]()
-        """The layers whose input was chosen, or will not be."""
+        """The layers whose input is decided: chosen, or left as it is."""
         self._last: tuple[str, list[LayerCall], _ReadSums] | None = None
         self._ahead = ChoicesForSiblings({}, None, {})
 
     def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
-        """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
+        """Choose the input and the weight of a stage's layer; the weight's choice is None if all inputs are empty."""
         group, steps = self._processes.group, steps_of(stage.name)
         if group is None:
             own = self.choose_input(stage, steps)
@@ -353,7 +353,7 @@ class Collector:
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
 
     def _alike(self, stage: Stage) -> list[str]:
-        """The layers after that of a stage that will get the same inputs, as they are now; none for one process."""
+        """The later layers that will read the same inputs as the layer of a stage; [] for a single process."""
         if self._processes.group is None:
             return []
         first, names, found = self._layers[stage.name], self._siblings.get(stage.name, [stage.name]), list[str]()
@@ -368,7 +368,7 @@ class Collector:
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
-        """The unmasked tokens of a layer's unquantized inputs, for each call by the number of the batch."""
+        """By the number of a batch, for each call, a layer's unquantized inputs without masked tokens."""
         layer = self._layers[stage.name]
 
         def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -410,7 +410,7 @@ class Collector:
         return InputChoice(None, params, left)
 
     def put_input(self, stage: Stage, chosen: InputChoice) -> None:
-        """Give the layers of a stage what was chosen for their input."""
+        """Set the chosen transform and range in the layers that read the input of a stage."""
         group = self._take_same_input(stage)
         if chosen.transform is not None:
             put(group, chosen.transform)
@@ -418,7 +418,7 @@ class Collector:
             set_params(group, chosen.params)
 
     def _take_same_input(self, stage: Stage) -> list[MatrixProduct]:
-        """The layers whose input is chosen at a stage, this once: none if it was chosen at an earlier one."""
+        """The layers that share the input of a stage; [] if it cannot be chosen, or was decided at an earlier stage."""
         layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
         if stage.name in self._with_input:
             return []
@@ -438,7 +438,7 @@ class Collector:
         return [self._layers[name] for name in alike]
 
     def sums(self, stage: Stage, wanted: Stage | None) -> Iterator[InputSums]:
-        """For each matrix of a weight the sums of its quantized inputs."""
+        """For each matrix of a weight, the sums over its quantized inputs."""
         product, own = self._layers[stage.name], self.inputs(stage)
         seen: _ReadSums | None = None
         if self._last is not None:  # whether it got the same inputs and made the same rows of them
@@ -493,7 +493,7 @@ class Collector:
         yield self._with_drift(stage, calls, seen, found if is_whole else {})
 
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
-        """The sums of the inputs at some places, without a drift."""
+        """The sums over the input tensors at the places `reads`, without a drift."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
         seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
         is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
@@ -517,7 +517,7 @@ class Collector:
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
     ) -> InputSums:
-        """The sums with the drift of the rows through a weight; without it where rows are others in the float model."""
+        """The sums with the drift of rows by a weight; without a drift if the rows of the float model are unrelated."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
         groups, columns = product.groups * parts.count, product.columns // parts.count
@@ -581,23 +581,23 @@ class _Call(NamedTuple):
     """The inputs of one call."""
 
     number: int
-    """That of the batch."""
+    """The number of the batch."""
     inputs: Sequence[Tensor]
     rounded: Sequence[Tensor]
-    """Inputs as the product sees them."""
+    """The quantized inputs."""
     floats: Sequence[Tensor] | None
-    """Inputs in the float model."""
+    """The inputs in the float model; None without a drift."""
 
 
 class _ReadSums(NamedTuple):
-    """For each place of an input that groups of outputs read, the sums of its rows."""
+    """The places of input tensors that groups of outputs read, and the sums over the rows of each."""
 
     reads: tuple[int, ...]
     sums: list[InputSums]
 
 
 def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:
-    """For each column, the place of the first one that equals it.
+    """For each column, the place of the first equal column.
 
     >>> first_places(["a", "b", "a"], (0, 1, 2))
     (0, 1, 0)

@@ -50,8 +50,8 @@ class Comparison:
         rows: the largest metric first, without one the smallest error; then those that failed.
         float_metric: the metric of the model in float; None without one.
         float_milliseconds: of one forward pass of the first batch by the model in float.
-        metric: what it is called.
-        negated: whether it is shown with the other sign, as a figure of which smaller is better.
+        metric: the name of the metric.
+        negated: whether the metric is shown negated, because smaller is better.
     """
 
     rows: list[Compared] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def best(self) -> Compared:
-        """The first row.
+        """The best row, which is the first.
 
         Raises:
             ConfigError: every way failed.
@@ -72,7 +72,7 @@ class Comparison:
         return self.rows[0]
 
     def curve(self, over: str = "bits") -> list[Compared]:
-        """The rows that none surpasses: the best of all that are as small, or as fast, from the smallest on.
+        """The Pareto-optimal rows of cost and quality, the smallest or the fastest first.
 
         Args:
             over: "bits" per weight or "milliseconds".
@@ -138,7 +138,7 @@ class Comparison:
         return path
 
     def draw(self, axes: Axes, over: str = "bits") -> None:
-        """Draw what `plot` writes on axes of matplotlib.
+        """Draw the picture of `plot` on axes of matplotlib.
 
         Raises:
             ConfigError: another `over`.
@@ -204,11 +204,11 @@ class Ways(NamedTuple):
 
 
 USUAL_WAYS = Ways()
-"""What `compare` tries if nothing is said."""
+"""What `compare` tries by default."""
 
 
 def presets_for(target: str | None) -> Sequence[str]:
-    """The presets that `compare` tries if nothing is said: those of the engine.
+    """The presets that `compare` tries by default: those of the target, else those of `USUAL_WAYS`.
 
     >>> presets_for("qnn")
     ['INT8_AFFINE']

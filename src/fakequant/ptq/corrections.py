@@ -1,4 +1,4 @@
-"""Make good what quantized weights do to the statistics of a model, without training."""
+"""Set the statistics of batch normalisations to those of the quantized model, without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reestimate_batch_norm(
     """Set the statistics of all batch normalisations to those of the quantized model.
 
     They are the mean and the unbiased variance over all positions of all batches together, not a mean over batches.
-    Each normalisation is set before later ones are looked at, so that every one gets inputs by final statistics.
+    Each normalisation is set before later ones run, so that their inputs are computed with final statistics.
 
     Args:
         model: prepared and calibrated; its normalisations are not merged into convolutions.
@@ -88,7 +88,7 @@ def reestimate_batch_norm(
 
 
 class _Sums:
-    """The number, mean and sum of squared distances from the mean, per channel, in float64."""
+    """The number of positions, and per channel their mean and their sum of squared distances from it, in float64."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,7 +96,7 @@ class _Sums:
         self.mean = self.squares = torch.zeros((), device="cpu")
 
     def add(self, x: Tensor) -> None:
-        """Add all positions of x [n, channels, ...]; merged as by Chan et al., which does not cancel."""
+        """Add all positions of x [n, channels, ...]; merged as by Chan et al., which avoids cancellation."""
         if not bool(x.isfinite().all()):
             raise CalibrationError("an input holds NaN or inf; leave the batch out")
         rows = x.double().movedim(1, -1).reshape(-1, x.shape[1])
@@ -110,7 +110,7 @@ class _Sums:
         self.count = total
 
     def set(self, norm: Any) -> None:
-        """Put the statistics into a normalisation."""
+        """Copy the mean and the unbiased variance into a normalisation."""
         if self.count < 2:
             raise CalibrationError(f"{self._name}: fewer than two positions have no variance; give more examples")
         norm.running_mean.copy_(self.mean)

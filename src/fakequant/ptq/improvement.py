@@ -38,7 +38,7 @@ from fakequant.restore import Restore, in_order, restore_on_error, state_of_part
 from fakequant.text import listed, module_name
 
 STEPS = ("input", *TRANSFORMS, "ranges", "damping", *SOLVERS, "drift", "bias")
-"""All steps in their order."""
+"""All steps of `improve`, in the order in which they run."""
 _NAMED_STEPS = {
     "best": ("input", "smooth", "rotate", "ranges", "damping", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
@@ -71,29 +71,29 @@ def improve(  # noqa: PLR0913  all but the first three by name
     (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
     their matrices take 32 MB together, and their errors count as independent, which a remark says.
 
-    The batches run three times in all, however many layers there are, and side by side while layers are chosen: see
-    `fakequant.ptq.stream`. A model that keeps values from batch to batch, or draws random numbers, finds there
-    what it found in the first run. The first two run once more, to see that the model gives the same side by side, and
-    those that judge once more. Where no batch judges, as with `judge=[]` or a single batch, up to four run three times
-    more; a `checkpoint` runs the first one once more. A layer that a batch calls several times, and those after it, get
-    no `drift`.
+    All batches run three times, however many layers there are, and side by side while layers are chosen: see
+    `fakequant.ptq.stream`. A model that keeps values from batch to batch, or draws random numbers, reads the same
+    values and numbers in each run. The first two batches run once more, to check that outputs are the same side by
+    side, and the batches that judge run once more. Where no batch judges, as with `judge=[]` or a single batch, up to
+    four batches run three times more; a `checkpoint` runs the first batch once more. The step "drift" is left out for
+    a layer that a batch calls several times, and for all later layers.
 
-    Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
-    these does not fall by more than chance explains, the choices go back, except for the layers that lower it. To find
-    these, the batches that judge run once more for each of up to 16 parts of the layers.
+    Of two batches or more, the second of every eight is held back to judge: if the error of the model's output on these
+    batches does not fall by more than chance explains, choices are undone, except in layers whose choice lowers the
+    error. To find these layers, the batches that judge run once more for each of up to 16 parts of the layers.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
         steps: "best", "fast" (without "rotate", "damping" and "descend"), or names of `fakequant.ptq.STEPS`.
         inputs, forward, mask: as for `calibrate`.
-        checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
-            so that only the other layers are chosen; the result is the same to the bit.
-        judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
-            nothing goes back.
-        metric: called as metric(model), larger is better, before and after, and for each part that is tried; that of
-            several processes is the mean. What lowers it goes back, also without batches that judge; where it stays,
-            the error of the output decides. Its data should not be that of the last evaluation.
+        checkpoint: a folder that stores the choices, layer after layer. After a kill, the same call reads them and
+            chooses only the other layers; the result is the same to the bit.
+        judge: batches that only judge, in place of batches that are held back. `[]`: no batch judges, and no choice
+            is undone.
+        metric: called as metric(model), larger is better, before and after, and for each part that is tried; several
+            processes take the mean. A choice that lowers the metric is undone, also without batches that judge; where
+            the metric stays, the error of the output decides. It should not use the data of the last evaluation.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
             The sums are those of all batches, and all processes get the same weights. The first process chooses for
             the inputs (`smooth`, `rotate`, `input`), by its own batches.
@@ -101,7 +101,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
 
     Returns:
         The error of the model's output on batches that were held back, before and after, and those of all layers.
-        Layers without a weight matrix, that share their weight, or whose choice went back, are listed with the reason.
+        Layers without a weight matrix, with a shared weight, or whose choice was undone, are listed with the reason.
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
@@ -170,12 +170,12 @@ def improved(  # noqa: PLR0913  all but the first five by name
     progress: bool | None = None,
     undo: list[Restore] | None = None,
 ) -> Improvement:
-    """Choose the weights of a model, or of a part of one; scales that are too small for float32 stay as they are.
+    """Choose the weights of a model or a block; unlike `improve`, do not raise scales that are too small for a bias.
 
     Args:
-        floats: what the float model is called with where that is something else, by the same numbers.
-        undo: gets what restores the weights after an error, as first; None: nothing does, and the error of the output
-            is not measured.
+        floats: the batches of the float model, by the same numbers, if they differ from those of the quantized model.
+        undo: a list that gets a function, as its first item, that restores the weights after an error; None: no such
+            function is made, and the error of the output is not measured.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), exact_products(), torch.no_grad():
@@ -222,7 +222,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
 def judge_of(
     model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
 ) -> OutputJudge:
-    """The judge of choices. If a process holds no batch back, nothing goes back, and those that choose measure."""
+    """The judge of choices on held-back batches; if a process has none, batches that choose only measure the error."""
     is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
     batches = held_out.held if is_apart else held_out.measuring
@@ -230,7 +230,7 @@ def judge_of(
 
 
 class _LayerLoop:
-    """Chooses one layer after the other, or takes what an earlier run chose."""
+    """Chooses the weights of layers one after the other, or reads the choices of an earlier run from its folder."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _LayerLoop:
         self.results: dict[str, LayerResult] = {}
 
     def make(self, stages: FloatTwin, order: Sequence[str], progress: bool | None) -> None:
-        """Choose the layers of all stages."""
+        """Choose the weight of each stage's layer, and write it into the model."""
 
         def steps_of(name: str) -> tuple[str, ...]:
             no_bias = self._why_no_bias(name) is not None
@@ -271,7 +271,7 @@ class _LayerLoop:
                 self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
     def state_of(self, layer: nn.Module) -> Restore:
-        """What restores a layer, its weights and their biases as they are now."""
+        """A function that restores a layer, its weights and their biases to their present values."""
         return _states(own for own in self._layers.values() if own.layer is layer)[layer]
 
     def _why_no_bias(self, name: str) -> str | None:
@@ -281,10 +281,10 @@ class _LayerLoop:
 
 
 def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
-    """The layers that may make good the drift of their inputs, and why others may not.
+    """The layers that can use the step "drift", and notes that say why others cannot.
 
-    When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
-    and of what is computed of them, is not what it will be.
+    When a layer is chosen, all its calls but the last have run with weights rounded to nearest. So the drift of later
+    inputs is measured with other weights than the final ones.
     """
     if not all(processes.all(recorded.outputs_repeat)):
         return [], [f'"drift" was left out: {NOT_REPEATED}']
@@ -298,14 +298,14 @@ def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[
 
 
 def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
-    """For each quantizer, the digest of its weight and its format; none where one process is alone."""
+    """By path of a quantizer, the digest of its weight and format; {} for a single process."""
     if processes.group is None:
         return {}
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
 def check_same(processes: Ranks, values: Mapping[str, str], else_they: str) -> None:
-    """Raise if the processes have other values, or have them in another order, and name the first layer."""
+    """Raise ConfigError if the processes differ in values or in their order, and name the first layer that differs."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):
         if others != own:
@@ -315,7 +315,7 @@ def check_same(processes: Ranks, values: Mapping[str, str], else_they: str) -> N
 
 
 def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
-    """The steps of a name, or given by their names, in their order; raises ConfigError for others."""
+    """The steps of "best", "fast" or a list of names, in the order of STEPS; raises ConfigError for unknown names."""
     if isinstance(steps, str):
         if steps not in _NAMED_STEPS:
             known = f"; write steps=[{steps!r}]" if steps in STEPS else nearest(steps, [*_NAMED_STEPS])
@@ -334,7 +334,7 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
 def _looked_at(
     model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches
 ) -> tuple[dict[str, MatrixProduct], CallOrder, dict[nn.Parameter, str], Improvement]:
-    """Run all batches: which weights are chosen, their calls, parameters that stay, and a row for each other weight."""
+    """Run all batches; returns weights to choose, their calls, fixed parameters with reasons, rows of other weights."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)
@@ -361,7 +361,7 @@ def _looked_at(
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
-    """For each layer, what restores it, its weights and their biases as they are now."""
+    """By layer, a function that restores the layer, its weights and their biases to their present values."""
     beside: dict[nn.Module, set[nn.Parameter]] = {}
     for own in products:
         held = (own.parameter, own.bias[0])
@@ -372,7 +372,7 @@ def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
 
 
 def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:
-    """Why nothing is chosen for a weight, or None."""
+    """The reason why no values are chosen for a weight; None if values are chosen."""
     if not product.is_matrix:
         return f"{_NO_STEPS} {product.kind}"
     if product.parameter is None:

@@ -1,6 +1,6 @@
-"""When something counts as better: the thresholds of all trials, the judge of a change of a model, and its results.
+"""Thresholds by which a change counts as better, the judge of changes of a model, and the results of `improve`.
 
-What is tried is judged on batches that did not make it, see `HeldOut`.
+A change is judged on batches that did not make it, see `HeldOut`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from fakequant.restore import Restore, state_of
 from fakequant.text import html_result, listed, module_name, table
 
 CLEARLY = 0.9
-"""The share of an error below which a method, a preset, `improve`, a transform or a range clearly lowers it.
+"""A method, a preset, `improve`, a transform or a range clearly lowers an error to less than this share.
 
 On few batches a smaller difference is chance. With 0.9, calibration of four trained models chose methods with 1.004
 (INT8) and 1.017 (INT8_AFFINE) times the least error; with 0.95, 1.021 and 1.050 times."""
 ALIKE = 1.01
-"""The share of an error up to which it is about the same: more is not rounding."""
+"""The multiple up to which an error counts as unchanged: rounding explains no more."""
 SURE, SURE_OF_PART = 1.0, 2.0
-"""How many standard errors of the mean log ratio of rows a gain must be: of all changes, and of one of many parts. Of
-24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these."""
+"""By how many standard errors the mean log ratio of rows' errors must fall: for all changes, and for one of many parts.
+Of 24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these thresholds."""
 _LEAST = 0.1
-"""Rows of less error than this share of the mean count as that much: a ratio of two small errors is chance."""
+"""This share of the mean error is added to errors of rows before their ratio: that of two small errors is chance."""
 MAY_LOSE = 0.01
 """The share of the float model's metric that may be lost: 99 % of it are enough."""
 EVERY = 2
 """The second of every two batches judges a model. People give few batches: with fewer judges, chance would choose."""
 EVERY_OF_CHOICES = 8
-"""The second of every eight batches judges the choices of `improve`: what chooses wants many."""
+"""The second of every eight batches judges the choices of `improve`: choices need many batches."""
 TRIED_ON = 8
 """The most batches on which a report tries changes: half of them make a change, and half judge it."""
 _PARTS = 16
-"""Parts of the layers, in order, that are judged each where all together do not help."""
+"""The most parts of the layers that are judged separately where all changes together do not help."""
 
 
 def helps(before: Tensor, after: Tensor, sure: float) -> bool:
-    """Whether the error of rows falls, in sum and by the mean of their ratios more than chance explains."""
+    """Whether rows' errors fall: their sum does not rise, and their mean log ratio falls by `sure` standard errors."""
     if before.shape != after.shape or not bool(after.isfinite().all()):
         return False
     changed = before != after
@@ -61,12 +61,12 @@ def helps(before: Tensor, after: Tensor, sure: float) -> bool:
 
 
 class _Measured(NamedTuple):
-    """A model in numbers.
+    """What a judge measures of a model.
 
     Attributes:
         distance: of its output from that of the float model; None where it cannot be measured.
         rows: the error of each row of all processes [rows].
-        score: its metric; None without one.
+        score: the user's metric; None without a metric.
     """
 
     distance: Distance | None
@@ -81,11 +81,11 @@ class _Measured(NamedTuple):
 
 
 class OutputJudge:
-    """The error of a model's output, and its metric, before and after changes, the mean over processes.
+    """Measures the error of a model's output, and its metric, before and after changes; undoes what does not help.
 
     Args:
-        is_apart: whether these choose nothing; else they only measure, and a metric alone judges.
-        metric: called as metric(model), larger is better; None for none.
+        is_apart: whether the batches choose nothing; else they only measure, and only a metric judges.
+        metric: called as metric(model), larger is better; None without a metric.
 
     Raises:
         ConfigError: the metric is NaN.
@@ -121,13 +121,13 @@ class OutputJudge:
     def keep_what_helps(
         self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
     ) -> set[nn.Module]:
-        """Take back changes of modules if they do not help, but those that do in their order.
+        """Undo the changes of modules if they do not help together, then make again those parts that help.
 
         Args:
-            changed: by module, in the order of the changes, what restores it as it was before all of them.
+            changed: by module, in the order of the changes, a function that restores its state before all changes.
 
         Returns:
-            The modules that are as they were before.
+            The modules whose changes were undone.
         """
         self._now = self._measured()
         judges = self._metric is not None or (self._is_apart and not self._why_not)
@@ -151,7 +151,7 @@ class OutputJudge:
         return undone
 
     def put_into(self, result: Improvement, caller: str) -> None:
-        """Put the figures before and now into a result, or why there is none; warn where nothing judged and it grew."""
+        """Write error and metric, before and after, into a result; warn if nothing judged and the error grew."""
         if self._metric is not None and self._before.score is not None and self._now.score is not None:
             metric = named(self._metric)
             result.metric, result.metric_before = metric.name, metric.shown(self._before.score)
@@ -190,18 +190,18 @@ TAKEN_BACK_BY_METRIC = "nearest: its choice does not raise the metric, or keep i
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What a layer lost before and after.
+    """The error of a layer's output before and after the choice of its weight.
 
     Attributes:
         layer: its path.
         before: the error of its output by rounding to nearest, as a share of the output's energy.
         after: the same by the chosen ranges and codes.
-        steps: the error after each step, by its name; of "smooth", "rotate" and "input", the share that is left of
-            the error that these look at, where the layer was the first one of those that get its input. That of "bias"
-            is of the nearest values with a bias that makes good their mean error, as it does after all later steps.
-            "drift" has none: it moves what "gptq" and the other solvers come close to.
-        note: why nothing was chosen; "" where something was.
-        remarks: what one should know about how it was chosen.
+        steps: the error after each step, by its name. Of "smooth", "rotate" and "input": the share of the error that
+            is left after the step, for the first of the layers that read the input. Of "bias": the error of the
+            nearest values with a bias that corrects their mean error, as it does after all later steps. "drift" has no
+            entry: it changes the target of "gptq" and the other solvers.
+        note: why no values were chosen; "" otherwise.
+        remarks: notes on how the values were chosen.
     """
 
     layer: str
@@ -213,7 +213,7 @@ class LayerResult:
 
 
 def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
-    """A sentence for each remark, with the layers that it is about.
+    """A sentence for each remark, with the names of its layers.
 
     >>> remarks_of([LayerResult("a", remarks=["has few rows"]), LayerResult("b", remarks=["has few rows"])])
     ['a, b: has few rows']
@@ -222,7 +222,7 @@ def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
 
 
 def _layers_by(said: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
-    """For each text the layers of which it is said, as a list."""
+    """By text, the names of the layers that have it, joined to one text."""
     found: dict[str, list[str]] = {}
     for layer, texts in said:
         for text in texts:
@@ -235,17 +235,17 @@ class Improvement:
     """The result of `improve`; prints as a table, the largest remaining error first.
 
     Attributes:
-        layers: what was chosen for each.
+        layers: a result for each layer.
         before: the error of the model's output on the batches that judge, as a share of its energy, of several outputs
             the mean share; None where it was not measured.
-        after: the same with what was chosen.
+        after: the same with the chosen values.
         notes: what else was decided, as sentences.
         judged: on which batches the error of the model's output was measured, as text.
-        is_judged: whether these chose nothing.
+        is_judged: whether those batches chose nothing.
         worst: of several outputs the one with the largest error, as text.
-        metric: the name of the metric that judged; "" without one.
-        metric_before, metric_after: its figures; None without one.
-        path: of what `improve_folder` wrote; None of `improve`, and in all processes but the first.
+        metric: the name of the metric that judged; "" without a metric.
+        metric_before, metric_after: the values of the metric; None without a metric.
+        path: of the result of `improve_folder`; None for `improve`, and in all processes but the first.
     """
 
     layers: list[LayerResult] = field(default_factory=list)
@@ -265,7 +265,7 @@ class Improvement:
 
     @property
     def remaining_error(self) -> float:
-        """The share of the error of the model's output that is left; of the layers where it was not measured."""
+        """The share of the output's error that is left; if that was not measured, `remaining_error_of_layers`."""
         if not self.before or self.after is None:
             return self.remaining_error_of_layers
         return self.after / self.before
@@ -274,7 +274,7 @@ class Improvement:
     def remaining_error_of_layers(self) -> float:
         """The share of the errors of rounding weights to nearest that is left, summed over the layers.
 
-        It is 1 where only inputs were chosen, or where nothing was. Errors of layers are no error of the model.
+        It is 1 if no weights were chosen. The errors of layers are not the error of the model.
         """
         before = sum(found.before for found in self.layers)
         return sum(found.after for found in self.layers) / before if before else 1.0
@@ -301,7 +301,7 @@ class Improvement:
 
     @property
     def _headlines(self) -> list[str]:
-        """The metric, and the error of the model's output, as far as they were measured."""
+        """Lines with the metric and the error of the model's output, as far as they were measured."""
         lines = list[str]()
         if self.metric_before is not None and self.metric_after is not None:
             lines.append(f"{self.metric}: {self.metric_before:.6g} -> {self.metric_after:.6g}")
@@ -311,7 +311,7 @@ class Improvement:
         return lines
 
     def take_back(self, names: Iterable[str]) -> None:
-        """Say of layers that their choice did not stay."""
+        """Rewrite the rows of these layers to say that their choice was undone."""
         undone, note = set(names), TAKEN_BACK_BY_METRIC if self.metric else TAKEN_BACK
         self.layers = [
             replace(row, after=row.before, steps={}, remarks=[], note=note) if row.layer in undone else row
@@ -332,7 +332,7 @@ class Improvement:
 
 
 def joined_result(results: Sequence[LayerResult]) -> LayerResult:
-    """The mean of the results of several matrices of one weight, without those that saw no rows."""
+    """The mean of the results of several matrices of a weight, leaving out matrices without rows."""
     seen = [one for one in results if one.steps or one.before]
     if len(seen) < 2:
         return next(iter(seen), results[0])

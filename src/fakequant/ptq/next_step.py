@@ -1,4 +1,4 @@
-"""The next step from a quantized model: the changes of its size that `advise` tries, and what engines want."""
+"""Find the next step from a quantized model: try changes that lower its error or size, or that its engine wants."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from fakequant.text import listed
 _ANY = (*WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY")
 """Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
 _BLOCKS = "MXFP4", "NVFP4"
-"""GPUs that multiply one of them multiply the other, too."""
+"""Presets that the same GPUs multiply."""
 
 
 def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
-    """The presets to try by how an engine multiplies, see `Engine`; None for no engine in particular.
+    """The presets to try for a target, by how its engine multiplies, see `Engine`; for None, presets of weights alone.
 
     >>> kinds_of("vllm")
     (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
@@ -60,7 +60,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """The presets that are compared with any of some presets, for any engine.
+    """All presets that are of the same kind as one of these presets for any engine, with these.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8', 'W8A8_DYNAMIC']
@@ -71,7 +71,7 @@ def rivals(names: Iterable[str]) -> set[str]:
 
 
 def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
-    """A sentence where some presets are none that an engine is known to run; "" for all others, and for no engine.
+    """A sentence that names the presets by which an engine is not known to gain; "" if all are known, or for None.
 
     >>> unknown_gain("sglang", ["FP8"])
     ''
@@ -91,7 +91,7 @@ def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
 
 
 _MOST = 0.5
-"""The share of the scales of weights that a method must give: some are raised afterwards, so that biases fit."""
+"""The share of the weights' scales that a method must reproduce: some are raised afterwards, so that biases fit."""
 
 
 def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
@@ -104,7 +104,7 @@ def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def methods_of(held: Iterable[Quantizer]) -> list[str]:
-    """The methods with default options that give all ranges, from what the quantizers keep, the likely one first.
+    """The calibration methods, with default options, that reproduce the scales of all quantizers; the last used first.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
@@ -127,7 +127,7 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
 
 
 def weight_methods_of(model: nn.Module) -> list[str | None]:
-    """The first method that gives the weights the scales that they have, None for the default; empty after training."""
+    """The first method that reproduces the weights' scales as a list, [None] for the default; [] if there is none."""
     held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
     try:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
@@ -150,7 +150,7 @@ def weight_methods_of(model: nn.Module) -> list[str | None]:
 
 
 def keeps_enough(quantizer: Quantizer, method: str) -> bool:
-    """Whether what a quantizer keeps of its calibration gives the range by a method."""
+    """Whether the calibration data that a quantizer keeps suffice to compute its range by a method."""
     return _calibrator(quantizer, method) is not None
 
 
@@ -171,14 +171,14 @@ def _scale(calibrator: Calibrator) -> Tensor:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The preset of all quantized layers of a model, and the layers in float that it would quantize."""
+    """The preset that made all quantized layers of a model; `skip`: the float layers that the preset would quantize."""
 
     preset: Config
     skip: tuple[str, ...] = ()
 
     @property
     def relatives(self) -> list[Config]:
-        """The presets of as many bits: those with the same weights and other inputs, and then their rivals."""
+        """Other presets with as many bits: those with the same weights and other inputs, then rivals of these."""
         own = self.preset.layer_rules[0]
         rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
         same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
@@ -186,7 +186,7 @@ class Provenance:
         return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
 
     def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
-        """The call of `prepare` for a model, by this preset or another, with more layers in float."""
+        """The code of a call of `prepare` by this preset or another; `skip`: further layers that stay in float."""
         name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
         return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
 
@@ -214,7 +214,7 @@ def made_by(model: nn.Module) -> Provenance | None:
 
 
 def has_sites(model: nn.Module) -> bool:
-    """Whether the model has quantized functions; `prepare` finds these with an example."""
+    """Whether the model has quantized functions, which `prepare` finds with an example."""
     return any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules())
 
 
@@ -224,14 +224,14 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def rule_of(preset: Config, layer: nn.Module) -> Rule:
-    """The rule of a preset for a float or quantized layer."""
+    """The last rule of a preset that applies to the class of a layer, float or quantized."""
     classes = {base.__name__ for base in getattr(type(layer), "float_class", type(layer)).__mro__}
     rules = [rule for rule in preset.layer_rules if not rule.layers or not classes.isdisjoint(rule.layers)]
     return rules[-1]
 
 
 def _bits(rule: Rule) -> list[int]:
-    """The bits of a weight and of an input, 0 for one in float."""
+    """The bits of the weight and of the input by a rule, 0 for float."""
     return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
 
 
@@ -253,15 +253,15 @@ NO_SIGNAL = 0.5
 LITTLE = 1e-3
 """The share below which an error is little: 30 dB."""
 _LARGE, _WIDER = 1 / 3, 1.5
-"""A layer is tried with fewer bits if it takes this share of the bytes, at this multiple of the bits of the others."""
+"""A layer is tried with fewer bits if it has this share of the bytes, and this multiple of the others' mean bits."""
 _NAMES = {
     "float_model": "the model before prepare",
     "config": "what prepare got",
     "example": "one input of the model, or a tuple or dict of inputs",
 }
-"""What the names in code mean that stand for the user's own."""
+"""What the names in code stand for that the user defines."""
 _MUCH = 0.5
-"""If a step leaves less than this share of the error, longer steps are not tried."""
+"""If a change leaves less than this share of the error, changes that take longer are not tried."""
 _WORST = 2
 """Layers that are tried in float: those that hurt the output most."""
 
@@ -271,13 +271,13 @@ Command = Callable[..., str]
 
 @dataclass(frozen=True)
 class AdviceContext:
-    """What is known of a model before something is advised.
+    """What a caller of `next_step` knows of a model.
 
     Args:
-        lost: the share of the float model's metric that it lost; None without a metric.
+        lost: the share of the float model's metric that the model lost; None without a metric.
         worst: paths of its layers, the one that hurts the output most first.
         metric: called as metric(model), larger is better.
-        score: what it gives for the model.
+        score: the metric of the model.
         improved: whether its weights were chosen before.
         arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
@@ -301,16 +301,16 @@ USUAL = AdviceContext()
 
 
 def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USUAL) -> NextStep | None:
-    """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
+    """Try changes that may lower the error of a model's output or its size; afterwards, the model is restored.
 
-    Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
+    Where little is lost, only fewer bits for a large layer and folding are tried. Else changes are tried in this order:
     the methods of calibration and presets of as many bits; where the error is not halved by then, `improve` by "fast"
     and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
     the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
     calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
     more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
-    made again with the batches exchanged, and helps if it does so there, too. With the presets of the package there
-    are at most twelve changes, however many layers there are.
+    made again with the batches exchanged, and helps if it lowers the error there, too. With the presets of the package
+    there are at most twelve changes, however many layers there are.
 
     Args:
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
@@ -350,7 +350,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
 def _best_of(
     trials: ChangeTrials, changes: Iterable[Change], tried: list[Tried], best: int | None = None
 ) -> int | None:
-    """Try changes; the number of the best, which is clearly better than an earlier one, as later ones cost more."""
+    """Try changes; returns the index of the best in `tried`, or None. A later change must be clearly better."""
     for change in changes:
         tried.append(trials.of(change))
         if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
@@ -360,13 +360,13 @@ def _best_of(
 
 @dataclass
 class _Changes:
-    """The changes that are open to a model."""
+    """Makes the changes that `next_step` can try with a model."""
 
     model: nn.Module
     known: AdviceContext
     made_by: Provenance | None = field(init=False)
     fresh: bool = field(init=False)
-    """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
+    """Whether `prepare` and `calibrate` alone made the model, so that calls of these can make it with a change."""
     method: str | None = field(init=False)
     """The method by which `calibrate` found the ranges of the inputs; None if there are none, or it is not known."""
     has_example: bool = field(init=False)
@@ -384,7 +384,7 @@ class _Changes:
         self._seen = dict[int, dict[str, Calibrator]]()  # by the batches
 
     def take_ranges(self, batches: KeptBatches, method: str | None = None) -> None:
-        """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
+        """Set the ranges of inputs to those of a method on these batches, by default the method that made the model."""
         if (key := id(batches)) not in self._seen:
             found = quantizers(self.model)
             owners = [self.model.get_submodule(layer_of(name)) for name in found]
@@ -394,12 +394,12 @@ class _Changes:
         recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
 
     def of_ranges(self) -> Iterator[Change]:
-        """Those that change ranges of inputs alone: they cost no bytes, and little time."""
+        """Changes of the method or the preset, which give other ranges: they cost no bytes, and little time."""
         yield from self.of_methods()
         yield from self.of_presets()
 
     def of_methods(self) -> Iterator[Change]:
-        """Other methods of calibration for inputs than the one that the model has."""
+        """Changes to another method of calibration for the inputs."""
         if self.known.command is not None and not self.fresh:  # the command would choose or train weights anew
             return
         if self._inputs and self.method is None:
@@ -425,7 +425,7 @@ class _Changes:
                 )
 
     def of_presets(self) -> Iterator[Change]:
-        """Presets with as many bits that the target is known to run: other ranges of inputs, or another format."""
+        """Changes to another preset with as many bits that the target is known to run."""
         own = self.made_by
         for preset in own.relatives if own and self.fresh else []:
 
@@ -446,7 +446,7 @@ class _Changes:
             yield Change(what, code, make)
 
     def of_fusions(self) -> Iterator[Change]:
-        """Batch normalisations in the quantized layers before them, where engines put them."""
+        """A change that folds batch normalisations into the quantized layers before them, as engines do."""
         try:
             with evaluating(self.model):
                 found = fusions_of(self.model, self.known.call)
@@ -470,7 +470,7 @@ class _Changes:
             yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
-        """Weights chosen by the error of their layers; then the worst layers in float, but none with most weights."""
+        """A change of weights by `improve`; then the worst layers to float, except a layer with half of all weights."""
         if not self.fresh:
             return
         if quantized_weights(self.model):
@@ -496,7 +496,7 @@ class _Changes:
                 yield Change(f"Leave {path} in float", code, make)
 
     def of_size(self) -> Iterator[Change]:
-        """A large layer with the weights of the others, if these have fewer bits."""
+        """Changes that give a large layer the weight format of the other layers, or INT8, if its own has more bits."""
         sizes = dict[str, tuple[int, int]]()  # elements and bits of layers that are quantized, or could be
         for path, layer in self.model.named_modules():
             elements = bits = 0
@@ -544,11 +544,11 @@ class _Changes:
             )
 
     def _code(self, python: str, **changed: Any) -> str:
-        """The code of a change, in the language of the user."""
+        """The code of a change: a command line for a user of the command line, else Python."""
         return python if self.known.command is None else self.known.command(**changed)
 
     def _anew(self, code: str, *, dynamic: bool = False) -> str:
-        """Code that makes the model anew, and says what its names are."""
+        """Code that makes and calibrates the model again, with a comment that explains its names."""
         said = "; ".join(f"{name}: {what}" for name, what in _NAMES.items() if name in code)
         method = "" if dynamic or self.method in (None, DEFAULT_METHOD) else f', method="{self.method}"'
         unknown = self._inputs and self.method is None and not dynamic

@@ -48,7 +48,7 @@ _MOST = torch.finfo(torch.float32).max
 
 
 def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, Product]:
-    """The weights whose values can be chosen, by the names of their parameters in a block."""
+    """The weights of a block whose values can be learned, by the names of their parameters."""
     names = {parameter: name for name, parameter in block.named_parameters()}
     weights = list(quantized_weights(block).values())
     used = Counter(weight.parameter for weight in weights)
@@ -62,7 +62,7 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
 
 
 class LearnedWeight:
-    """A weight, its rounding and the factors of its ranges; `mode` says how rounding is learned, None for nearest."""
+    """A weight with learned rounding and learned factors of ranges; `mode`: how rounding is learned, None: nearest."""
 
     def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
         parameter = weight.parameter
@@ -75,7 +75,7 @@ class LearnedWeight:
             sides = WeightGrid(self.spec, self._params, self._weight.shape).neighbours(matrix)
             self._low, high = (side.reshape(self._weight.shape) for side in sides)
             self._gap = high - self._low
-            # From the largest values that the operator gives.
+            # The range is that of the largest values that the operator gives.
             hi, lo = (
                 library.measure(self._rounded(torch.full_like(self._weight, end), self._params), self.spec.granularity)
                 for end in (_MOST, -_MOST)
@@ -83,9 +83,9 @@ class LearnedWeight:
             amax = torch.where(hi.hi > 0, hi.hi, -lo.lo)
             self._range = Range(-amax, amax) if self.spec.symmetric else Range(lo.lo, hi.hi)
         self.factor = torch.ones_like(self._range.hi, requires_grad=True)
-        """What each group's range is multiplied by."""
+        """The factor of each group's range."""
         self.rounding = torch.zeros_like(self._weight)
-        """Offsets in steps, or shares before their sigmoid."""
+        """Offsets in steps, or relaxed shares before their sigmoid."""
         if mode == "relaxed":
             share = torch.where(self._gap > 0, (self._weight - self._low) / self._gap, 0.0).clamp(0, 1)
             self.rounding = ((share - _LOW) / (_HIGH - share)).log()
@@ -95,21 +95,21 @@ class LearnedWeight:
         return library.fake_quantize(x, params, self.spec)
 
     def params(self) -> QParams:
-        """The parameters of the quantizer by the factors; those from before where no factor has moved."""
+        """The quantizer's parameters with the learned factors; its old parameters if all factors are 1."""
         factor = self.factor.detach()
         if bool((factor == 1).all()):
             return self._params
         return choose_qparams(Range(self._range.lo * factor, self._range.hi * factor), self.spec)
 
     def hard(self) -> Tensor:
-        """The values that the weight would get, in its dtype."""
+        """The rounded values by the present parameters, in the dtype of the weight."""
         with torch.no_grad():
             if self._mode == "relaxed":
                 return torch.where(self.rounding >= 0, self._low + self._gap, self._low).to(self._dtype)
             return self._rounded(self._weight + self.rounding * self._gap, self.params()).to(self._dtype)
 
     def soft(self) -> Tensor:
-        """The values for training: `hard` with straight-through gradients, or between two values of the grid."""
+        """The values for training: `hard` with straight-through gradients; if relaxed, values between grid values."""
         if self._mode == "relaxed":
             return (self._low + self._share() * self._gap).to(self._dtype)
         x, params = self._weight + self.rounding * self._gap, self.params()
@@ -137,7 +137,7 @@ class LearnedWeight:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _CHECKS = 20
-"""How often the loss over all inputs is measured with the values that a weight would get."""
+"""How often the loss over all inputs is measured with rounded weights."""
 _REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every value, as in `adaround`
 
 
@@ -152,7 +152,7 @@ class Preset:
         rounding: "offset": each weight moves by up to half of a step before it is rounded (AutoRound); "relaxed": each
             goes up or down, by a share that a regularizer drives to 0 or 1 (AdaRound); None: nearest.
         ranges: how far the factor of a group's range goes; 0.0 keeps ranges.
-        inputs: the same of the scale of a static input quantizer, as a share of it.
+        inputs: how far the scale of a static input quantizer goes, as a share of the scale.
         reach: how far rounding goes: offsets in steps, relaxed shares before their sigmoid.
         sign: whether steps have the sign of the gradient and one length; else Adam.
     """
@@ -197,10 +197,10 @@ def reconstruct_block(
     seed: int = 0,
     fixed: frozenset[nn.Parameter] = frozenset(),
 ) -> LayerResult:
-    """Learn what the quantizers of a block do to its weights, so that its output comes close to targets.
+    """Learn the rounding, ranges or input scales of a block, so that its output comes close to targets.
 
     Each iteration takes one of the inputs, in an order drawn by the seed. The best values of several checks over all
-    inputs stay, and those from before where nothing is better. The loss is the mean squared error.
+    inputs are kept, or the old values if none is better. The loss is the mean squared error.
 
     Args:
         block: a prepared module, calibrated if its inputs are quantized.
@@ -259,7 +259,7 @@ def reconstruct_block(
 
 
 class _AtOneRate(NamedTuple):
-    """Tensors that are learned at one rate."""
+    """Tensors that are learned at the same rate, between the same limits."""
 
     tensors: list[Tensor]
     rate: float
@@ -285,7 +285,7 @@ class _Learning:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context in which weights are computed here, and input scales are parameters; gradients are in float."""
+        """A context in which weight quantizers are off, input scales are parameters, and gradients are in float."""
         own = [weight.quantizer for weight in self._weights.values()]
         layers = [layer for layer in self._block.modules() if isinstance(layer, (QuantizedLayer, Site))]
         with restore_after(in_order(attributes_of(own, "mode"), attributes_of(layers, "gradient"))):
@@ -300,7 +300,7 @@ class _Learning:
                 quantizer.stop_learning()
 
     def loss(self) -> float:
-        """The loss over all inputs, with the values that the weights would get."""
+        """The mean loss over all inputs with rounded weights; a CalibrationError if it is not finite."""
         with torch.no_grad():
             values = {name: learned.hard() for name, learned in self._learned.items()}
             losses = [float(self._error(values, *example)) for example in self._examples]
@@ -315,7 +315,7 @@ class _Learning:
         return F.mse_loss(output.float(), target.float())
 
     def run(self, iterations: int, seed: int) -> tuple[float, float]:
-        """Learn, and go back to the best values; the loss before and after."""
+        """Learn, and keep the best values of the checks; returns the loss before and after."""
         preset, groups = self._preset, list[_AtOneRate]()
         if preset.rounding:
             ends = (-0.5, 0.5) if preset.rounding == "offset" else (-math.inf, math.inf)
@@ -365,7 +365,7 @@ class _Learning:
         return before, best
 
     def write(self) -> None:
-        """Put the values into the weights."""
+        """Write the learned values into the weights, with fixed codes."""
         for name, weight in self._weights.items():
             with torch.no_grad():
                 params, values = self._learned[name].params(), self._learned[name].hard()
@@ -407,9 +407,9 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output before and after, and those of the blocks. What was learned goes back where the
-        error on the batches that judge does not fall, as by `improve`. Weights that something else reads too stay as
-        they are; a line names them.
+        The error of the model's output before and after, and those of the blocks. What was learned is undone where the
+            error on the batches that judge does not fall, as by `improve`. Weights with other readers stay as they are;
+            a line names them.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -487,7 +487,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 def _learned(
     block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
 ) -> LayerResult | None:
-    """What a block learned at its first stage; None where all its inputs are empty."""
+    """Learn a block at its first stage; returns its result, None if all its inputs are empty."""
     # An expert that gets no rows of a batch learns nothing from it.
     examples = [(call, y) for call, y in zip(stage.all_calls, targets, strict=True) if y.numel()]
     if not examples:
@@ -530,7 +530,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def _targets(
     name: str, block: nn.Module, calls: Sequence[LayerCall], in_float: Callable[[Callable[[], list[Any]]], list[Any]]
 ) -> list[Tensor]:
-    """What a block gives in float for calls."""
+    """The first float tensor that a block in float returns for each call."""
 
     def called(call: LayerCall) -> Any:
         args, kwargs = copy.deepcopy((call.args, call.kwargs))  # which the block may write into
@@ -544,7 +544,7 @@ def _targets(
 
 
 def _is_alike(one: Stage, other: Stage) -> bool:
-    """Whether a block gets inputs of the same shapes in two models, and not of unrelated rows."""
+    """Whether the inputs of a block in two models have the same shapes, and rows that are related."""
     gap = size = 0.0
     for own, seen in zip(one.all_calls, other.all_calls, strict=True):
         firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))

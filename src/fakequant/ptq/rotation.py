@@ -28,13 +28,13 @@ from fakequant.text import listed, table
 
 @dataclass(eq=False)
 class Residual:
-    """Values with the same channels: sums of what its makers give.
+    """A residual stream: tensors with the same channels, which are sums of the results of its makers.
 
     Attributes:
-        makers: linear layers, convolutions, embeddings and parameters whose last results are added up.
-        readers: linear layers that multiply the values, with the normalisation between, if there is one.
+        makers: linear layers, convolutions, embeddings and parameters whose results are added up.
+        readers: linear layers that multiply the values, each with the normalisation before it or None.
         norms: the normalisations that read the values.
-        read_by: what else reads the values.
+        read_by: other readers of the values, as text.
     """
 
     makers: dict[nn.Module | nn.Parameter, None] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Residual:
 
 
 class Heads(NamedTuple):
-    """A layer that makes the values of attention, and the one that reads the heads' results."""
+    """The layer that makes the values (V) of an attention, and the layer that reads the results of its heads."""
 
     maker: Any
     reader: Any
@@ -60,7 +60,7 @@ class Streams(NamedTuple):
 
 
 def follow(model: nn.Module, recording: Recording) -> Streams:
-    """Follow the results of linear layers, convolutions, embeddings and parameters.
+    """Find residual streams and heads: follow the results of linear layers, convolutions, embeddings and parameters.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), torch.ones(1, 4)
@@ -80,18 +80,18 @@ def follow(model: nn.Module, recording: Recording) -> Streams:
 
 
 class _Value(NamedTuple):
-    """What is known of a value."""
+    """The residual stream that a tensor of a run belongs to, and the module that made the tensor."""
 
     group: Residual
     norm: nn.Module | None = None
     maker: nn.Module | None = None
-    """The layer whose values these are, as long as heads may be cut from them."""
+    """The layer that made the tensor, if attention may cut heads from it; else None."""
     head: int = 0
-    """Channels of a head behind attention."""
+    """Channels of a head, if the tensor is the result of attention; else 0."""
 
 
 class _StreamWalk:
-    """Goes through a run and notes what is made of values."""
+    """Goes through a run, and notes which modules make and read each residual stream."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self.groups: list[Residual] = []
@@ -106,13 +106,13 @@ class _StreamWalk:
         self._running = 0  # layers and normalisations
 
     def root(self, group: Residual) -> Residual:
-        """The group that a group has become a part of."""
+        """The group into which a group was merged; without a merge, the group itself."""
         while group in self._into:
             group = self._into[group]
         return group
 
     def read(self, value: int, what: str) -> None:
-        """Note that something reads a value that no rotation can follow."""
+        """Note a reader of a value that keeps the value from being rotated."""
         if (known := self._values.get(value)) is not None:
             self.root(known.group).read_by.append(what)
             self._drop_heads(known)
@@ -153,7 +153,7 @@ class _StreamWalk:
             self._values[one.output] = _Value(value.group, norm=module)
 
     def call(self, call: FunctionCall) -> None:
-        """Note what a function makes of values; within layers nothing needs to be known."""
+        """Note the result of a function; calls within layers and normalisations are skipped."""
         if self._running:
             return
         name = call.function.partition(" ")[0]
@@ -172,7 +172,7 @@ class _StreamWalk:
             self.read(value, f"torch.{name}")
 
     def _result(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
-        """What is known of a function's result; None where no rotation can follow it."""
+        """The _Value of a function's result; None if a rotation cannot be followed through the function."""
         if has(name, Trait.CHANNELS):
             others = [value for value in call.inputs if value != known[0]]
             divides = name == "div" and "input" not in call.operands  # `1 / x`
@@ -223,7 +223,7 @@ def _makes(module: nn.Module) -> bool:
 
 
 def is_vector_norm(module: nn.Module) -> bool:
-    """Whether a module may be a normalisation: all that it holds are vectors of one length."""
+    """Whether a module may be a normalisation: it has a weight, no children, and only vectors of one length."""
     held = [p for p in module._parameters.values() if p is not None]
     own = next(module.children(), None) is None and "weight" in module._parameters
     return own and bool(held) and all(p.dim() == 1 and p.shape == held[0].shape for p in held)
@@ -231,19 +231,19 @@ def is_vector_norm(module: nn.Module) -> bool:
 
 KINDS = ("hadamard", "random")
 _SAME = 1e-4
-"""How far a normalisation may be from one whose rotation commutes with it; eps makes it differ a little."""
+"""The relative error up to which a normalisation commutes with rotations; its eps causes a small error."""
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """One row of `Rotations`: rotated values, or the reason against it.
+    """One row of `Rotations`: a residual stream or heads, rotated or not.
 
     Attributes:
         what: "residual stream" or "heads".
         width: the size of the rotation.
         makers: the paths of the layers and parameters that make the values.
         readers: the paths of the layers that multiply them.
-        note: why they stay; "" where they are rotated.
+        note: why the values are not rotated; "" where they are.
     """
 
     what: str
@@ -318,7 +318,7 @@ def rotate(
 
 
 class _Rotation:
-    """Rotates streams and heads of a model; a row for each, with the reason if it cannot."""
+    """Rotates the residual streams and heads of a model, and makes a row for each, with the reason if it stays."""
 
     def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, seed: int) -> None:
         recording = record(model, outputs.run)
@@ -333,12 +333,12 @@ class _Rotation:
         self.restore = state_of_parts(model, touched)
 
     def rows(self) -> list[Rotated]:
-        """Rotate all, in place; the widest first."""
+        """Rotate all streams and heads in place; returns their rows, the widest first."""
         rows = [self.heads(one) for one in self._found.heads] + [self.residual(one) for one in self._found.residuals]
         return sorted(rows, key=lambda row: -row.width)
 
     def residual(self, one: Residual) -> Rotated:
-        """Rotate a residual stream (R1)."""
+        """Rotate a residual stream (R1); returns its row."""
         width = cast("Any", next(iter(one.readers))).in_features
         why = self._why_not([*one.makers, *one.readers, *one.norms])
         if one.read_by:
@@ -356,7 +356,7 @@ class _Rotation:
         return self._row("residual stream", width, [*one.makers], [*one.readers], why)
 
     def heads(self, one: Heads) -> Rotated:
-        """Rotate the values of attention within each head (R2)."""
+        """Rotate the values of attention within each head (R2); returns its row."""
         why = self._why_not([one.maker, one.reader])
         if why is None and (one.maker.out_features % one.size or one.reader.in_features % one.size):
             why = "its heads are not next to each other"
@@ -387,7 +387,7 @@ class _Rotation:
         return None
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
-        """Change the model; if its output changes, undo the change and return the reason."""
+        """Change the model; if its output changes, undo the change and return the reason, else None."""
         back = state_of_parts(self._model, touched)
         with restore_on_error(back):
             try:
@@ -425,7 +425,7 @@ class _Rotation:
 
 
 def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:
-    """Multiply an axis of parameters by a matrix, each of its blocks if it has several, in float64, rounded once."""
+    """Multiply an axis of each parameter by a matrix, block by block if the axis is longer; float64, rounded once."""
     for parameter, axis in parameters:
         rows = parameter.detach().double().movedim(axis, -1).unflatten(-1, (-1, len(matrix)))
         turned = rows @ matrix.to(parameter.device)
@@ -457,7 +457,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
-    """The parameters of makers, each with the axis of the channels."""
+    """The parameters of makers, each with its axis of channels; a _WidthError if a maker has other channels."""
     found: list[tuple[nn.Parameter, int]] = []
     for maker in makers:
         if isinstance(maker, nn.Parameter):
@@ -479,7 +479,7 @@ class _Form(NamedTuple):
     """The factor of each channel, float64."""
     shift: Tensor | None
     plain: float
-    """The weight that multiplies by 1."""
+    """The value of the weight that multiplies by 1: it is 0 where the factor is 1 + weight."""
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:

@@ -42,9 +42,9 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer.
 
     Attributes:
-        writes: how often the first one had been written in place before the call; None where torch does not count.
+        writes: the in-place writes into the first argument before the call; None where torch does not count them.
         autocast: the device type and the dtype of autocast around the call; None where it is off.
-        bins: those of values by which ranges are chosen.
+        bins: for inputs with ranges by value, the bins that choose their ranges.
     """
 
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """The arguments as they are now."""
+        """A LayerCall with the present number of writes, autocast and bins."""
         first = cls(args, kwargs).first
         if not isinstance(first, Tensor):
             return cls(args, kwargs, bins=calls_now())
@@ -69,7 +69,7 @@ class LayerCall(NamedTuple):
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
 
     def kept(self) -> LayerCall:
-        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
+        """The call with copies of its tensors, as the model may write into them after the call: `x += layer(x)`."""
         tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
         copies = {place: tensor.clone() for place, tensor in tensors.items()}
         args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
@@ -83,17 +83,17 @@ class LayerCall(NamedTuple):
             yield
 
     def has_input_of(self, other: LayerCall) -> bool:
-        """Whether both got the same tensor with the same values."""
+        """Whether the first argument of both calls is the same tensor, with no write between the calls."""
         return self.first is other.first and self.writes is not None and self.writes == other.writes
 
 
 class ResidualInput(NamedTuple):
-    """Where a run shows a value before a layer is called.
+    """Where a run shows a value, to which the result of a layer is added, before the layer is called.
 
     Attributes:
-        module: the path of a module that takes it or gives it, and is called once.
-        place: of the value among the tensors that the module takes or gives.
-        is_result: whether the module gives it.
+        module: the path of a module that takes or returns the value, and is called once.
+        place: the index of the value among the tensors that the module takes or returns.
+        is_result: whether the module returns the value.
     """
 
     module: str
@@ -102,7 +102,7 @@ class ResidualInput(NamedTuple):
 
 
 def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
-    """For each layer whose result is added to a value of its shape, where that value is seen before the layer runs.
+    """By layer whose result is added to a value of the same shape, where the run shows this value before the layer.
 
     Args:
         layers: the paths of modules, by the names of layers.
@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """The value of the same shape that a value is added to, which nothing else reads; None where there is none."""
+    """The number of the value of the same shape to which the only reader of `value` adds it; None if there is none."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls
@@ -158,7 +158,7 @@ def _added_to(recording: Recording, value: int) -> int | None:
 def operands_seen(
     model: nn.Module, operands: Mapping[str, ResidualInput], see: Callable[[str, Tensor], object]
 ) -> Iterator[None]:
-    """A context in which the operands of additions are seen, by the names of their layers."""
+    """A context in which `see` is called with the name of a layer and the value of its operand in `operands`."""
     hooks = []
 
     def show(names: Iterable[str], values: Any) -> None:
@@ -196,7 +196,7 @@ class Watchable(Protocol):
     """A module, or a product of a weight: hooks see its calls before they run."""
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
-        """Have a hook called as hook(self, args, kwargs); returns what removes it."""
+        """Register a hook, called as hook(self, args, kwargs); returns a handle with `remove()`."""
 
 
 @dataclass
@@ -208,8 +208,8 @@ class CallOrder:
         counts: for each batch, how often it calls each layer.
         siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
         first: the run of the first batch.
-        starts: by number of a batch, what restores what it found: what earlier ones left, and random numbers.
-        outputs_repeat: whether a second run of the first batch gives the same.
+        starts: by number of a batch, a function that restores kept values and random numbers as before its run.
+        outputs_repeat: whether a second run of the first batch gives the same outputs.
     """
 
     order: list[str] = field(default_factory=list)
@@ -219,12 +219,12 @@ class CallOrder:
     starts: dict[int, Restore] = field(default_factory=dict)
     outputs_repeat: bool = True
     added: dict[str, ResidualInput] = field(default_factory=dict)
-    """Where the values are seen that the results of layers are added to."""
+    """By layer, where a run shows the value to which the layer's result is added."""
     checked: dict[int, Any] = field(default_factory=dict)
-    """What the first batches give, for `check_side_by_side`."""
+    """By number of a batch, the outputs of the first batches, for `check_side_by_side`."""
 
     def of(self, layers: Container[str]) -> CallOrder:
-        """The calls of some of the layers."""
+        """A CallOrder of these layers alone."""
         return replace(
             self,
             order=[name for name in self.order if name in layers],
@@ -237,10 +237,10 @@ class CallOrder:
         )
 
     def parts(self, processes: Ranks) -> tuple[list[str], list[str]]:
-        """The order of the layers up to the first one that a batch calls several times, and from that one on.
+        """The layers, in order, before the first layer that a batch calls several times, and those from it on.
 
-        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
-        be with the change.
+        A layer is changed before its last call. So its earlier calls, and all values that depend on them, were made
+        without the change.
         """
         own = {name for counted in self.counts for name, count in counted.items() if count > 1}
         repeated = set().union(*processes.all(own))
@@ -289,7 +289,7 @@ def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptB
 
 @contextmanager
 def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
-    """Have all calls of layers seen before they run."""
+    """A context in which `see` is called with the name of a layer and the LayerCall before each call of the layer."""
 
     def show(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._are_functorch_transforms_active():
@@ -316,7 +316,7 @@ def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
 
 
 _MOST_WORKERS = 2048
-"""Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
+"""The most workers of OpenMP in the threads of all batches: OpenMP ends the process where it cannot start a worker."""
 NOT_REPEATED = "a second run gives other outputs: the model keeps values outside of its tensors and attributes"
 
 
@@ -324,10 +324,10 @@ class Stage(NamedTuple):
     """A layer before which all batches that reach it have stopped.
 
     Attributes:
-        name: of the layer, as it was given.
+        name: of the layer, a key of the `layers` of the stream.
         calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
-        is_first: whether no stage before it was of this layer. Batches with other orders of calls come to it later.
-        added: by the number of the batch, what the result of the layer is added to.
+        is_first: whether this is the layer's first stage; a batch with another order of calls reaches a later one.
+        added: by the number of the batch, the value to which the result of the layer is added.
     """
 
     name: str
@@ -337,11 +337,11 @@ class Stage(NamedTuple):
 
     @property
     def all_calls(self) -> list[LayerCall]:
-        """Those of all batches, one after the other."""
+        """The calls of all batches, one after the other."""
         return [call for calls in self.calls.values() for call in calls]
 
     def is_like(self, other: Stage | None) -> bool:
-        """Whether all batches call the same layer as often."""
+        """Whether another stage is of the same layer, with the same number of calls of each batch."""
         if other is None or self.name != other.name or self.calls.keys() != other.calls.keys():
             return False
         return all(len(calls) == len(other.calls[number]) for number, calls in self.calls.items())
@@ -384,7 +384,7 @@ class Stream:
 
     Args:
         batches: all of them stay in memory, with what their forward pass needs at a stage.
-        recorded: of the same model and these batches, or more.
+        recorded: the order of calls of the same model with these batches, or more.
 
     >>> from fakequant.ptq.stream import call_order
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
@@ -434,7 +434,7 @@ class Stream:
             yield stage
 
     def advance(self) -> Stage | None:
-        """Let all batches run that wait before the layer of the last stage; the next stage, None at the end."""
+        """Continue the batches that wait before the last stage's layer; returns the next stage, None at the end."""
         with restore_after(lambda: torch.set_num_threads(self._threads)):
             torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
             torch.clear_autocast_cache()  # all threads share it, and it holds what weights were before they changed
@@ -480,7 +480,7 @@ class _Ended(BaseException):
 
 
 _LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None)
-"""The lane whose thread this is."""
+"""The _BatchThread that this thread runs; None in other threads."""
 
 
 class _BatchThread:
@@ -528,7 +528,7 @@ class _BatchThread:
     def go(self) -> None:
         """Run until the last call of the next layer, or to the end."""
         self.may_go, self.at = False, None
-        with restore_after(self._state()):  # a batch finds what it finds alone, random numbers too
+        with restore_after(self._state()):  # a batch reads the values and random numbers that it reads alone
             self._own()
             if self._is_started:
                 self._turns.put(None)
@@ -541,7 +541,7 @@ class _BatchThread:
             raise self._error
 
     def see(self, name: str, call: LayerCall) -> None:
-        """Keep a call of a layer; wait before its last one."""
+        """Keep a call of a layer, and wait before the layer's last call."""
         if self._is_ended:
             raise _Ended
         self._left[name] -= 1
@@ -560,7 +560,7 @@ class _BatchThread:
         return self._left[name] > 0
 
     def end(self) -> None:
-        """End the forward pass where it is, and wait for it; may be called again."""
+        """End the forward pass at its present layer, and wait for the thread; may be called again."""
         self._is_ended = True
         self._turns.put(None)
         while self._is_started and not self._is_over:
@@ -578,12 +578,12 @@ T = TypeVar("T")
 
 
 class FloatTwin:
-    """The first stage of each layer in the quantized model, with that of the float model.
+    """Iterates over the first stage of each layer in the quantized model, with its stage in the float model or None.
 
     Args:
         parts: the module that a layer changes, by the name of the layer.
-        with_float: the layers for which the float model runs; it does not run without any.
-        floats: the batches of the float model where they are others, by the same numbers.
+        with_float: the layers that get a stage of the float model, which does not run if there are none.
+        floats: the batches of the float model, by the same numbers, if they differ from `batches`.
     """
 
     def __init__(
@@ -605,9 +605,9 @@ class FloatTwin:
         for name, part in parts.items():
             self._names.setdefault(part, []).append(name)
         self.parted = ""
-        """The layer from which on the float model calls others; "" where it calls the same."""
+        """The layer from which on the float model calls other layers; "" if both models call the same layers."""
         self.reached_later: dict[str, None] = {}
-        """The layers that some batches reach only after their first stage."""
+        """The layers that some batches reach only after the first stage of the layer."""
 
     def __enter__(self) -> FloatTwin:
         for stream in filter(None, (self._quantized, self._float)):
@@ -639,17 +639,14 @@ class FloatTwin:
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
 
     def in_float(self, run: Callable[[], T]) -> T:
-        """What a function gives while the model is that in float."""
+        """The result of a function that is called while the model has its float weights, with quantizers off."""
         kept = [pair for own in self._values.values() for pair in own.items()]
         values = {parameter: value.to(parameter.device) for parameter, value in kept}
         with off(self._quantizers), with_data(values):
             return run()
 
     def keep(self, name: str, parameters: Iterable[nn.Parameter | None]) -> None:
-        """Keep the values of parameters that a layer is about to change on the CPU, for the float model.
-
-        Values that are kept already stay.
-        """
+        """Copy parameters to the CPU for the float model, before the first change of each."""
         if self._float is not None:
             own = self._values.setdefault(self._parts[name], {})
             for parameter in parameters:
@@ -660,7 +657,7 @@ class FloatTwin:
 class with_data(AbstractContextManager[None]):
     """A context in which parameters have other values.
 
-    A class, because an interrupt may end a generator after the context that gives the model its first values back.
+    A class and no generator: an interrupt may end a generator after the context that restores the model.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> with with_data({layer.weight: torch.full((1, 1), 3.0)}):

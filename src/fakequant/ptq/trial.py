@@ -1,7 +1,7 @@
 """Trials: copies of a model that are quantized and judged, and changes of a quantized model that are judged.
 
-Batches that made nothing judge, see `HeldOut`, by the error of the model's output, see `OutputDistance`, and by the
-user's metric. `compare`, `search`, `verify`, `advise` and `next_step` are tables over these.
+Held-back batches judge, see `HeldOut`, by the error of the model's output, see `OutputDistance`, and by the user's
+metric. `compare`, `search`, `verify`, `advise` and `next_step` run these trials.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fakequant.restore import Restore, in_order, restore_after, state_of
 METHODS = (DEFAULT_METHOD, "max", "percentile")
 """The methods of calibration that are tried; "entropy" was the worst of all for integers."""
 _WORTH = 1.25
-"""The share of the bytes up to which less error is worth them: a quantized model ought to be small."""
+"""The factor by which a change that lowers the error may enlarge the model, which ought to be small."""
 
 
 class Variant(NamedTuple):
@@ -65,7 +65,7 @@ class Compared:
         method: of calibration.
         steps: of `improve`; "" for none.
         error: of the model's output, as a share of its energy; the mean of several outputs; NaN if none are floats.
-        metric: what `metric` gives; None without one.
+        metric: the user's metric; None without a metric.
         bits: per quantized weight, with scales.
         bytes: of the quantized weights.
         milliseconds: of one forward pass of the first batch, with integers where layers can compute in them
@@ -108,7 +108,7 @@ class Compared:
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
-    """The rows in a file of `compare`; lines start after the header."""
+    """The rows of a file of `compare`; `lines`: those after the header. A ConfigError for a damaged line."""
     rows = []
     for number, line in enumerate(lines, 2):
         try:
@@ -119,7 +119,7 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
 
 
 def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
-    """The rows of a file, by way; a new file gets the fingerprint, and whether metrics are shown with the other sign.
+    """By variant, the rows of a file; a new file gets a header: the fingerprint, and whether metrics are shown negated.
 
     The last line may be cut off by a kill. A ConfigError if the file has another fingerprint, or is damaged.
     """
@@ -147,12 +147,12 @@ def keep_row(file: Path, row: Compared) -> None:
 
 
 class Preparation(NamedTuple):
-    """What `prepare` gets besides the preset.
+    """The arguments of `prepare` besides the model and the preset.
 
     Attributes:
         inputs: which part of the example the model gets.
         target: the engine that runs the models; None for none.
-        folds: whether batch normalisations go into the layers before them first.
+        folds: whether batch normalisations are folded into the layers before them first.
     """
 
     example: Any = None
@@ -164,9 +164,9 @@ class Preparation(NamedTuple):
     def of(
         cls, model: nn.Module, batches: KeptBatches, target: str | None, inputs: Inputs | None, forward: Forward | None
     ) -> Preparation:
-        """The first batch as the example, unless `forward` says how the model is called.
+        """A Preparation with the first batch as the example, or without an example if `forward` calls the model.
 
-        A ConfigError if it does, and the engine places quantizers.
+        A ConfigError for `forward` with an engine that places quantizers.
         """
         placed, example, folds = places(target), None, False
         if forward is not None and placed:
@@ -183,17 +183,17 @@ class Preparation(NamedTuple):
         return cls(example, inputs, target, folds)
 
     def target_for(self, preset: str | Config) -> str | None:
-        """The target for a preset: engines place quantizers where inputs get ranges by calibration alone."""
+        """The target to prepare a preset for; None if an engine places quantizers and it has no static inputs."""
         return self.target if not places(self.target) or has_static_inputs(preset) else None
 
 
 def places(target: str | None) -> bool:
-    """Whether an engine says where quantizers are, and folds batch normalisations."""
+    """Whether the engine of a target places quantizers, and folds batch normalisations; False for None."""
     return target is not None and find_engine(target).placement is not None
 
 
 def has_static_inputs(preset: str | Config) -> bool:
-    """Whether a preset gives inputs ranges that calibration finds."""
+    """Whether a preset quantizes inputs with ranges from calibration."""
     rules = (find_preset(preset) if isinstance(preset, str) else preset).rules
     return any(rule.input is not None and not rule.input.dynamic for rule in rules)
 
@@ -208,7 +208,7 @@ LAYERS_ALONE = Preparation()
 
 
 class Trials:
-    """Quantized copies of a float model, made by some batches and judged by others; `times`: a pass is timed."""
+    """Quantized copies of a float model, made by some batches and judged by others; `times`: time a forward pass."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Trials:
 
     @cached_property
     def outputs(self) -> OutputDistance:
-        """What judges the error of the output."""
+        """Measures outputs against those of the float model, on the batches that judge."""
         return OutputDistance(self.model, self._judging)
 
     def check(self) -> None:
@@ -276,7 +276,7 @@ class Trials:
         return Compared(*variant, *figures, worst=distance.shown_worst)
 
     def score(self, model: nn.Module) -> float | None:
-        """The metric of a model; None without one."""
+        """The user's metric of a model; None without a metric."""
         return None if self.metric is None else score_of(self.metric, model)
 
     def milliseconds(self, model: nn.Module) -> float:
@@ -299,7 +299,7 @@ class Aim(Enum):
     ENGINE = "what the engine computes, and not clearly more error"
 
     def allows(self, error: float, size: float) -> bool:
-        """Whether a change may help; error and size are shares of those before it."""
+        """Whether a change may help; `error` and `size` are multiples of those before the change."""
         if self is Aim.SIZE:
             return error <= ALIKE and size <= CLEARLY
         return error < CLEARLY and size <= _WORTH if self is Aim.ERROR else error <= 1 / CLEARLY
@@ -319,13 +319,13 @@ class Tried:
     """The result of a change.
 
     Attributes:
-        what, code: as of the change.
+        what, code: of the change.
         after: the error of the output, as a share of its energy.
         bytes: of all weights, quantized or not.
         metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" where there are.
         helps: whether the change reaches its aim, and the metric is no less.
-        by_chance: whether it lowers the error, but not with the batches exchanged, or on no more rows than chance.
+        by_chance: whether the error falls, but not with the batches exchanged, or on no more rows than by chance.
     """
 
     what: str
@@ -348,9 +348,9 @@ class NextStep:
         bytes: of all weights, quantized or not.
         judged: the batches that judged, as a part of a sentence.
         little: whether little is lost, so that nothing was tried against the error.
-        tried: in their order.
+        tried: the results of the changes, in their order.
         best: the index of the change to take; None if none helps, or none was needed.
-        metric: before each change; None without one.
+        metric: before each change; None without a metric.
     """
 
     error: float
@@ -405,7 +405,7 @@ class ChangeTrials:
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
     def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:
-        """Before a comparison, calibrate the model in place with the batches that make the change, by its method.
+        """Call `ranges` before each comparison, to calibrate the model in place with the batches that make the change.
 
         Otherwise the comparison of a change that calibrates again would measure the batches, not the change.
         """
@@ -441,7 +441,7 @@ class ChangeTrials:
         return Tried(what, code, after, size, score, helps=found, by_chance=by_chance)
 
     def _side(self, made: KeptBatches, outputs: OutputDistance) -> _Side:
-        """The batches of a side; the model is what a change is compared with."""
+        """A side with the errors of the model before a change, calibrated by `ranges` with the batches `made`."""
         self._restore()
         before = self._restore
         if self._ranges is not None:

@@ -20,7 +20,7 @@ from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
 
 COMPUTED = "the forward computes it, several functions read it, or it is no parameter"
-"""Why a weight of a function is in no list of weights."""
+"""The reason why the weight of a function is not among `prepared_weights`."""
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
@@ -37,7 +37,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
-    """The same of a model whose inputs have ranges; a CalibrationError if not, or if a weight holds NaN or inf."""
+    """As `prepared_weights`; raises CalibrationError if an input has no range, or a weight holds NaN or inf."""
     weights = prepared_weights(model, caller)
     active = {name: own for name, own in quantizers(model).items() if own.mode is not Mode.OFF}
     if missing := [name for name, quantizer in active.items() if quantizer.needs_calibration]:
@@ -52,12 +52,12 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
-    """The paths of quantizers of weights of functions that no single parameter holds, such as `self.weight.T`."""
+    """The paths of weight quantizers of functions whose weight is no single parameter, such as `self.weight.T`."""
     return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 
 def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Parameter, str]:
-    """The parameters that no algorithm may change, because more than one layer reads them, and why.
+    """The parameters that no algorithm may change, because more than one layer reads them, each with the reason.
 
     Args:
         recording: of a run, which shows what reads a weight outside of its layer.

@@ -23,22 +23,22 @@ from fakequant.ptq.solvers.transforms import Parts, searched_params
 from fakequant.text import module_name
 
 _LESS, _MORE, _MOST = 0.01, 0.2, 0.8
-"""What "damping" tries beside the usual one. Models differ by up to 1.4 in the error of their output by these, see
-docs/notes/improve.md."""
+"""Values that "damping" tries besides the usual one. The error of a model's output differs by a factor of up to 1.4
+between them, see docs/notes/improve.md."""
 _ROWS = 128
-"""Outputs of a matrix by which "damping" is chosen: more of them say the same."""
+"""Outputs of a matrix on which "damping" is chosen: more outputs lead to the same choice."""
 _HALF = 0.9
-"""What a solution of all rows loses on others, as a share of what that of half of the rows does."""
+"""The error on new rows of values that all rows chose, as a share of that of values that half of the rows chose."""
 ENOUGH_ROWS = 16
-"""Rows for each column from which on all steps hold on other rows; with fewer, halves of the rows say which do."""
+"""Rows per column from which on the gain of all steps holds on new rows; with fewer, halves of the rows judge steps."""
 
 
 class Choice(NamedTuple):
-    """Values of a weight, the parameters that give them, and what they make of the layer.
+    """The chosen values of a weight with their scales, the change of its bias, and the errors of the layer.
 
     Attributes:
-        rows: by how many rows each matrix was chosen.
-        with_drift: whether their sums had a drift.
+        rows: the number of rows that chose each matrix.
+        with_drift: whether the sums of all matrices had a drift.
     """
 
     params: QParams
@@ -52,11 +52,11 @@ class Choice(NamedTuple):
 def choose(
     name: str, product: MatrixProduct, sums: Iterable[InputSums], steps: Sequence[str], processes: Ranks
 ) -> Choice:
-    """The values of one weight that lose least, never more than the nearest ones.
+    """The values of a weight with the smallest error, which is never larger than by rounding to nearest.
 
     Args:
-        sums: for each matrix of the weight those over the rows of its inputs. A matrix without rows keeps the nearest
-            values.
+        sums: for each matrix of the weight, the sums over its input rows. A matrix without rows is rounded to
+            nearest.
 
     Raises:
         CalibrationError: the sums have no solution (names the layer).
@@ -77,7 +77,7 @@ def choose(
 
 
 def on_device(choice: Choice, device: torch.device) -> Choice:
-    """A choice with all its tensors on a device."""
+    """The choice with all tensors moved to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device), choice)
 
 
@@ -101,7 +101,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     grid, how = WeightGrid(spec, searched, float_weight.shape, zeros), _How(bias is not None, share=1.0)
     if sums.halves:
         grids = [grid, grid]
-        if _is_few(sums):  # ranges of all rows would know those that judge
+        if _is_few(sums):  # ranges chosen by all rows would have seen the half that judges
             halves = [half if bias is None else half.with_drift(None).about_mean() for half in sums.halves]
             grids = [WeightGrid(spec, ranges(half), float_weight.shape, zeros) for half in halves]
         held_out = _HeldOut(float_weight, sums, WeightGrid(spec, own, float_weight.shape), grids)
@@ -148,11 +148,11 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
 
 @dataclass
 class _Tried:
-    """What a step gives, and what its values lose: sums over parts of the outputs.
+    """The result of a step, and the error of its values, summed over parts of the outputs.
 
     Attributes:
-        values: gives those of some outputs; anew where that is fast.
-        missed: see `Problem.missed_mean`; of all parts, if there is a bias.
+        values: a function: the values of a slice of outputs, computed again where that is fast.
+        missed: `Problem.missed_mean` of each part; empty without a bias.
     """
 
     params: QParams
@@ -163,22 +163,22 @@ class _Tried:
 
 
 class _Part(NamedTuple):
-    """What a solver gets: one group of a layer."""
+    """The arguments of a solver: the problem and the grid of one group of a layer."""
 
     problem: Problem
     group: int
     grid: WeightGrid
     before: Tensor | None
-    """The values that the solver before gave."""
+    """The values of the previous solver; None for the first solver."""
 
     @property
     def weight(self) -> Tensor:
-        """The values [outputs, columns] in float."""
+        """The float weight of the group [outputs, columns]."""
         return self.problem.weight[self.group]
 
     @property
     def start(self) -> Tensor:
-        """The values to go on from."""
+        """The values to start from: those of the previous solver, or the nearest ones."""
         return self.grid.nearest(self.weight) if self.before is None else self.before
 
 
@@ -187,11 +187,11 @@ SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {
     "descend": lambda p: descend(p.weight, p.start, p.problem.moments(p.group), p.grid, pull=p.problem.pull(p.group)),
     "adaround": lambda p: adaround(p.problem.target(p.group), p.problem.moments(p.group), p.grid, p.start),
 }
-"""The steps that choose codes, in their order; each goes on from the values of the one before it."""
+"""The steps that choose codes, in their order; "descend" and "adaround" start from the previous step's values."""
 
 
 def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[str, tuple[Tensor, float | None]]:
-    """The values [groups, outputs, columns] after each step, and their error where the step gives it."""
+    """By step, its values [groups, outputs, columns] and their error; None where the solver computes no error."""
     groups, outputs, _ = problem.weight.shape
     found: dict[str, list[Tensor]] = {step: [] for step in steps}
     losses = dict[str, float]()
@@ -209,12 +209,12 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[st
 
 
 class _How(NamedTuple):
-    """How a weight is chosen.
+    """The settings by which a weight is chosen.
 
     Attributes:
-        with_bias: whether its bias makes good the mean of the error.
-        kind: what is chosen at most: "nearest", "ranges" or "solved" values.
-        damping, share: of the problem; None: by the number of rows.
+        with_bias: whether the bias corrects the mean of the error.
+        kind: the values that may be chosen: "nearest" alone, "ranges" too, or those of all steps ("solved").
+        damping, share: arguments of `Problem`; None: by the number of rows.
     """
 
     with_bias: bool
@@ -232,13 +232,13 @@ def _is_few(sums: InputSums) -> bool:
 
 
 class _HeldOut:
-    """What is chosen for one half of the rows is judged on the other half, and the other way round.
+    """Judges values that one half of the rows chose by their error on the other half, for both halves.
 
-    Half of the rows have twice the noise, so that they get twice the damping. A few outputs tell as much as all.
+    Half of the rows have twice the noise, so that they get twice the damping. A few outputs are enough to judge.
 
     Args:
-        nearest: the grid of the quantizer as it is.
-        ranges: for each half that by searched ranges.
+        nearest: the grid of the quantizer's present scales.
+        ranges: for each half of the rows, the grid of searched ranges.
     """
 
     def __init__(self, weight: Tensor, sums: InputSums, nearest: WeightGrid, ranges: Sequence[WeightGrid]) -> None:
@@ -253,11 +253,11 @@ class _HeldOut:
         self._about_means = list[InputSums]()
         self._judges = [Problem(self._weight, half) for half in reversed(self._halves)]
         self._chance = min(columns, sums.count) ** 0.5 / sums.count
-        """The share of an error by which it may fall on few rows by chance."""
+        """The share by which an error may fall by chance."""
         self._is_few = _is_few(sums)
 
     def best(self, steps: Sequence[str], solver: str, *, with_bias: bool) -> _How:
-        """How values lose least on rows that did not choose them. With many rows only the damping is in question."""
+        """The settings with the least error on the other half of the rows; with many rows, only dampings are tried."""
 
         def rounded(_: InputSums, grid: WeightGrid) -> Tensor:
             return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
@@ -283,7 +283,7 @@ class _HeldOut:
         return found._replace(damping=min(dampings, key=dampings.__getitem__))
 
     def _lost_by(self, how: _How) -> float:
-        """The error of solved values on the rows of the other halves."""
+        """The error that a solver's values, chosen on each half of the rows, have on the other half."""
         assert how.damping is not None
         damping = 2 * how.damping
 
@@ -308,7 +308,7 @@ class _HeldOut:
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:
-    """Fix the codes of chosen values of a weight, with their scales; a CalibrationError if they do not fit."""
+    """Fix the codes and scales of chosen values of a weight; a CalibrationError if its quantizer changes a value."""
     spec, values = product.quantizer.spec, choice.values
     codes = library.quantize(values, choice.params, spec)
     if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):

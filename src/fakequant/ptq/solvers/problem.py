@@ -32,7 +32,7 @@ _BITS = 33  # steps of a bisection over all float32 numbers
 
 
 class WeightGrid:
-    """The values of a weight [out, ...] by fixed parameters, as a matrix [out, columns].
+    """The grid of a weight [out, ...]: the values that it can take by fixed scales, as a matrix [out, columns].
 
     Each column is quantized by the package's own operator with the scales of its elements, so that formats and
     granularities need no cases.
@@ -49,7 +49,7 @@ class WeightGrid:
 
     def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size, zeros: Tensor | None = None) -> None:
         # The operator is fastest for positive scales without offsets: -x by -s and x + m by s have the codes of x, and
-        # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is.
+        # by a scale of 0 all values are that of the code 0. Where the format of scales has no 0, no scale is 0.
         blocks, plain = spec.granularity.block_shape(shape), {"scale": ScaleSpec(), "rounding": Rounding.NEAREST_EVEN}
         runs = torch.arange(params.scale[:1].numel(), device="cpu").reshape(params.scale[:1].shape)
         self._runs = of_elements(runs, torch.Size([1, *shape[1:]]), (1, *blocks[1:])).flatten().tolist()
@@ -67,26 +67,26 @@ class WeightGrid:
         self._columns = ColumnGrid(spec, numbers, scale, points, offset, sign, zero, zeros)
 
     def column(self, index: int, values: Tensor) -> Tensor:
-        """The nearest values of a column [out], in the dtype of the given ones."""
+        """The nearest grid values of a column [out], in the dtype of `values`."""
         run = self._runs[index]
         found = self._nearest(values[:, None], slice(run, run + 1))[:, 0]
         zeros = self._columns.zeros
         return found if zeros is None else found.masked_fill_(zeros[index], 0.0)
 
     def nearest(self, values: Tensor) -> Tensor:
-        """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
+        """The nearest grid values of a matrix [out, columns], in the dtype of `values`."""
         found, zeros = self._nearest(values, self._columns.runs), self._columns.zeros
         return found if zeros is None else found.masked_fill_(zeros.T, 0.0)
 
     def nearest_of(self, weight: Tensor) -> Tensor:
-        """The nearest values of a weight [out, ...]."""
+        """The nearest grid values of a weight [out, ...]."""
         return self.nearest(weight.flatten(1)).reshape(weight.shape)
 
     def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The values at or just below and at or just above those of a matrix [out, columns].
+        """For each value of a matrix [out, columns], the grid values at or just below, and at or just above.
 
-        They are found by bisection over float32 numbers with the operator, so that every format has them. Both are the
-        same where a value is one of the grid, or lies outside of its range.
+        The search is a bisection over float32 numbers with the operator, so that it serves every format. Both grid
+        values are the same if the value is on the grid, or outside of its range.
 
         >>> from fakequant.functional import choose_qparams
         >>> weight = torch.tensor([[0.3, -0.7], [1.0, 5.0]])
@@ -98,7 +98,7 @@ class WeightGrid:
         near = self.nearest(exact)
         rises = near < exact
         end = torch.where(rises, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
-        first, last = _order(exact), _order(end)  # numbers of the same value as the given ones, and of another one
+        first, last = _order(exact), _order(end)  # ranks of numbers that round to `near`, and to another value
         for _ in range(_BITS):
             middle = torch.div(first + last, 2, rounding_mode="floor")
             same = self.nearest(_in_order(middle)) == near
@@ -115,7 +115,7 @@ class WeightGrid:
         return nearest(values, self._columns.spec, scale, *others)
 
     def of_columns(self, columns: Tensor) -> ColumnGrid:
-        """The grid of some columns of the matrix, in an order, for `sweep`."""
+        """The grid of the columns with these indices, in this order, for `sweep`."""
         return self._columns.columns(columns).each(lambda own: own.float() if own.is_floating_point() else own)
 
     def rows(self, part: slice | Tensor) -> WeightGrid:
@@ -127,7 +127,7 @@ class WeightGrid:
 
 
 def structured_zeros(weight: Tensor) -> Tensor | None:
-    """Where a weight [out, ...] has zeros that are a structure, as those of pruning, bool [out, columns]; else None.
+    """Where a weight [out, ...] has structured zeros, as those of pruning, bool [out, columns]; None if zeros are few.
 
     >>> structured_zeros(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
     tensor([[ True, False],
@@ -142,36 +142,36 @@ def _if_any(mask: Tensor) -> Tensor | None:
 
 
 def _of_runs(values: Tensor, rows: int, block: int) -> Tensor:
-    """One value per run of columns that share one, and per row [runs, rows], from one per group."""
+    """Values of groups as [runs, rows], repeated for each row; a run is the columns that share a scale."""
     return values.flatten(1).T.repeat_interleave(block, 1)[:, :rows].contiguous()
 
 
 def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:
-    """One value per element of a matrix [out, columns], from one per group."""
+    """Values of groups, repeated for each element, as a matrix [out, columns]."""
     for axis, (length, block) in enumerate(zip(shape, blocks, strict=True)):
         values = values.repeat_interleave(block, axis).narrow(axis, 0, length)
     return values.reshape(shape[0], -1)
 
 
 def _order(values: Tensor) -> Tensor:
-    """The places of float32 numbers in their order, int64; both zeros have place 0."""
+    """The ranks of float32 numbers in ascending order, int64; both zeros have rank 0."""
     bits = values.view(torch.int32).to(torch.int64)
     return torch.where(bits < 0, -(2**31) - bits, bits)
 
 
 def _in_order(places: Tensor) -> Tensor:
-    """The float32 numbers of places."""
+    """The float32 numbers with these ranks: the inverse of `_order`."""
     return torch.where(places < 0, -(2**31) - places, places).to(torch.int32).view(torch.float32)
 
 
 DAMPING = 0.05
 """The damping that serves most models: see docs/notes/improve.md."""
 _PRIOR = 0.5
-"""`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
+"""`Problem.prior` with as many rows as columns; with more rows, it falls with the fourth power of their number."""
 _PANEL = 1024  # rows of moments that are put in float32 at once
 _ROWS = 128  # rows of moments that are put in order at once
-_VALUES = 2**22  # that are put in order or added at once: 16 MB
-_LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
+_VALUES = 2**22  # values of the columns that `gptq` processes at once: 16 MB
+_LADDER = (1.0, 10.0, 100.0, 1000.0)  # multiples of the damping, tried until a matrix is positive definite
 
 
 class Problem:
@@ -183,7 +183,7 @@ class Problem:
 
     Args:
         damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows.
-        share: how much of the drift solvers make good; None: by the number of rows.
+        share: the share of the drift that solvers correct; None: by the number of rows.
     """
 
     def __init__(
@@ -200,36 +200,36 @@ class Problem:
         """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
         columns cancel less for new rows than for those that were seen."""
         self.damping = DAMPING + self.prior if damping is None else damping
-        """What solvers add in all: one share for codes and for drift."""
+        """What solvers add to the diagonal, as a share of its mean: the same for codes and for the drift."""
         self.share = 1 / (1 + columns_per_row) if share is None else share
-        """How much of the drift solvers make good: few rows show a drift that new rows do not have."""
+        """The share of the drift that solvers correct: few rows show a drift that new rows do not have."""
 
     def loss(self, chosen: Tensor) -> float:
-        """The error of values in the shape of the weight."""
+        """The squared error of the output with chosen values, which have the shape of the weight."""
         error = self._error(chosen)
         found = _trace(error, self.sums.moments)
         if self._pull is None:
             return found
-        # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
+        # The terms cancel where the values correct the whole drift: a sum below 0 then comes from rounding.
         return max(found + 2 * float(_inner(self._pull, error)) + self._constant, 0.0)
 
     def _error(self, chosen: Tensor) -> Tensor:
         return self.weight - chosen.float().reshape(self._matrix_shape)
 
     def unseen(self, chosen: Tensor) -> float:
-        """What new rows may add to the error of values."""
+        """The error, by `prior`, that chosen values may have on new rows in addition to `loss`."""
         squares = self._error(chosen).square_().sum((1, 2), dtype=torch.float64)
         return float((squares * self.prior * self._mean_squares()).sum())
 
     def moments(self, group: int) -> Tensor:
-        """A copy of the moments of a group with a damped diagonal; columns that are always 0 stay so."""
+        """A copy of the moments of a group with a damped diagonal; a diagonal value of 0 stays 0."""
         found = self.sums.moments[group].clone()
         diagonal = found.diagonal()
         diagonal.add_(torch.where(diagonal > 0, self.damping * self._mean_squares()[group], 0.0))
         return found
 
     def ordered(self, group: int) -> Ordered:
-        """What `gptq` makes of the moments of a group; kept with the sums, for other outputs and another share."""
+        """The factored moments of a group for `gptq`; the sums keep them, for other outputs and another share."""
         key = group, self.damping
         if self.sums.ordered[:1] != [key]:
             self.sums.ordered[:] = [key, Ordered.of(self.sums.moments[group], self.damping)]
@@ -247,17 +247,17 @@ class Problem:
         return max(found, torch.finfo(torch.float64).tiny)
 
     def pull(self, group: int) -> Tensor | None:
-        """What the drift adds to the error of a group, P, as far as solvers make it good."""
+        """P of a group [outputs, columns], times the share of the drift that solvers correct; None without a drift."""
         return None if self._pull is None else self._pull[group] * self.share
 
     def loss_of(self, solved: float, chosen: Tensor) -> float:
-        """The error of values whose tr(E H E^T) + 2 tr(P E^T) a solver gave, with P as `pull` gives it."""
+        """The error of chosen values from `solved`, the solver's tr(E H E^T) + 2 tr(P E^T) with the P of `pull`."""
         if self._pull is not None:
             solved += 2 * (1 - self.share) * float(_inner(self._pull, self._error(chosen)))
         return max(solved + self._constant, 0.0)
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
-        """What the mean of the wanted output is above that of the output by values [outputs of all groups]."""
+        """The mean of the float output minus the mean of the output by chosen values [outputs of all groups]."""
         error = self.weight.double() - chosen.double().reshape(self._matrix_shape)
         missed = (error @ self.sums.mean()[:, :, None])[:, :, 0]
         if self.sums.drift is not None:
@@ -265,9 +265,9 @@ class Problem:
         return missed.reshape(-1)
 
     def target(self, group: int) -> Tensor:
-        """The matrix [outputs, columns] with the smallest error: W, moved to make good the drift.
+        """The float matrix [outputs, columns] of a group with the smallest error: W, changed to correct the drift.
 
-        GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
+        GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) approach it column by column.
         """
         if self._pull is None:
             return self.weight[group]
@@ -281,7 +281,7 @@ class Problem:
 
 
 def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal, and what was added to it.
+    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal, and the values added [columns].
 
     Args:
         moments: float64 or float32; their upper half is read.
@@ -305,7 +305,7 @@ def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 def factored(matrix: Tensor) -> bool:
-    """Replace a symmetric matrix by its Cholesky factor; whether it is positive definite.
+    """Replace a symmetric matrix by its Cholesky factor, in place; returns False if it is not positive definite.
 
     Columns lie one after the other in memory, so that LAPACK needs no copy: a matrix of 28,672 columns takes 6.6 GB.
     """
@@ -330,12 +330,12 @@ def _trace(matrix: Tensor, moments: Tensor) -> float:
 
 
 def mean_of_diagonal(moments: Tensor) -> Tensor:
-    """The mean of the diagonals, by which tiny moments stay in the range of float32."""
+    """The mean of the diagonals: moments are divided by it to stay in the range of float32."""
     return moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def by_unit(values: Tensor, unit: Tensor) -> Tensor:
-    """Float64 values by a unit, in float32; some rows at a time."""
+    """Float64 values divided by a unit, as float32."""
     found = torch.empty_like(values, dtype=torch.float32)
     for start in range(0, values.shape[-2], _PANEL):
         part = slice(start, start + _PANEL)
@@ -344,7 +344,7 @@ def by_unit(values: Tensor, unit: Tensor) -> Tensor:
 
 
 def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
-    """The upper half of moments [columns, columns] by a unit, in float32; `order`: of its rows and columns."""
+    """The upper half of moments [columns, columns] divided by a unit, as float32, with rows and columns in an order."""
     found = torch.zeros_like(moments, dtype=torch.float32)
     for start in range(0, len(order), _ROWS):
         rows = by_unit(moments[order[start : start + _ROWS]], unit)
@@ -353,7 +353,7 @@ def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of products of two tensors, added in float64: of each row, then of all, whatever rows fit a cache."""
+    """The sum of products of two tensors, in float64: first of each row, then of all, so that chunks change no bit."""
     size = max(library.at_once(one) // max(one.shape[-1], 1), 1)
     pairs = zip(one.flatten(0, -2).split(size), other.flatten(0, -2).split(size), strict=True)
     rows = [(x * y).sum(-1, dtype=torch.float64) for x, y in pairs]
@@ -378,7 +378,7 @@ class Ordered(NamedTuple):
 
     @classmethod
     def of(cls, moments: Tensor, damping: float) -> Ordered:
-        """Those of moments [columns, columns]; raises as `damped_factor`."""
+        """The factor of moments [columns, columns] with a damped diagonal; raises as `damped_factor`."""
         order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
         return cls(order, unit, *damped_factor(ordered(moments, unit, order), damping))
 
@@ -386,7 +386,7 @@ class Ordered(NamedTuple):
 def gptq(
     target: Tensor, moments: Tensor, grid: WeightGrid, damping: float = 0.05, pull: Tensor | None = None
 ) -> Tensor:
-    """Values of a grid for a matrix [out, columns], column by column: later ones make good the errors of earlier ones.
+    """Values of a grid for a matrix [out, columns], column by column: later columns correct the errors of earlier ones.
 
     Columns with the largest moments come first. A column whose input is always 0 gets the nearest values.
 
@@ -447,7 +447,7 @@ def gptq_and_loss(
 def descend(
     target: Tensor, chosen: Tensor, moments: Tensor, grid: WeightGrid, passes: int = 2, pull: Tensor | None = None
 ) -> Tensor:
-    """Values of a grid with a loss that is not larger, by choosing each column anew while the others stay.
+    """Values of a grid with no larger loss than those chosen before, by coordinate descent: one column at a time.
 
     Args:
         target: the matrix W [out, columns].
@@ -501,9 +501,9 @@ def adaround(
     rate: float = 0.05,
     weight: float = 10.0,
 ) -> Tensor:
-    """Values of a grid for a matrix [out, columns]: each goes up or down, and all are learned together.
+    """Values of a grid for a matrix [out, columns]: each is rounded up or down, and all are learned together.
 
-    The loss is tr((Q - T) H (Q - T)^T), in parts of that of `start`, and a regularizer that drives values to the grid.
+    The loss is tr((Q - T) H (Q - T)^T) over that of `start`, plus a regularizer that drives values to the grid.
     Each row keeps its start where that is better.
 
     Args:

@@ -1,4 +1,4 @@
-"""Sums over the inputs of a layer; they give the output's error for any change of the weight."""
+"""Sums over the inputs of a layer, from which the error of its output follows for any change of its weight."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fakequant.errors import CalibrationError
 from fakequant.ops import library
 
 _ROWS = 16_384
-"""Rows that are multiplied at a time: float32 products of them, added in float64."""
+"""Rows of a chunk: its products are computed in float32, and chunks are added in float64."""
 _MIRRORED = 128
-"""Rows that are mirrored at a time."""
+"""Rows of the upper half that are copied into the lower half at a time."""
 _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
 MOST_DRIFT = 0.5
-"""The largest share that the squares of a drift may have of those of the rows. That of unrelated rows is 2."""
+"""The largest variance of a drift, as a share of that of the rows, with which it is used; unrelated rows have 2."""
 
 
 @dataclass
 class Drift:
-    """Sums over the drift d of rows x, and over what the weight W of their layer makes of it, y = W d.
+    """Sums over the drift d of rows x, and over y = W d, the drift times the weight W of the layer.
 
-    The drift is the row of the float model minus x, which differs because earlier layers are quantized.
+    The drift is the row of the float model minus x: they differ because earlier layers are quantized.
 
     Attributes:
         total: the sum of d, float64 [groups, columns].
         squares: the sum of |d|^2 [groups].
-        products: the sum of y x^T [groups, outputs, columns]; that of d x^T has the square of the columns.
+        products: the sum of y x^T [groups, outputs, columns]; the sum of d x^T would be [groups, columns, columns].
         output_total: the sum of y [groups, outputs].
         output_squares: the sum of |y|^2 [groups].
 
@@ -52,7 +52,7 @@ class Drift:
 
     @classmethod
     def of(cls, weight: Tensor) -> Drift:
-        """The sums over no rows."""
+        """Sums over no rows, all 0, for a weight [groups, outputs, columns]."""
         groups, outputs, columns = weight.shape
         shapes = (groups, columns), (groups,), (groups, outputs, columns), (groups, outputs), (groups,)
         return cls(*(weight.new_zeros(shape, dtype=torch.float64) for shape in shapes))
@@ -62,11 +62,11 @@ class Drift:
 
         Args:
             rows: the inputs of the layer.
-            wanted: its inputs in the float model.
+            wanted: the inputs of the layer in the float model.
             weight: of the layer, [groups, outputs, columns].
 
-        Raises:
-            CalibrationError: they hold NaN or inf.
+            Raises:
+                CalibrationError: `wanted` holds NaN or inf.
         """
         _check_finite(wanted)
         matrix = weight.float().mT
@@ -88,7 +88,7 @@ class Drift:
             dist.all_reduce(tensor, group=group)
 
     def about_mean(self, total: Tensor, count: int) -> Drift:
-        """The sums about the means of d and of rows with a total."""
+        """The sums about the means of d and of the rows x, from the total of x [groups, columns] and the count."""
         return Drift(
             torch.zeros_like(self.total),
             self.squares - self.total.square().sum(1) / count,
@@ -98,7 +98,7 @@ class Drift:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All sums."""
+        """The five tensors of sums, in the order of the fields."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
@@ -108,9 +108,9 @@ class InputSums:
     Attributes:
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
-        drift: the sums over the drift of the rows; None where they have none.
-        halves: the sums over two halves of the rows; none where they were not kept. See `HalvedSums`.
-        made: gives the sums with the drift of some outputs, which are too many to be kept; then `drift` has no output.
+        drift: the sums over the drift of the rows; None without a drift.
+        halves: the sums over two halves of the rows; empty if they are not kept. See `HalvedSums`.
+        made: a function: the sums with the drift of a slice of outputs, where all take too much memory for `drift`.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -126,11 +126,11 @@ class InputSums:
         self.halves: tuple[InputSums, ...] = ()
         self.made: Callable[[slice], InputSums] | None = None
         self.ordered = list[Any]()
-        """What `Problem.ordered` found last, and of what."""
+        """The cache of `Problem.ordered`: the last key and result, or empty."""
 
     @property
     def moments(self) -> Tensor:
-        """The sum of x x^T over the rows x, float64 [groups, columns, columns]; its lower half is made when asked."""
+        """The sum of x x^T over the rows x, float64 [groups, columns, columns]; its lower half is filled on access."""
         if not self._is_whole:
             moments, columns = self._moments, self._moments.shape[1]
             for start in range(0, columns, _MIRRORED):
@@ -149,7 +149,7 @@ class InputSums:
         """Add rows [groups, rows, columns], the inputs of the layer.
 
         Raises:
-            CalibrationError: they hold NaN or inf.
+            CalibrationError: the rows hold NaN or inf.
         """
         _check_finite(rows)
         if not self.count:
@@ -162,13 +162,13 @@ class InputSums:
         self.count += rows.shape[1]
 
     def with_drift(self, drift: Drift | None) -> InputSums:
-        """The sums over the same rows, not copied, with another drift."""
+        """A new InputSums that shares these tensors, with another drift."""
         found = InputSums()
         vars(found).update(vars(self), drift=drift)
         return found
 
     def of_outputs(self, part: slice) -> InputSums:
-        """The sums, not copied, with the drift of some outputs of each group."""
+        """An InputSums that shares these tensors, with the drift of a slice of each group's outputs."""
         if self.made is not None:
             return self.made(part)
         drift = self.drift
@@ -184,7 +184,7 @@ class InputSums:
 
         Args:
             group: of torch.distributed.
-            device: of the layer, for a process that has seen nothing.
+            device: of the layer, for the sums of a process without rows.
         """
         seen = gather((self.count, (len(self.total), self.total.shape[1]) if self.count else None), group)
         shapes = [shape for _, shape in seen if shape is not None]
@@ -214,7 +214,7 @@ class InputSums:
         return found.with_drift_about_mean(self)
 
     def with_drift_about_mean(self, sums: InputSums) -> InputSums:
-        """These sums about means with the drift in those that they were made from, about its mean, too."""
+        """These sums about means, with the drift of `sums` about its mean; `about_mean` made these from `sums`."""
         if sums.drift is None:
             return self
         drift = sums.drift.about_mean(sums.total, max(sums.count, 1))
@@ -227,10 +227,10 @@ class InputSums:
 
 
 class HalvedSums:
-    """Sums over rows as they come, for all rows or for two halves of them.
+    """Adds rows to the sums over all rows, or to those over two halves of the rows.
 
-    The first rows of each addition go to one half and the last ones to the other: in a batch these are other examples.
-    A row in the middle goes by the number of its positive values, which is the same in whichever process the row is.
+    The first rows of each `add` go to the first half and the last rows to the second: other examples of a batch. A row
+    in the middle goes to the first half if its number of positive values is odd, whichever process adds the row.
 
     Args:
         whole: the sums over all rows without their drift, if they are known.
@@ -247,7 +247,7 @@ class HalvedSums:
 
     @classmethod
     def of_drift(cls, sums: InputSums, weight: Tensor) -> HalvedSums:
-        """Sums over the drift through a weight [groups, outputs, columns] of rows whose sums are known."""
+        """A HalvedSums for the drift of rows whose other sums are complete, by a weight [groups, outputs, columns]."""
         return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]], sums)
 
     def add(self, rows: Tensor) -> None:
@@ -262,7 +262,7 @@ class HalvedSums:
             part.drift.add(own[0], own[1], weight, *own[2:])
 
     def _divided(self, *rows: Tensor) -> list[tuple[Any, ...]]:
-        """For each part that gets some of the rows, the part and these."""
+        """Tuples of a part and that part's rows of each tensor; a half that gets no rows is left out."""
         if len(self._parts) == 1:
             return [(self._parts[0], *rows)]
         middle, is_odd = divmod(rows[0].shape[1], 2)
@@ -271,7 +271,7 @@ class HalvedSums:
         return [(part, *own) for part, own in zip(self._parts, halves, strict=True) if own[0].shape[1]]
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes, of those with a drift these alone; see `InputSums.merge_processes`."""
+        """Merge the sums of all processes: of parts with a drift, the drift alone. See `InputSums.merge_processes`."""
         for part in self._parts:
             if part.drift is None:
                 part.merge_processes(group, device)
@@ -279,7 +279,7 @@ class HalvedSums:
                 part.drift.merge_processes(group)
 
     def joined(self) -> InputSums:
-        """The sums over all rows, with the halves where both have some."""
+        """The sums over all rows, with `halves` if both halves have rows."""
         seen = [part for part in self._parts if part.count] or self._parts[:1]
         if len(seen) == 1:
             return seen[0]
@@ -296,14 +296,14 @@ class HalvedSums:
 
 
 _LEAST_PART, _SQUARES = 2**16, 4
-"""Values that a part of a wide matrix has at least, and the squares of its columns that it has otherwise. What is
-computed of a part takes 15 times its values: 31 GB of a whole head of 128,256 x 4,096."""
+"""A part of a matrix has 4 outputs for each column, and at least 65,536 values. Its choice takes 15 times the memory
+of its values: 31 GB for a whole head of 128,256 x 4,096."""
 
 
 def parts_of_outputs(shape: Sequence[int]) -> list[slice]:
-    """Parts of the outputs of a matrix [groups, outputs, columns], which are chosen one after the other.
+    """Slices of the outputs of a matrix [groups, outputs, columns], which are chosen one after the other.
 
-    Several of one group that has many more outputs than columns, such as the head of a language model.
+    A single group with many more outputs than columns, such as the head of a language model, has several slices.
 
     >>> [len(parts_of_outputs(shape)) for shape in ((1, 14_336, 4096), (1, 128_256, 4096), (1, 512, 64), (2, 512, 64))]
     [1, 8, 1, 1]
@@ -321,7 +321,7 @@ def _check_finite(rows: Tensor) -> None:
 
 
 def _add_products(sums: Tensor, one: Tensor, other: Tensor, *, upper: bool = False) -> None:
-    """Add one^T other to sums [groups, a, b], some rows at a time; `upper`: of a square the upper half alone."""
+    """Add one^T other to sums [groups, a, b], some rows at a time; `upper`: only the upper half of a square result."""
     width = max(library.at_once(one) // max(len(one) * other.shape[2], 1), 64)
     for start in range(0, one.shape[2], width):
         rows, first = slice(start, start + width), start if upper else 0
@@ -329,7 +329,7 @@ def _add_products(sums: Tensor, one: Tensor, other: Tensor, *, upper: bool = Fal
 
 
 def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tensor:
-    """The moments less the outer product of two totals by a count; one matrix is made, not three."""
+    """The moments minus the outer product of two totals divided by a count, with a single temporary matrix."""
     outer = (one[:, :, None] * other[:, None, :]).div_(count)
     return torch.sub(moments, outer, out=outer)
 
@@ -344,7 +344,7 @@ def drift_share(sums: InputSums) -> float:
 
 
 def stacked(parts: Sequence[InputSums]) -> InputSums:
-    """The sums of all groups, for a layer whose groups have different inputs.
+    """A single InputSums [groups, ...] from those of groups that read different inputs.
 
     Each group is weighted as if it had as many rows as the largest group, so that its mean error counts.
     """

@@ -27,21 +27,21 @@ from fakequant.restore import state_of
 _WIDEST = 4608
 """Columns of the largest matrix of sums, that of a 3 x 3 convolution of 512 channels."""
 _MOST = 2**22
-"""Values of the matrices of a wider convolution together, 32 MB in float64."""
+"""The most values of all matrices of sums of a wider convolution together: 32 MB in float64."""
 
 _MATRICES = 4
-"""The sums, those about their means, and those in float32 twice, as they are and as a factor; and a part of another."""
+"""Matrices in memory at a time: the sums, the sums about means, two in float32 that count as one, part of another."""
 
 _OF_HALVES = 4
-"""The sums of two halves, and those about their means."""
+"""Further matrices for two halves of the rows: their sums, and their sums about means."""
 WIDEST_HALVED = 2048
 """Columns of the widest matrix whose sums are kept for two halves of the rows, too."""
 
 
 class Parts:
-    """The weight [out, in, ...] of a convolution as one with a group for each part of its inputs [parts * out, ...].
+    """Splits the weight [out, in, ...] of a convolution by input channels into parts: [parts * out, in / parts, ...].
 
-    Errors of two parts are taken to be independent: the sums have no products of their columns.
+    Errors of two parts count as independent: the sums have no products of their columns.
 
     Args:
         shares_scales: whether all inputs of an output channel have one scale.
@@ -59,7 +59,7 @@ class Parts:
 
     @classmethod
     def of(cls, product: MatrixProduct) -> Parts:
-        """The parts of a product; one where all its columns fit, or its blocks cannot be parted."""
+        """The parts of a product: one if all columns fit a matrix of sums, or a split would cut groups of a scale."""
         shape, spec, columns = product.tensor.shape, product.quantizer.spec, product.columns
         if not product.takes_parts or product.groups > 1 or columns <= _WIDEST:
             return cls(1, shares_scales=True)
@@ -79,38 +79,38 @@ class Parts:
         return cls((enough or counts[-1:])[0], shares_scales=shares)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows [1, rows, columns] as those of each part [parts, rows, columns / parts]."""
+        """Rows [1, rows, columns], split into the columns of each part [parts, rows, columns / parts]."""
         return rows if self.count == 1 else rows[0].unflatten(1, (self.count, -1)).transpose(0, 1)
 
     def split(self, values: Tensor) -> Tensor:
-        """A weight in parts."""
+        """A weight [out, in, ...] as [parts * out, in / parts, ...]."""
         if self.count == 1:
             return values
         return values.unflatten(1, (self.count, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
     def join(self, values: Tensor) -> Tensor:
-        """The weight that has these parts: the inverse of `split`."""
+        """The inverse of `split`: the weight [out, in, ...]."""
         if self.count == 1:
             return values
         return values.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2).contiguous()
 
     def split_params(self, params: QParams) -> QParams:
-        """The parameters of a weight, for its parts."""
+        """The scales and zero points of a weight as those of the weight that `split` returns."""
         return _each(params, lambda x: x.repeat(self.count, *[1] * (x.dim() - 1)) if self._shares else self.split(x))
 
     def join_params(self, params: QParams) -> QParams:
-        """The parameters of the weight, of those of its parts."""
+        """The inverse of `split_params`."""
         return _each(params, lambda x: x[: len(x) // self.count] if self._shares else self.join(x))
 
     def tied(self, values: Tensor, reduce: Any) -> Tensor:
-        """Values of groups [parts * out, ...] with one for all parts of an output channel that share a scale."""
+        """Values of groups [parts * out, ...], reduced over parts of an output channel that share a scale."""
         if self.count == 1 or not self._shares or len(values) == 1:
             return values
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
 
 
 def memory(products: Iterable[MatrixProduct]) -> int:
-    """Bytes that the sums and the choice of a layer take at most, beside the inputs that wait there.
+    """The most bytes that the sums and the choice of a layer take, besides the inputs of the layer.
 
     They are up to 4 matrices of float64 with a row and a column for each column of a weight, and 4 more of up to 2,048
     columns for two halves of the rows: 0.27 GB for 2,048.
@@ -131,25 +131,25 @@ def _each(params: QParams, change: Any) -> QParams:
 
 T = TypeVar("T")
 Inputs = Sequence[Sequence[Tensor]]
-"""What layers get, before their quantizer: for each batch, the input of each call."""
+"""The unquantized inputs of layers: for each batch, the tensor of each call."""
 
 _FACTORS = (*torch.linspace(1.0, 0.5, 26, device="cpu").tolist(), 1.25, 1.5)
 """Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
 4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _LIKELY = 8
-"""The multiples of a run of columns that are judged by all its moments: those with the smallest errors by the diagonal.
+"""How many multiples are judged by all moments of a run of columns: those with the smallest errors by the diagonal.
 In groups of 128 with 4 bits the error is 0.1 % larger than by all 28, in half of the time. Whole channels of 3 bits in
 networks of convolutions would have 1.3 to 1.6 times the error, so that all 28 judge there."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31, device="cpu").tolist())
 _SAMPLED = 4
-"""Batches by which the range of an input is chosen."""
+"""About how many batches judge the range of an input."""
 
 
 def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts, scale: Tensor) -> QParams:
     """For each group of a weight, the parameters with the smallest rounding error.
 
     A group's error is that of the layer's output if only this group is rounded: d H d^T with the group's part of H.
-    A scale of the tensor above those of the groups stays, because layers that servers merge have it in common.
+    A scale of the whole tensor, above those of the groups, stays: layers that servers merge share it.
 
     Args:
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
@@ -188,8 +188,8 @@ def _searched(weight: Tensor, spec: QuantSpec, inside: Tensor, parts: Parts, sha
 def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
     """The moments of the columns that share a scale, float32 [groups of the convolution, runs, columns, columns].
 
-    Where scales are of runs of columns, these are the blocks along the diagonal; else one run has all columns, with 0
-    at pairs that have different scales.
+    If columns that share a scale are consecutive, runs are blocks along the diagonal; else one run has all columns,
+    with 0 at pairs of columns that have different scales.
     """
     shape, blocks = spec.granularity.group_shape(weight.shape), spec.granularity.block_shape(weight.shape)
     numbers = torch.arange(math.prod(shape[1:]), device=weight.device).reshape(1, *shape[1:])  # the first row tells
@@ -202,7 +202,7 @@ def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
 
 
 def _group_errors(error: Tensor, spec: QuantSpec, inside: Tensor) -> Tensor:
-    """The errors d H d^T of groups, float64, for those of a weight; `inside`: H, or its diagonals [..., 1, columns]."""
+    """The errors d H d^T of groups, float64; `error`: d of a weight; `inside`: H, or its diagonal [..., 1, columns]."""
     rows = error.reshape(len(inside), -1, inside.shape[1], inside.shape[3]).transpose(1, 2)
     shares = (rows * inside if inside.shape[2] == 1 else rows @ inside).mul_(rows)
     groups = spec.granularity.group_shape(error.shape)
@@ -237,13 +237,13 @@ def sampled(count: int) -> range:
 def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
-    A few batches judge each multiple of the range, and none of them made the range that it is judged by. So values
-    beyond the range of the others count, as they will for new data. The batch with the largest values judges too, by
+    A few batches judge each multiple of the range, each with the range of all other batches. So values beyond the
+    range of the others count, as they will for new data. The batch with the largest values judges too, by
     the range of all batches, because clipping costs most there. A multiple must win clearly, because layers err
     together: a range that is too small costs the model more than it costs the layer.
 
     Returns:
-        The found parameters, the error with the first layer's present ones, and the error with the found ones.
+        The parameters, the error with the first layer's present parameters, and the error with the returned ones.
     """
     quantizer = layers[0].input_quantizer
     assert quantizer is not None
@@ -272,7 +272,7 @@ def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QPa
 
 
 def joined_range(seen: Sequence[Range]) -> Range:
-    """The smallest range that holds those of several."""
+    """The smallest range that holds several ranges."""
     return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
 
 
@@ -282,24 +282,24 @@ def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
 
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""How much of a channel's size the weight takes over. 1 is often best for static inputs, 0.5 for dynamic ones."""
+"""Exponents of SmoothQuant, which move channels' sizes into weights. Best is often 1 for static inputs, else 0.5."""
 ROWS_PER_CHANNEL = 2
-"""Rows for each channel from which channels are divided. Of 64 rows of 48 channels, 4 of 18 draws lost 1.4 to 2.3 times
-more on new rows than before, and of 1 row 31 times."""
+"""The least rows per channel for "smooth". With 64 rows of 48 channels, 4 of 18 draws lost 1.4 to 2.3 times more on new
+rows than before, and with 1 row 31 times."""
 _BLOCK = 128
-"""Features of the longest blocks that a rotation has."""
+"""The longest block of a rotation, in features."""
 _TOLERANCE = 1e-5
 
 
 class Transformed(NamedTuple):
-    """What a transform did to the layers that get one input.
+    """The result of `transform` for layers that read one input.
 
     Attributes:
-        transform: None where none was found.
-        before: the error of their outputs with the range that the quantizer had.
-        after: the same with the transform and a range for it.
-        params: this range; None where there is no transform, or the quantizer is dynamic.
-        step: the last of the steps that make the transform; "" where there is none.
+        transform: None where no transform clearly lowers the error.
+        before: the error of the layers' outputs with the range that the quantizer had.
+        after: the same with the transform and a new range.
+        params: the new range; None where there is no transform, or the quantizer is dynamic.
+        step: the last of the steps that make the transform; "" where there is no transform.
     """
 
     transform: InputTransform | None
@@ -310,7 +310,7 @@ class Transformed(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A transform of all batches, and a function that gives the transform of all batches but one."""
+    """A transform chosen by all batches, and a function that returns that of all batches except one index."""
 
     whole: InputTransform
     without: Callable[[int], InputTransform]
@@ -318,23 +318,23 @@ class _Candidate(NamedTuple):
 
 
 def take_transform(layers: Sequence[MatrixProduct]) -> bool:
-    """Whether a transform can stand before the input of layers, and all its readers are among them."""
+    """Whether the input of layers can have a transform: all readers of the input are among the layers."""
     counts = Counter(layer.layer for layer in layers)
     return all(counts[layer.layer] == layer.readers for layer in layers)
 
 
 @torch.no_grad()
 def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str]) -> Transformed:
-    """Transform an input, if that lowers the error of its layers; what costs more at run time must win more.
+    """Transform an input if that clearly lowers the error of its layers.
 
-    It must win clearly: it costs an operation at run time where nothing can hold it.
+    A transform costs an operation at run time, unless a normalisation can hold it; a costlier one must win more.
 
     Args:
         layers: those that get the input; changed where a transform is found.
         inputs: of each batch and call, [..., channels] or [n, channels, ...].
         steps: "smooth" divides channels by factors that the weights take over (SmoothQuant, arXiv 2211.10438), "rotate"
-            multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). Of both, there is also the
-            rotation after the division.
+            multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). With both, the
+                rotation after the division is tried, too.
     """
     judge, found = _Judge(layers, inputs), list[_Candidate]()
     plain = least = judge.loss(lambda _: None)
@@ -365,7 +365,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
 def _families(
     layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str], found: Sequence[_Candidate]
 ) -> Iterator[list[_Candidate]]:
-    """Candidates of a kind, what costs less at run time first; `found`: those that won so far, the last one first."""
+    """Lists of candidates of a kind, the cheapest kind at run time first; `found`: winners so far, the last first."""
     smoothing = _smoothings(layers, inputs) if "smooth" in steps else []
     if smoothing:
         yield smoothing
@@ -390,7 +390,7 @@ def _families(
 
 
 def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candidate]:
-    """Divisions of channels by factors, with alphas for each input; none where few rows tell how large channels get."""
+    """Candidates that divide channels, one for each alpha; [] with too few rows to know the channels' sizes."""
     axis = -(layers[0].tensor.dim() - 1)
     largest = [
         torch.stack([x.abs().movedim(axis, -1).flatten(0, -2).amax(0).float() for x in calls]).amax(0)
@@ -420,7 +420,7 @@ def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candid
 
 
 def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
-    """Rotations of blocks as long as those of the quantizer, and of the longest ones."""
+    """Candidates that rotate blocks: those of the quantizer's size, and of the longest size."""
     if any(layer.tensor.dim() != 2 or structured_zeros(layer.tensor) is not None for layer in layers):
         return []
     granularity = _quantizer(layers).spec.granularity
@@ -434,7 +434,7 @@ def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
 
 @torch.no_grad()
 def put(layers: Sequence[MatrixProduct], transform: InputTransform) -> None:
-    """Give layers a transform of their input, and their weights what undoes it."""
+    """Give layers a transform of their input, and multiply its inverse into their weights, in place."""
     for layer in layers:
         layer.tensor.data = transform.into_weight(layer.layer, layer.tensor.data)
         layer.layer.input_transform = copy.deepcopy(transform)
@@ -442,16 +442,16 @@ def put(layers: Sequence[MatrixProduct], transform: InputTransform) -> None:
 
 
 def set_params(layers: Iterable[MatrixProduct], params: QParams) -> None:
-    """Give the quantizers of the layers' input a range."""
+    """Set the scales of the layers' input quantizers."""
     for layer in layers:
         _quantizer([layer]).set_qparams(params)
 
 
 class _Judge:
-    """The error of the outputs of layers by a transform, on a few of the batches.
+    """Measures the error of the outputs of layers by a transform, on a few of the batches.
 
-    Each batch is judged by what the others make: their transform, and the range of their transformed values. So what
-    a batch has beyond them counts, as it will for new data.
+    Each batch is measured with the transform and the range that the other batches choose. So values beyond that
+    range count, as they will for new data.
     """
 
     def __init__(self, layers: Sequence[MatrixProduct], inputs: Inputs) -> None:
@@ -464,10 +464,10 @@ class _Judge:
         by_tensor = all(set(spec.granularity.group_shape(x.shape)) == {1} for calls in inputs for x in calls)
         axis = -(layers[0].tensor.dim() - 1)
         self._ends = [[_ends(x, axis) for x in calls] for calls in inputs] if by_tensor else inputs
-        """What has the range of the inputs by one scale for each channel."""
+        """Tensors with the same range as the inputs by any scale per channel: the ends of channels, or all inputs."""
 
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
-        """The squared error by the transforms for the batches that judge."""
+        """The squared error of the outputs; `transform` returns a batch's transform by its index, None for none."""
         total, last, weights, ranges = 0.0, None, list[Tensor](), dict[int, Range]()
         quantizer = _quantizer(self._layers)
         spec = quantizer.spec
@@ -493,7 +493,7 @@ class _Judge:
         return total
 
     def keeps_function(self, transform: InputTransform) -> bool:
-        """Whether a transform and its inverse in the weights give the outputs as before, up to rounding."""
+        """Whether the outputs stay, up to rounding, with a transform and its inverse in the weights."""
         weights = [transform.into_weight(layer.layer, layer.tensor) for layer in self._layers]
         for place, wanted in self._wanted.items():
             for x, outputs in zip(self._inputs[place], wanted, strict=True):
@@ -505,9 +505,9 @@ class _Judge:
 
 
 def _loss_now(layers: Sequence[MatrixProduct], inputs: Inputs) -> float:
-    """The squared error of layers with their transforms and ranges, and with weights rounded to nearest; all batches.
+    """The squared error of layers on all batches, with present transforms and ranges and weights rounded to nearest.
 
-    A few do not tell whether a wide range is better than one that clips: what is clipped may be in the others.
+    A few batches do not show whether a range that clips is better: the clipped values may be in the others.
     """
     weights, total = [_rounded_weight(layer, None) for layer in layers], 0.0
     for x in (x for calls in inputs for x in calls):
@@ -525,7 +525,7 @@ def _rounded_weight(layer: MatrixProduct, transform: InputTransform | None) -> T
 
 
 def _quantizer(layers: Sequence[MatrixProduct]) -> Quantizer:
-    """The quantizer of the input of layers, which is like those of the others."""
+    """The input quantizer of the first layer, which has the settings of those of the other layers."""
     quantizer = layers[0].input_quantizer
     assert quantizer is not None, "an input without a quantizer has no transform"
     return quantizer
