@@ -1,4 +1,4 @@
-"""How fast it is computed: one operator, several backends that all return the reference's bits.
+"""The operator on each device: several backends, all with the bits of the reference in plain torch.
 
 Another package adds a backend by `register_backend`.
 """

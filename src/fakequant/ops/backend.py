@@ -1,4 +1,4 @@
-"""What a backend offers: a plan for every kind of call."""
+"""The interface of a backend: a plan for every kind of call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES, RELU, CODES = "values", "relu", "codes"
 
 
 class ParameterKind(NamedTuple):
-    """What a plan depends on in a scale or a zero point."""
+    """The properties of a scale or zero point on which a plan depends."""
 
     dtype: torch.dtype
     device: torch.device
@@ -30,15 +30,15 @@ class ParameterKind(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """The kind of a call: all that a plan depends on, and nothing else.
+    """The kind of a call: everything on which a plan depends.
 
     Attributes:
         spec: how x is quantized.
         variant: VALUES; RELU, where torch.relu(x) is quantized; CODES, where codes are written or read.
-        dtype: of x, or of the values that codes stand for.
+        dtype: of x, or of the decoded values.
         device, shape, stride: of x, or of the codes.
-        scale: None where the range of x gives the parameters.
-        zero_point: None where it is 0 everywhere.
+        scale: None if the parameters come from the range of x.
+        zero_point: None if it is 0 everywhere.
     """
 
     spec: QuantSpec
@@ -52,11 +52,11 @@ class CallKind(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What some kinds of calls need besides x, scale and zero point.
+    """Arguments that only some calls need, besides x, scale and zero point.
 
     Attributes:
-        range: what the scale was made from, for `Gradient.INPUT_RANGE`; None for the range that the scale implies.
-        seed: of stochastic rounding.
+        range: the range from which the scale was computed, for `Gradient.INPUT_RANGE`; None: the scale implies it.
+        seed: the seed of stochastic rounding.
     """
 
     range: Range | None = None
@@ -64,14 +64,14 @@ class Extras(NamedTuple):
 
 
 class ColumnGrid(NamedTuple):
-    """How columns of a matrix are rounded; what columns and rows share is float32 [runs, rows], or None.
+    """The parameters by which columns of a matrix are rounded, each float32 [runs, rows] or None.
 
-    A value x becomes q((x + offset) sign) sign - offset, where q rounds by scale and zero point; 0 in place of q where
-    `zero` is set, and 0 where `zeros` is.
+    A value x becomes q((x + offset) sign) sign - offset, where q rounds by scale and zero point. Where `zero`
+    is set, q is 0; where `zeros` is set, the result is 0.
 
     Attributes:
-        spec: of q, for a column whose rows have a scale each, which is positive.
-        runs: for each column the number of its parameters, int64.
+        spec: of q, for a column in which each row has a positive scale.
+        runs: for each column the index of its parameters, int64.
         zero: bool.
         zeros: bool [columns, rows], or None.
     """
@@ -86,39 +86,38 @@ class ColumnGrid(NamedTuple):
     zeros: Tensor | None
 
     def columns(self, part: slice | Tensor) -> ColumnGrid:
-        """The grid of some of the columns."""
+        """The grid with a part of the columns."""
         return self._replace(runs=self.runs[part], zeros=None if self.zeros is None else self.zeros[part])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ColumnGrid:
-        """With a change of all that runs and rows have."""
+        """The grid with a function applied to all tensors [runs, rows]."""
         names = ("scale", "zero_point", "offset", "sign", "zero")
         held = {name: own for name in names if (own := getattr(self, name)) is not None}
         return self._replace(**{name: change(own) for name, own in held.items()})
 
 
 class KernelPlan(NamedTuple):
-    """How calls of one kind are computed.
+    """The functions that compute calls of one kind.
 
-    Its functions take no part in autograd. Scale and zero point are None where the range of x gives them.
+    The functions are outside of autograd. Scale and zero point are None if they come from the range of x.
 
     Attributes:
         values: from (x, scale, zero_point, descriptor) to the quantized values; None if a parameter is not valid.
-        values_and_mask: the same, with the packed mask of where gradients pass; no mask where they pass everywhere.
-        grad_input: from (dy, mask) to the gradient of x, for dy with the strides of results.
+        values_and_mask: like `values`, with the packed mask of where gradients pass, or None if they pass everywhere.
+        grad_input: from (dy, mask) to the gradient of x; dy must have the strides `stride`.
         gradients: from (dy, x, mask, scale, zero_point, descriptor, wants_scale, wants_zero_point) to the gradients of
-            x, scale and zero point, each None where it is not wanted, for dy and x with the strides of results.
-        codes: from (x, scale, zero_point, descriptor) to the codes, and whether x has NaN, for which integers have no
-            code: a bool, or a tensor of one number on an accelerator.
-        decode: from (codes, scale, zero_point, descriptor) to their values.
-        stride: of results and gradients: the strides of x, or without gaps where x has gaps.
+            x, scale and zero point, each None if not needed; dy and x must have the strides `stride`.
+        codes: from (x, scale, zero_point, descriptor) to the codes, and whether x has NaN, which has no
+            integer code: a bool, or on an accelerator a tensor of one number.
+        decode: from (codes, scale, zero_point, descriptor) to the decoded values.
+        stride: the strides of results and gradients: those of x, or contiguous if x has gaps.
         spec: the specification.
         backend: the name of the backend.
-        descriptor: what the functions need to know of the kind of call, or the `Extras` of one call.
-        values_over: from (x, scale, zero_point, descriptor) to whether the values were written over x; None where no
-            kernel does that.
-        checks: whether the caller need not look at the values of parameters: kernels do, or it would have to wait for
-            an accelerator.
-        otherwise: the plan for parameters that are not valid; None where `values` computes with any.
+        descriptor: the constants of the kind of call for the functions, or the `Extras` of one call.
+        values_over: like `values`, but overwrites x; returns whether it did. None if no kernel does that.
+        checks: whether the caller may skip checks of the parameters' values: kernels check, or the caller would have
+            to wait for an accelerator.
+        otherwise: the plan for parameters that are not valid; None if `values` computes with any parameters.
     """
 
     values: Callable[[Tensor, Tensor | None, Tensor | None, Any], Tensor | None]
@@ -137,9 +136,9 @@ class KernelPlan(NamedTuple):
 
 
 class Kernels(ABC):
-    """The kernels of a backend for one kind of call, from which `plan` makes a plan.
+    """The kernels of a backend for one kind of call; `plan` makes a plan of them.
 
-    A backend implements the abstract methods, and overrides the others where it is faster with the same bits.
+    A backend implements the abstract methods, and overrides others to be faster with the same bits.
     """
 
     def __init__(self, kind: CallKind, backend: str) -> None:
@@ -149,40 +148,40 @@ class Kernels(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+        """The quantized values and, if `mask`, the packed mask of where gradients pass (never for IDENTITY)."""
 
     @abstractmethod
     def mask_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
-        """dy where the mask is set, else 0; dy has the strides of results, and may be bool."""
+        """dy where the mask is set, else 0; dy has the strides of results, and may be a bool tensor."""
 
     @abstractmethod
     def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
-        """Codes, and whether x has NaN; NaN becomes the lowest integer."""
+        """The codes of x, and whether x has NaN, for which the lowest integer is stored."""
 
     @abstractmethod
     def decode(self, codes: Tensor, params: QParams) -> Tensor:
-        """The values of codes."""
+        """The decoded values of codes."""
 
     def measure(self, x: Tensor) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""
         return measure(x, self.spec.granularity)
 
     def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        """As `quantize`, with the parameters that the range of x gives."""
+        """`quantize` with the parameters from the range of x."""
         params = reference.choose_from(x, self.measure(x), self.spec, is_less_by_plain_sums)
         return self.quantize(x, params._replace(seed=seed), mask=mask)
 
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of scale and zero point [groups, axes kept], where wanted."""
+        """The gradients of scale and zero point [groups, axes kept]; None for a gradient that is not in `wants`."""
         return reference.grad_params(dy, x, params, self.spec, wants)
 
     @property
     def has_plain_params(self) -> bool:
-        """Whether kernels read scale and zero point as they are: in the dtype of computation, or int32 for zero points.
+        """Whether kernels can read scale and zero point without a conversion: in the dtype of computation, or int32.
 
-        One shape for both, without gaps.
+        Both must have one shape and no gaps. Zero points may be int32.
         """
         scale, zero_point = self.kind.scale, self.kind.zero_point
         if scale is None or scale.dtype != compute_dtype(self.kind.dtype) or not scale.contiguous:
@@ -195,7 +194,7 @@ class Kernels(ABC):
         )
 
     def plan(self) -> KernelPlan:
-        """The plan that these kernels make."""
+        """The plan that calls these kernels."""
         on_accelerator = self.kind.device.type != "cpu" and self.spec.rounding is Rounding.NEAREST_EVEN
         return KernelPlan(
             values=self._values,
@@ -211,7 +210,7 @@ class Kernels(ABC):
         )
 
     def _params(self, scale: Tensor, zero_point: Tensor | None, descriptor: Any) -> QParams:
-        """[groups, axes kept]."""
+        """Scale and zero point as [groups, axes kept], with the extras of a call."""
         groups = self.layout.group_shape
         if scale.shape != groups:
             scale = scale.reshape(groups)
@@ -251,28 +250,28 @@ class Kernels(ABC):
 
 
 class Backend(ABC):
-    """What computes calls; the mask of a plan is opaque outside the backend that made it: one bit per element."""
+    """A backend computes calls; masks are opaque outside the backend that packed them, with one bit per element."""
 
     name: ClassVar[str]
     device_type: str | None = None
-    """The only type of device whose tensors it serves; None: any."""
+    """The only device type that the backend serves, or None for all."""
     at_once: ClassVar[int] = 2**18
-    """Elements of which a search computes at once: on a CPU they stay in a cache."""
+    """How many elements a search computes at once, so that on a CPU they stay in a cache."""
     compiles_as_node: ClassVar[bool] = False
-    """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
-    other bits there: with approximate division, or a product and a sum rounded once."""
+    """Whether compiled graphs on its device contain the operator as one node, because compilers compute the definition
+    with other bits there: by approximate division, or by rounding a product and a sum once."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why the backend cannot serve any call here, or None."""
+        """The reason why the backend cannot serve any call on this machine, or None."""
 
     def unfit(self, x: Tensor) -> str | None:
-        """Why the backend can serve no call for this tensor, or None; its type and device may matter."""
+        """The reason why the backend can serve no call for a tensor of this type and device, or None."""
         return None
 
     @abstractmethod
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        """Why the backend cannot serve this call, or None; of x, its type, dtype and device may matter.
+        """The reason why the backend cannot serve this call for x of its type, dtype and device, or None.
 
         Args:
             codes: the call reads or writes codes, not values.
@@ -280,14 +279,14 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, kind: CallKind) -> KernelPlan | None:
-        """How calls of a kind are computed; None for RELU where the backend has no kernel for both in one pass."""
+        """The plan for a kind of call; None for RELU if no kernel computes the ReLU in the same pass."""
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""
         return measure(x, granularity)
 
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
-        """The range of contiguous values [groups, elements] and, if asked for, their counts; elements >= 1."""
+        """The range of contiguous values [groups, elements >= 1], and their histogram if `bins` is not None."""
         return observe_by_definition(values, bins)
 
     def sweep(

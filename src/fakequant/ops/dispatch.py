@@ -1,6 +1,6 @@
-"""Backends in order of preference, each with the reason why it cannot serve a call, and the plans that they made.
+"""Backends in order of preference, the reasons why they cannot serve a call, and a cache of their plans.
 
-Set the environment variable FAKEQUANT_LOG=backend to see which backend serves and why the ones before it do not.
+Set the environment variable FAKEQUANT_LOG=backend to log which backend serves, and why earlier backends do not.
 No setting changes a result: every backend returns the same bits.
 """
 
@@ -33,7 +33,7 @@ if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
 
 
 class ReferenceKernels(Kernels):
-    """The definition itself."""
+    """The definition of the operator, in plain torch operations."""
 
     def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         y = reference.fake_quantize(x, params, self.spec)
@@ -51,7 +51,7 @@ class ReferenceKernels(Kernels):
 
 
 def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`reference.quantize` part by part: the whole takes 30 bytes more for an element, and 5 times as long."""
+    """`reference.quantize` in parts of the tensor: the whole needs 30 bytes more per element, and 5 times the time."""
     if spec.rounding is Rounding.STOCHASTIC or not x.is_cpu or x.numel() <= reference.PART:
         return reference.quantize(x, params, spec)
     codes, given = (
@@ -64,7 +64,7 @@ def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 
 class ReferenceBackend(Backend):
-    """The definition itself, on any device, for any tensor."""
+    """The definition of the operator in plain torch, for any tensor on any device."""
 
     name = "reference"
 
@@ -79,7 +79,7 @@ class ReferenceBackend(Backend):
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool tensor as bits, bit i % 8 of byte i / 8 in row-major order [ceil(numel / 8)].
+    """A bool tensor as bits [ceil(numel / 8)]: bit i % 8 of byte i // 8 is element i in row-major order.
 
     >>> pack_bits(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
@@ -106,19 +106,19 @@ _MOST = 4096  # kinds that are remembered
 
 
 def backends() -> list[Backend]:
-    """All backends in the order in which they are asked."""
+    """All backends, in the order in which they are tried."""
     return list(_backends)
 
 
 def register_backend(backend: Backend, *, before: str = "reference") -> None:
-    """Add a backend, which is asked before the one with a name, and serves what it does not decline.
+    """Add a backend, which is tried before the backend named `before`, and serves the calls that it supports.
 
     Args:
-        backend: an object of a subclass of `Backend` with a name of its own.
-        before: the name of a backend; the reference serves everything, so that none can come after it.
+        backend: an object of a subclass of `Backend` with a new name.
+        before: the name of a backend; no backend can come after the reference, which serves everything.
 
     Raises:
-        ConfigError: a backend of this name is there already, or there is none with the name `before`.
+        ConfigError: a backend of this name is registered already, or no backend is named `before`.
     """
     global _backends
     names = [known.name for known in _backends]
@@ -139,13 +139,13 @@ _note_devices()
 
 
 def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
-    """The first backend that can serve the call: asked once for every kind of tensor and specification."""
+    """The first backend that can serve the call; cached by kind of tensor and specification."""
     key = _backends, type(x), x.dtype, x.device, spec, codes
     return _known.get(key) or _first_with(key, spec, x, lambda backend: backend.unsupported(x, spec, codes=codes))
 
 
 def choose_for(x: Tensor) -> Backend:
-    """The first backend that can serve calls without a specification for a tensor."""
+    """The first backend that can serve calls for a tensor that have no specification, such as `measure`."""
     key = _backends, type(x), x.dtype, x.device
     return _known.get(key) or _first_with(key, "any call", x, lambda backend: backend.unfit(x))
 
@@ -158,10 +158,10 @@ def find_plan(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """The plan for a call in plain eager execution, see `CallKind`; None where there is none.
+    """The plan for a call in plain eager execution, see `CallKind`, or None.
 
-    There is none if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x,
-    or if no kernel computes the ReLU in the same pass.
+    It is None if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x, or
+    if no kernel computes the ReLU in the same pass.
     """
     if not is_plain_eager():
         return None
@@ -187,7 +187,7 @@ def plan_of(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """`find_plan` without the question whether something watches, for operators of graphs."""
+    """`find_plan` without the check for compilers and transforms, for operators in graphs."""
     of_scale = of_zero_point = None
     if scale is not None:
         of_scale = scale.dtype, scale.device, scale.shape, scale.is_contiguous()
@@ -202,7 +202,7 @@ def plan_of(
 
 
 def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
-    """The plan of one backend for a kind that it serves, to unpack the masks that it packed."""
+    """The plan of one backend for a kind of call, so that the masks it packed can be unpacked."""
     key = backend, kind
     plan = _known.get(key) or _remember(key, backend.plan(kind))
     assert plan is not None, "backends have plans for all but ReLUs"
@@ -210,7 +210,7 @@ def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
 
 
 def have_tangents(*tensors: object) -> bool:
-    """Whether one of the tensors among these has a tangent of forward-mode AD."""
+    """Whether one of the objects is a tensor with a tangent of forward-mode AD."""
     return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 

@@ -1,10 +1,10 @@
-"""The operator as nodes of graphs, for exporters, and for compilers that must not look inside.
+"""The operator as nodes of graphs, for exporters and for compilers that must not decompose it.
 
-Nodes carry the specification as text. `fakequant::fake_quantize` is that of exported programs.
-`fakequant::fake_quantize_in_graph` is that of compilers: with a backward pass it also returns one bit per element,
-which is all that is saved. The name of the backend and the strides of x tell what the bits mean, so that a graph has
-no tensors on the CPU, which a CUDA graph could not hold. It has no autograd formula of its own: torch's wrapper of such
-operators took a third of the 115 us of Python that a node took.
+Nodes carry the specification as text. `fakequant::fake_quantize` is the node of exported programs.
+`fakequant::fake_quantize_in_graph` is the node of compilers: with a backward pass it also returns one bit per element,
+and only these bits are saved. The name of the backend and the strides of x tell what the bits mean, so that a graph
+needs no tensors on the CPU, which a CUDA graph could not hold. The node has no autograd formula: torch's wrapper of
+such operators took a third of the 115 us of Python that a node took.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fakequant.ops.dispatch import backends, choose, choose_for, plan_by, plan_o
 
 
 def needs_tracing(*tensors: object) -> bool:
-    """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
+    """Whether a transform, tracer, subclass or forward-mode AD must see torch operations instead of a kernel."""
     return not is_concrete(*tensors) or (forward_ad._current_level >= 0 and dispatch.have_tangents(*tensors))
 
 
 def is_compiled_as_node(x: Tensor) -> bool:
-    """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
+    """Whether a compiler runs, and graphs on the device of x contain the operator as one node, see `Backend`."""
     return torch.compiler.is_compiling() and x.device.type in division.approximate_devices
 
 
 def is_compiled_in_line(x: Tensor, spec: QuantSpec, params: QParams) -> bool:
-    """Whether the definition has the right bits where `is_compiled_as_node` asks for a node."""
+    """Whether a compiler gives the definition the right bits for this call, although `is_compiled_as_node`."""
     return (
         x.dtype == torch.float32
         and x.device.type in division.FUSED_DEVICES
@@ -63,12 +63,12 @@ def is_compiled_in_line(x: Tensor, spec: QuantSpec, params: QParams) -> bool:
 
 
 def is_compiled_in_transforms() -> bool:
-    """Whether a compiler reads a function transform, which differentiates no node and no autograd function right."""
+    """Whether a compiler traces a function transform, in which gradients of autograd functions would be wrong."""
     return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def is_recorded() -> bool:
-    """Whether an exporter or torch.jit.trace records operators; an ExportError in torch.onnx.export."""
+    """Whether an exporter or torch.jit.trace records operators; raises ExportError in torch.onnx.export."""
     recorded = not torch.compiler.is_compiling() and (torch._C._is_tracing() or _seen.get())
     found = division.is_exporting() or recorded
     if found:
@@ -89,7 +89,7 @@ def _raised(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def translated_to_onnx() -> AbstractContextManager[None]:
-    """A context in which torch.onnx.export is given a form for the operators of this package."""
+    """A context in which torch.onnx.export has translations of this package's operators."""
     return _raised(_translated)
 
 
@@ -97,7 +97,7 @@ _seen: ContextVar[bool] = ContextVar("_seen", default=False)
 
 
 def seen_as_operators() -> AbstractContextManager[None]:
-    """A context in which a dispatch mode of torch sees each call of the operator as one, as exporters do."""
+    """A context in which dispatch modes of torch, such as exporters', see each fake_quantize call as one operator."""
     return _raised(_seen)
 
 
@@ -115,7 +115,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, Non
 
 
 class Decomposed(torch.autograd.Function):
-    """The definition as plain torch operations, forward and backward, which a compiler fuses with its neighbours."""
+    """The definition as torch operations with a backward pass of torch operations, which a compiler can fuse."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class Decomposed(torch.autograd.Function):
 
 
 def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """x, made to depend on dy on a CPU, so that a compiler computes all that follows from it in the backward pass.
+    """x, made to depend on dy on a CPU, so that a compiler computes the mask in the backward pass instead of saving it.
 
     Compilers move operations that do not need dy into the forward pass, and save the mask, and that of a ReLU before
     it, as bool tensors. Inductor writes these one element at a time on the CPU: 2 to 5 ms for 1M elements, which are
@@ -167,7 +167,7 @@ def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
 
 
 class DecomposedInTransforms(Decomposed):
-    """`Decomposed` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
+    """`Decomposed` for function transforms and forward-mode AD; separate, as torch.compile cannot trace a `jvp`."""
 
     generate_vmap_rule = True
 
@@ -184,25 +184,25 @@ class DecomposedInTransforms(Decomposed):
 
 
 def apply_in_transforms(x: Tensor, text: str, *tensors: Tensor | None) -> Tensor:
-    """`DecomposedInTransforms` by the text of a specification, for compiled function transforms.
+    """Call `DecomposedInTransforms` with a specification as text, for compiled function transforms.
 
-    A compiler that reads `torch.func.grad` differentiates what an autograd function does forward, which gave 0
-    everywhere; it does not look into this one, and the transform finds the autograd function.
+    A compiler that traces `torch.func.grad` differentiates the forward of an autograd function, which gave 0
+    everywhere; it does not look into this function, so that the transform uses the autograd function.
     """
     y: Tensor = DecomposedInTransforms.apply(x, *tensors, QuantSpec.parse(text))
     return y
 
 
 def keep_whole() -> None:
-    """Tell a compiler not to look into `apply_in_transforms`; it runs this while it reads the call.
+    """Tell the compiler not to look into `apply_in_transforms`; the compiler runs this while it traces the call.
 
-    Told at import, it would be imported itself: 3 s.
+    At import this would import the compiler, which takes 3 s.
     """
     torch._dynamo.allow_in_graph(apply_in_transforms)
 
 
 def tensors_of(params: QParams) -> tuple[Tensor | None, ...]:
-    """The arguments of `params_of`: autograd functions know no tensors within tuples."""
+    """The tensors of parameters as arguments of `params_of`, since autograd functions ignore tensors in tuples."""
     lo, hi = params.range or (None, None)
     return params.scale, params.zero_point, lo, hi, params.seed
 
@@ -215,7 +215,7 @@ def params_of(
 
 
 def on_mesh_of(x: Tensor, params: QParams) -> QParams:
-    """The parameters, replicated as DTensors if x is a DTensor: torch does not mix DTensors and tensors."""
+    """The parameters, as replicated DTensors if x is a DTensor: torch does not mix DTensors and plain tensors."""
     if not is_sharded(x):
         return params
     from torch.distributed.tensor import DTensor, Replicate
@@ -236,10 +236,10 @@ _LearnedCall = tuple[KernelPlan, float | None]
 def apply_plan(
     plan: KernelPlan, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, factor: float | None = None
 ) -> Tensor | None:
-    """x quantized by a plan for it, with gradients where they are wanted; None if a parameter is not valid.
+    """x quantized by its plan, with gradients if they are needed; None if a parameter is not valid.
 
-    The scale is None where the range of x gives the parameters. With `factor`, which multiplies its gradient, the scale
-    may change before the backward pass.
+    The scale is None if the parameters come from the range of x. With `factor`, which multiplies its gradient, the
+    scale may change before the backward pass.
     """
     if torch.is_grad_enabled():
         if scale is not None and (scale.requires_grad or (zero_point is not None and zero_point.requires_grad)):
@@ -260,7 +260,7 @@ class _NotValidError(Exception):
 
 
 class _Fixed(torch.autograd.Function):
-    """Every argument costs time at each call: the parameters, which get no gradient, come as one that is no tensor."""
+    """Only x gets a gradient; plan and parameters come in one tuple, because every argument costs time at each call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _FixedCall) -> Tensor:
@@ -279,7 +279,7 @@ class _Fixed(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """Where scale or zero point get a gradient too."""
+    """Also scale or zero point get a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _LearnedCall) -> Tensor:
@@ -333,7 +333,7 @@ _apply_learned: Any = super(torch.autograd.Function, _Learned).apply  # pyright:
 
 
 def masked_gradient(dy: Tensor, mask: Tensor | None, plan: KernelPlan) -> Tensor:
-    """dy where the mask is set, else 0."""
+    """dy where the mask is set, else 0; dy without a mask."""
     if mask is None:
         return dy
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
@@ -343,13 +343,13 @@ def masked_gradient(dy: Tensor, mask: Tensor | None, plan: KernelPlan) -> Tensor
 
 
 def unpack_mask(mask: Tensor, shape: torch.Size, plan: KernelPlan) -> Tensor:
-    """The packed mask as a bool tensor [shape]: where a gradient of ones is let through."""
+    """The packed mask as a bool tensor [shape]."""
     ones = mask.new_empty_strided(shape, plan.stride, dtype=torch.bool).fill_(True)
     return plan.grad_input(ones, mask).bool()
 
 
 def laid(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """x with these strides, in which kernels read memory."""
+    """x, copied if necessary to have these strides, in which kernels read memory."""
     if x.stride() == stride:
         return x
     if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
@@ -360,7 +360,7 @@ def laid(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scale and zero point by torch's operations, where they are wanted."""
+    """The gradients of scale and zero point by torch operations; None for a gradient that is not in `wants`."""
     if not is_legacy_batchedtensor(dy):
         return reference.grad_params(dy, x, params, spec, wants)
     by_scale, by_zero_point = torch.ops.fakequant.grad_params(dy, x, *tensors_of(params), spec.to_text(), wants)
@@ -395,7 +395,7 @@ def quantize_as_node(
     range: Range | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`library.fake_quantize` as one node of a graph; without a scale `library.fake_quantize_dynamic`."""
+    """`library.fake_quantize` as one node of a graph, or without a scale `library.fake_quantize_dynamic`."""
     text = text_of(spec)
     by = name_of_choice(x.device, x.dtype, text)
     wanted = (t.requires_grad for t in (x, scale, zero_point) if t is not None)
@@ -407,7 +407,7 @@ def quantize_as_node(
 
 
 def text_of(spec: QuantSpec) -> str:
-    """`spec.to_text()`; a compiler that takes numbers for ones that vary cannot compare those of two formats."""
+    """`spec.to_text()`; under a compiler, which may not compare numbers of formats, `str(spec)` if it suffices."""
     text = str(spec)
     is_known = torch.compiler.is_compiling() and QuantSpec.parse(text).format is spec.format
     return text if is_known else spec.to_text()
@@ -436,7 +436,7 @@ def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, see
 
 
 class _AsNode(torch.autograd.Function):
-    """Nodes forward and backward; autograd formulas of operators would take Python's time at each call of the graph."""
+    """The operator as nodes, forward and backward; operators' autograd formulas would cost Python time at each call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
@@ -465,13 +465,13 @@ class _AsNode(torch.autograd.Function):
 
 
 def name_of_choice(device: torch.device, dtype: torch.dtype, text: str) -> str:
-    """The name of the backend that serves plain tensors; a compiler runs this while it reads the call."""
+    """The name of the backend for plain tensors; a compiler evaluates this as a constant while it traces."""
     with _disable_current_modes():
         return choose(torch.empty(0, dtype=dtype, device=device), QuantSpec.parse(text)).name
 
 
 def has_mask(text: str) -> bool:
-    """Whether gradients do not pass everywhere; a compiler runs this, too, and does not read the specification."""
+    """Whether some gradients are masked, which IDENTITY never does; a compiler evaluates this as a constant."""
     return QuantSpec.parse(text).gradient is not Gradient.IDENTITY
 
 
@@ -480,12 +480,12 @@ for _own in (keep_whole, name_of_choice, has_mask):
 
 
 class _Node(NamedTuple):
-    """How the calls of a node are computed.
+    """The plan and strides with which calls of a node are computed.
 
     Attributes:
-        plan: that takes any parameters.
+        plan: a plan that takes any parameters.
         declared: the strides of results.
-        mask_bytes: of a mask.
+        mask_bytes: the size of a mask in bytes.
     """
 
     plan: KernelPlan
@@ -497,7 +497,7 @@ _nodes: dict[Any, _Node] = {}
 
 
 def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, by: str) -> _Node:
-    """What calls of one kind have in common; of x, its dtype, device and shape, and the strides a compiler gave it."""
+    """The cached `_Node` for x of a dtype, device, shape and compiled strides (`of_x`), and for such parameters."""
     of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
     of_zero_point = None
     if zero_point is not None:
@@ -603,7 +603,7 @@ def _setup_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_of_values(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients in an exported program, by torch's operations on x. Few exported programs are trained."""
+    """The gradients in an exported program, by torch operations on x; few exported programs are trained."""
     x, scale, zero_point, seed = ctx.saved_tensors
     params = QParams(scale, zero_point, seed=seed)
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -627,7 +627,7 @@ def _(x: Tensor, spec: str) -> Tensor:
 
 
 def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
-    """Bytes of one bit per element, of full blocks where a backend pads them."""
+    """The bytes of a mask of one bit per element; blocks count as full, because some backends pad them."""
     if spec.gradient is Gradient.IDENTITY:
         return 0
     missing = padding(x.shape, spec.granularity.block_shape(x.shape))
@@ -635,13 +635,13 @@ def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
 
 
 def _declared(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """A tensor that lies in memory as results do: by the strides of x, or row by row where these leave gaps."""
+    """An empty tensor with the strides of results: those given, or contiguous if these leave gaps."""
     laid = x.new_empty_strided(x.shape, stride)
     return laid if _is_dense(laid) else x.new_empty(x.shape)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether x lies in memory without gaps and overlaps, in any order of axes."""
+    """Whether x has neither gaps nor overlaps in memory, in any order of axes."""
     if not all(isinstance(n, int) for n in (*x.stride(), *x.shape)):
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a second, for sympy
 

@@ -1,4 +1,4 @@
-"""What kernels know of a specification as numbers: grids, tables and formulas of scales; and what they do not serve."""
+"""Specifications as numbers for kernels (grids, tables, rules of scales), and reasons why kernels cannot serve."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NEVER = 2.0  # mantissas end below 1
 
 
 def grid_fields(grid: Grid) -> tuple[float, float, int, int, bool]:
-    """What the kernels know of a format without a table, in their order."""
+    """The fields of a format without a table, in the order in which kernels read them."""
     mantissa_bits = _NO_MANTISSA if grid.mantissa_bits is None else grid.mantissa_bits
     return grid.quant_min, grid.quant_max, mantissa_bits, grid.min_exponent, grid.negative_zero
 
 
 @lru_cache
 def table_fields(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
-    """The values of a table format, then from which number of a dtype on each but the first is reached."""
+    """The values of a table format, then for each value but the first the smallest number that rounds to it."""
     table = fmt.grid.table
     if table is None:
         return ()
@@ -49,30 +49,31 @@ def table_fields(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def cannot_round(fmt: Format, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not round to a format in a dtype, or None."""
+    """The reason why the kernels cannot round to a format in a dtype, or None."""
     if fmt.grid.mantissa_bits is not None and fmt.quant_max > LARGEST and dtype != torch.float64:
         return f"the kernels round floats up to 2**64, {fmt} reaches {fmt.quant_max:g}"
     return None
 
 
 def cannot_hold(spec: QuantSpec) -> str | None:
-    """Why the kernels do not compute with the parameters of a specification, or None."""
+    """The reason why the kernels cannot compute with the parameters of a specification, or None."""
     if spec.arithmetic.has_two_scales:
         return f"the kernels encode and decode by one scale, and {spec} by two"
     return None
 
 
 def is_lattice(spec: QuantSpec) -> bool:
-    """Whether x is shifted by offsets, or scales may be 0 or negative."""
+    """Whether a specification has offsets in units of x, or scales that may be 0 or negative."""
     return spec.offset is not None or spec.scale.is_exact
 
 
 def cannot_choose(
     spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...], order: tuple[int, ...] | None = None
 ) -> str | None:
-    """Why the kernels do not find the scales of a specification, or None.
+    """The reason why the kernels cannot compute the scales of a specification from ranges, or None.
 
-    `groups` is the shape of scales, `order` their axes from slowest to fastest in the kernel, by default as they are.
+    `groups` is the shape of the scales, `order` their axes from slowest to fastest in the kernel (default: as in
+    shape).
     """
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
@@ -114,7 +115,7 @@ def _cannot_store(
 
 
 def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int, ...] | None = None) -> int | None:
-    """How many scales in turn share an exact one; 0 where none do, None where others lie in between."""
+    """How many neighbouring scales share an exact scale; 0 without a shared scale, None if they are not neighbours."""
     if stored is None or stored.granularity is None or not stored.is_exact:
         return 0
     blocks, count, whole = stored.granularity.block_shape(groups), 1, True
@@ -128,7 +129,7 @@ def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int,
 
 
 def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not round to a format stochastically, or None."""
+    """The reason why the kernels cannot round stochastically to a format, or None."""
     grid = fmt.grid
     if grid.mantissa_bits is None or dtype == torch.float64:
         return None
@@ -138,7 +139,7 @@ def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
 
 
 class ScaleRule(NamedTuple):
-    """The fields of ScaleRule in scales.h, in the order of RuleField in dynamic.cpp; its comments say what they are."""
+    """The fields of ScaleRule in scales.h, where they are explained, in the order of RuleField in dynamic.cpp."""
 
     kind: int
     bound: float
@@ -170,7 +171,7 @@ class ScaleRule(NamedTuple):
 
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype, scales: int | None, offsets: int | None) -> Tensor:
-    """The ScaleRule for tensors of a dtype, behind it that of offsets, if any [26 or 52]; counts are of `in_turn`."""
+    """The ScaleRule for a dtype as float64 [26], or [52] with a rule of offsets; counts come from `in_turn`."""
     rules = rule_of(spec, dtype)._replace(together=scales or 0)
     if spec.offset is not None:
         largest = torch.finfo(dtype).max * (1.0 - torch.finfo(compute_dtype(dtype)).eps)
@@ -180,7 +181,7 @@ def scale_rule(spec: QuantSpec, dtype: torch.dtype, scales: int | None, offsets:
 
 
 def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
-    """The rule by which tensors of a dtype get their scales; see numerics/qparams.py for the formulas."""
+    """The rule that computes scales for tensors of a dtype; numerics/qparams.py has the formulas."""
     fmt, info = spec.format, torch.finfo(compute_dtype(dtype))
     largest = torch.finfo(dtype).max * (1.0 - info.eps)
     if spec.offset is not None:
@@ -207,7 +208,7 @@ def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
 
 
 def _exact(bound: float, stored: ScaleSpec, limit: float, dtype: torch.dtype) -> ScaleRule:
-    """Exact numbers of a format; float32 numbers without one."""
+    """The rule for scales or offsets that are exact numbers of a format, or float32 if they have no format."""
     fmt, shared, computed = stored.format, stored.shared, compute_dtype(dtype)
     if fmt is None:
         return ScaleRule(FLOAT, bound, limit)

@@ -1,4 +1,4 @@
-"""From a tensor of any strides to the run of memory that kernels see as tiles, and back; where a ReLU keeps strides."""
+"""The memory order in which kernels read a tensor of any strides as tiles, and when a ReLU keeps strides."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles, pad_bl
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors of one shape and stride are handed to a kernel.
+    """How tensors of one shape and stride are passed to a kernel.
 
-    `blocks` are the granularity's block sizes. `order` lists the axes of the split view (see `split`) in the order in
-    which the kernel meets them. Where `dense`, no axis is split, and a tensor whose memory has that order is not
-    copied: channels-last tensors stay channels-last. `packed_stride` are the strides of such a tensor, None if not
-    `dense`. `result_stride` are those of every result, without gaps, so that what follows meets the same memory
-    whatever the granularity.
+    `blocks` are the granularity's block sizes. `split` is the shape of the view in which each axis is split into groups
+    and blocks, and `order` lists its axes from slowest to fastest in the kernel. If `dense`, no axis is split, and a
+    tensor in that memory order is not copied: channels-last tensors stay channels-last. `packed_stride` are the strides
+    of such a tensor, None if not `dense`. `result_stride` are the strides of every result, without gaps and for every
+    granularity the same.
     """
 
     shape: tuple[int, ...]
@@ -36,12 +36,12 @@ class Layout:
 
     @property
     def row_major(self) -> bool:
-        """Whether the kernel meets the elements in row-major order."""
+        """Whether the kernel reads the elements in row-major order."""
         axes = [axis for axis in self.order if self.shape[axis] > 1] if self.dense else None
         return axes is not None and axes == sorted(axes)
 
     def pack(self, x: Tensor) -> Tensor:
-        """A tensor whose memory the kernel can read in order, padded to full blocks."""
+        """The tensor, copied if the kernel cannot read its memory in order, and padded to full blocks."""
         if x.stride() == self.packed_stride:
             return x
         if self.dense:
@@ -50,7 +50,7 @@ class Layout:
         return pad_blocks(x, self.blocks).reshape(self.split).permute(self.order).contiguous()
 
     def unpack(self, y: Tensor) -> Tensor:
-        """The tensor of `shape` of a result that lies in the kernel's order."""
+        """A result in the kernel's order as a tensor of `shape`."""
         if self.dense:
             return y
         y = unblocked(y.permute(_inverse(self.order)), self.shape, self.blocks)
@@ -59,9 +59,9 @@ class Layout:
         return torch.empty_strided(self.shape, self.result_stride, dtype=y.dtype, device=y.device).copy_(y)
 
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Per-group values [groups, axes kept] in the kernel's order.
+        """Values per group [groups, axes kept] in the kernel's order; raises ShapeError for any other shape.
 
-        A ShapeError for another shape, with which a kernel would read memory that is not there.
+        With a wrong shape a kernel would read beyond the memory of the tensor.
         """
         if values.shape != self.group_shape:
             raise ShapeError(
@@ -73,14 +73,14 @@ class Layout:
         return values if values.dtype == dtype else values.to(dtype)
 
     def unpack_groups(self, values: Tensor) -> Tensor:
-        """Per-group values [groups] in the kernel's order as [groups, axes kept]."""
+        """Values per group [groups], in the kernel's order, reshaped to [groups, axes kept]."""
         ordered = values.view([self.group_shape[axis] for axis in self.group_order])
         return ordered.permute(_inverse(self.group_order))
 
 
 @lru_cache(maxsize=4096)
 def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
-    """The layout of tensors of a shape and stride, found once; a ShapeError if the granularity does not fit."""
+    """The layout of tensors of a shape and stride, cached; raises ShapeError if the granularity does not fit."""
     blocks = granularity.block_shape(shape)
     group_shape = granularity.group_shape(shape)
     # The axes from slowest to fastest in memory, if the tensor is dense; else their usual order.
@@ -108,7 +108,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose axes lie in memory in this order, slowest first, without gaps."""
+    """The strides of a tensor without gaps whose axes have this order in memory, slowest first."""
     strides, elements = [0] * len(shape), 1
     for axis in reversed(order):
         strides[axis] = elements
@@ -124,18 +124,18 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def relu_later(x: Tensor) -> Tensor:
-    """x for a quantizer that computes the ReLU after a reshape or a maximum; torch.relu(x) if its strides differ."""
+    """x if a quantizer may compute the ReLU after a reshape or maximum; torch.relu(x) if ReLU would change strides."""
     return x if keeps_strides(x) else torch.relu(x)
 
 
 @cache
 def keeps_negative_zero(dtype: torch.dtype) -> bool:
-    """Whether torch.relu gives -0.0 for -0.0 here, as the kernels do; torch leaves it to the processor's maximum."""
+    """Whether torch.relu keeps -0.0 here, as the kernels do; in torch it depends on the processor's maximum."""
     return bool(torch.relu(torch.full((67,), -0.0, dtype=dtype, device="cpu")).signbit().all())
 
 
 def keeps_strides(x: Tensor) -> bool:
-    """Whether the result of torch.relu is known to lie as its input: how the next product sums may depend on it."""
+    """Whether torch.relu surely keeps the strides of x, on which the order of the next product's sums may depend."""
     for format in (torch.contiguous_format, *_CHANNELS_LAST.get(x.dim(), ())):
         if x.is_contiguous(memory_format=format):
             # An axis of one element may have any stride; torch gives it that of the format.

@@ -1,16 +1,16 @@
 """The operator: `fake_quantize` for eager code, compilers, exporters and function transforms.
 
-* Eager: the plan that a backend made for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
+* Eager: a backend's cached plan for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
   per element is saved, and x where a scale is learned.
 * torch.compile where compilers would compute other bits (`division.approximate_devices`): one node of a graph, see
   `graph_operators.py`; or, see `is_compiled_in_line`, the definition with quotients and products as nodes, which
-  Inductor writes as exact instructions. A mask is saved.
+  Inductor compiles to exact instructions. A mask is saved.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
-  that a compiler fuses it with its neighbours. What is saved there is x itself, see `_found_in_backward`.
+  that a compiler fuses it with its neighbours. There x itself is saved, see `_found_in_backward`.
 * torch.export and torch.jit.trace: two nodes. `fakequant::fake_quantize` carries the specification as text.
-  `fakequant::choose_scale` does too, and finds the scale from the range of the tensor.
+  `fakequant::choose_scale` does too, and computes the scale from the range of the tensor.
 
-Beside it ranges and counts of values, which have no gradient and a kernel all the same.
+The file also has ranges and histograms of values, which have kernels but no gradient.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _LARGE = 1 << 16  # elements
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """x encoded and decoded, with the straight-through gradient of the specification.
+    """Quantize and dequantize x, with the straight-through gradient of the specification.
 
-    `params` are taken as valid, on the device of x, in a shape that the granularity accepts. The public function that
-    checks them is `fakequant.fake_quantize`. Without a seed, that of stochastic rounding is drawn.
+    `params` must be valid, on the device of x, in a shape that the granularity accepts; the public function that checks
+    them is `fakequant.fake_quantize`. Without a seed, a seed of stochastic rounding is drawn.
     """
     return quantize_by(x, spec, *params)
 
@@ -72,7 +72,7 @@ def quantize_by(
     range: Range | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`fake_quantize` by the parts of its parameters."""
+    """`fake_quantize` with the parts of its parameters as arguments."""
     plan = find_plan(x, spec, scale, zero_point)
     if plan is None:  # by torch's operations or as a node of a graph
         compute_dtype(x.dtype)
@@ -96,7 +96,7 @@ def quantize_by(
 
 
 def _otherwise(plan: KernelPlan, x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """x quantized with parameters that a plan refuses."""
+    """x quantized by the plan for parameters that the first plan refuses as not valid."""
     assert plan.otherwise is not None, "only such plans refuse parameters"
     extras = plan.descriptor if isinstance(plan.descriptor, Extras) else plan.otherwise.descriptor
     y = apply_plan(plan.otherwise._replace(descriptor=extras), x, scale, zero_point)
@@ -105,10 +105,10 @@ def _otherwise(plan: KernelPlan, x: Tensor, scale: Tensor | None, zero_point: Te
 
 
 def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Write the quantized values over x, without a gradient; False if no kernel can, and then x is as it was.
+    """Overwrite x with its quantized values, without a gradient; False if no kernel can, and x is unchanged.
 
-    That is also so if a parameter is not valid, if one lies in the memory of x, which kernels overwrite while they read
-    it, and if the memory holds the negatives of x, as for `torch.conj(z).imag`.
+    Also False if a parameter is not valid or shares memory with x, which kernels overwrite while they read it, or if
+    the memory holds the negatives of x, as for `torch.conj(z).imag`.
     """
     plan = find_plan(x, spec, scale, zero_point)
     if plan is None or plan.values_over is None or x.is_inference() or x.is_neg():
@@ -130,9 +130,9 @@ def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Te
 
 
 def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`fake_quantize` of torch.relu(x), forward and gradient.
+    """`fake_quantize` of torch.relu(x), with the gradient of both.
 
-    Where a backend can, each of both is one pass over memory. It saves one bit per element for the gradient, while
+    Where a backend can, forward and backward are each one pass over memory, and one bit per element is saved, while
     torch.relu alone saves its result.
     """
     # A scale that learns needs the ReLU's result again.
@@ -145,9 +145,9 @@ def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 
 def fake_quantize_with_mask(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """`fake_quantize`, and where its gradient reaches x: a bool tensor, the shape of x.
+    """`fake_quantize`, and a bool mask [shape of x] of where its gradient reaches x.
 
-    For libraries whose operators return the mask. Autograd itself keeps one bit per element instead of this byte.
+    For libraries whose operators return the mask. Autograd keeps one bit per element, not this byte.
     """
     if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
         params = params._replace(seed=draw_seed())
@@ -168,10 +168,10 @@ def fake_quantize_with_mask(x: Tensor, params: QParams, spec: QuantSpec) -> tupl
 
 
 def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None) -> Tensor:
-    """`fake_quantize` with the parameters that the range of x itself gives; no gradient goes to the range.
+    """`fake_quantize` with the parameters from the range of x; the range gets no gradient.
 
-    The same bits as measuring, choosing parameters and quantizing one after the other, in fewer passes over memory.
-    Without a seed, that of stochastic rounding is drawn.
+    The bits are those of measuring, choosing parameters and quantizing in turn, in fewer passes over memory. Without a
+    seed, a seed of stochastic rounding is drawn.
 
     Raises:
         DTypeError: x is not a floating tensor.
@@ -202,7 +202,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
 
 
 def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> KernelPlan:
-    """The plan for one call that needs more than scale and zero point."""
+    """The plan for one call with a range or a seed; without a seed, stochastic rounding gets a new one."""
     if plan.spec.rounding is Rounding.STOCHASTIC and seed is None:
         seed = draw_seed()
     if range is not None:
@@ -211,7 +211,7 @@ def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> 
 
 
 def _fitted(params: QParams, x: Tensor, spec: QuantSpec) -> QParams:
-    """Parameters in the shape that broadcasts with x; a ShapeError if they do not fit."""
+    """Scale and zero point in the shape that broadcasts with x; raises ShapeError if they do not fit."""
     shape, scale, zero_point = shape_of(x), params.scale, params.zero_point
     groups = spec.granularity.group_shape(shape)
     for given in (scale, zero_point):
@@ -239,18 +239,18 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
 
 
 def at_once(x: Tensor) -> int:
-    """Elements of which a search computes at once, see `Backend.at_once`."""
+    """How many elements a search should compute at once, see `Backend.at_once`."""
     return choose_for(x).at_once
 
 
 def choose(x: Tensor, spec: QuantSpec, range: Range | None = None) -> QParams:
-    """The parameters of x, or of another range of it, see `numerics.reference.choose`."""
+    """The scale and zero point for x, or for another range, see `numerics.reference.choose`."""
     compare = is_less if needs_tracing(x) else is_less_by_plain_sums
     return reference.choose_from(x, measure(x, spec.granularity) if range is None else range, spec, compare)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """The codes of x; no gradient."""
+    """The codes of x, without gradients."""
     x, plan = x.detach(), None if needs_tracing(params.seed) else find_plan(x, spec, *params[:2], CODES)
     if plan is None:
         return reference.quantize(x, on_mesh_of(x, _fitted(params, x, spec)), spec)
@@ -274,7 +274,7 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor | None:
 
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The values of codes; no gradient."""
+    """The decoded values of codes, without gradients."""
     plan = find_plan(codes, spec, *params[:2], CODES, dtype)
     if plan is None:
         return reference.dequantize(codes, _fitted(params, codes, spec), spec, dtype)
@@ -283,27 +283,27 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 
 
 def are_learned(params: QParams) -> bool:
-    """Whether scale or zero point get a gradient."""
+    """Whether scale or zero point require a gradient."""
     return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
 def observe(values: Tensor, bins: Bins | None = None) -> Observed:
-    """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
+    """The range of values [groups, elements >= 1], and their histogram if `bins` is not None."""
     if not is_concrete(values):
         return observe_by_definition(values, bins)
     return choose_for(values).observe(values.contiguous(), bins)
 
 
 def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
-    """Widen a range in place to contain these values, and add them to the counts; or do nothing and return False.
+    """Widen a range in place to contain the values, and add them to the histogram; or do nothing and return False.
 
-    It is one call of a kernel, for the many batches that need no wider bins. It does nothing if a value is not finite
-    or is beyond the last bin, and if the kernel cannot serve.
+    One call of a kernel serves the many batches that need no wider bins. Nothing is done if a value is not finite or is
+    beyond the last bin, or if no kernel can serve.
 
     Args:
-        values: ordered by group, as many in every group, without gaps.
+        values: [groups, elements] in memory, without gaps.
         range: lowest and highest value of every group, in the dtype of computation; it contains 0.0.
-        bins: where to count; None for not at all.
+        bins: the bins of the histogram; None counts nothing.
         counts: int64 [groups, 2, bins], or None.
     """
     if not is_concrete(values) or values.device != range.lo.device:
@@ -312,7 +312,7 @@ def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | Non
 
 
 def join_bins(counts: Tensor, times: Tensor) -> Tensor:
-    """The counts [groups, 2, bins] after neighbouring bins were added `times` times [groups].
+    """The counts [groups, 2, bins] after neighbouring bins were merged `times` times [groups].
 
     >>> join_bins(torch.tensor([[[4, 1, 2, 3], [0, 0, 5, 6]]]), torch.tensor([1]))
     tensor([[[ 5,  5,  0,  0],

@@ -1,14 +1,13 @@
-"""Products and convolutions of codes on integer units, with the bits of numerics/products.py.
+"""Integer products and convolutions of codes, with the bits of numerics/products.py.
 
-The operators of torch that compute them are internal ones: `torch._int_mm`, and in convolutions that of oneDNN which
-Inductor uses. Each is tried once per process on numbers that show saturating or inexact sums, and is used only if it
-passes; what it cannot do is said as a reason, and the layer is simulated then. A processor without integer dot products
-sums the same integers in float32, which is exact for short parts.
+They use internal operators of torch: `torch._int_mm`, and for convolutions the oneDNN operator that Inductor uses.
+Each is tested once per process on numbers that show saturating or inexact sums, and is used only if it passes; else
+the reason is returned, and the layer is simulated. A processor without integer dot products sums the same integers in
+float32, which is exact for short parts.
 
-Contiguous inputs of convolutions go to the kernel of cpu/convolution.cpp where the processor has AVX-512 VNNI. Inputs
-that lie channels-last, groups and other processors go to oneDNN. Some windows it computes wrongly, or reads memory that
-is not there: those that lie in padding, strides beyond the input, dilations of single taps. It is given none of these
-(`_plain`).
+Contiguous inputs of convolutions go to the kernel of cpu/convolution.cpp if the processor has AVX-512 VNNI. oneDNN
+computes channels-last inputs, groups, and all inputs on other processors. It is wrong, or reads foreign memory, for
+windows inside padding, strides beyond the input, and dilations of kernels of size 1; `_plain` rewrites these.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ALIGNED = 16
 
 
 def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
-    """How many products of codes of these magnitudes int32 can sum in any case.
+    """How many products of codes up to these magnitudes int32 can always sum.
 
     >>> largest_inner_size(128, 128), largest_inner_size(255, 128)
     (131071, 65793)
@@ -53,7 +52,7 @@ def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
 
 @cache
 def linear_unavailable(device_type: str) -> str | None:
-    """Why `linear` cannot be used on a kind of device, or None."""
+    """The reason why `linear` cannot run on a device type, or None."""
     if device_type not in ("cpu", "cuda"):
         return f"integer products are for CPU and CUDA, not for {device_type}"
     codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8, device=device_type).repeat(32, 16)
@@ -74,10 +73,10 @@ def linear_unavailable(device_type: str) -> str | None:
 def trial(
     name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """Why an operator that is said to sum codes exactly cannot be used, or None.
+    """The reason why an operator that should sum codes exactly cannot be used, or None.
 
     Raises:
-        RuntimeError: there is no memory, which says nothing about the operator, so that no caller remembers it.
+        RuntimeError: out of memory, which says nothing about the operator, so that callers must not cache it.
     """
     try:
         wrong = [
@@ -93,14 +92,14 @@ def trial(
 
 
 def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
-    """`products.linear`, with scale and zero point of x per tensor or per row, and a weight without zero point."""
+    """`products.linear`: scale and zero point of x per tensor or per row, and a weight without zero point."""
     *axes, _ = x.codes.shape
     y = scaled(_row_sums(x, weight.codes), x.scale, weight.scale, bias)
     return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
 
 
 def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None:
-    """The exact sums of `linear`, int32; None where they may not fit, or no unit computes them."""
+    """The exact sums of `linear`, int32; None if int32 may overflow, or no integer unit computes them here."""
     if not _fit_int32(codes, weight) or linear_unavailable(codes.device.type) is not None:
         return None
     centre = torch.tensor(zero_point, device=codes.device)
@@ -109,13 +108,13 @@ def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None
 
 
 def _fit_int32(codes: Tensor, weight: Tensor) -> bool:
-    """Whether sums of products of codes of 8 bits fit, and there are any."""
+    """Whether sums of products of such 8-bit codes surely fit in int32; False for empty tensors."""
     alike = codes.dtype in CODES and weight.dtype == torch.int8 and codes.device == weight.device
     return alike and codes.numel() > 0 and 0 < weight.numel() <= largest_inner_size(255, 128) * weight.shape[0]
 
 
 def _row_sums(x: QuantizedOperand, weight: Tensor) -> Tensor:
-    """Exact sums [rows, out], int32."""
+    """The exact sums [rows, out], int32, of codes minus zero point times weights."""
     x = _taken(x)
     sums = _int_mm(x.codes.reshape(-1, x.codes.shape[-1]), weight.t())
     if x.zero_point is not None:
@@ -126,11 +125,11 @@ def _row_sums(x: QuantizedOperand, weight: Tensor) -> Tensor:
 
 
 def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
-    """`products.matmul`, with scale and zero point of x per tensor or per row, of the other per tensor.
+    """`products.matmul`: scale and zero point of x per tensor or per row, of `other` per tensor.
 
     Args:
         x: int8 or uint8 [..., n, k].
-        other: int8 or uint8 [..., k, m]; of other batch axes too, if they broadcast.
+        other: int8 or uint8 [..., k, m]; batch axes may differ if they broadcast.
     """
     *_, rows, inner = x.codes.shape
     columns = other.codes.shape[-1]
@@ -161,23 +160,23 @@ def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
 
 
 def _centred(x: QuantizedOperand) -> Tensor:
-    """Codes counted from the zero point, float32."""
+    """The codes minus the zero point, float32."""
     codes = x.codes.to(torch.float32)
     return codes if x.zero_point is None else codes.sub_(x.zero_point)
 
 
 def _has_cuda_limits(device_type: str) -> bool:
-    """Whether `torch._int_mm` is that of CUDA, which takes only int8, more than 16 rows, and sizes that 8 divides."""
+    """Whether `torch._int_mm` is CUDA's, which takes only int8, more than 16 rows, and sizes divisible by 8."""
     return device_type == "cuda"
 
 
 def _taken(x: QuantizedOperand) -> QuantizedOperand:
-    """A factor as `torch._int_mm` takes the first one."""
+    """The first factor, converted to int8 codes if `torch._int_mm` needs that."""
     return _signed(x) if _has_cuda_limits(x.codes.device.type) else x
 
 
 def _signed(x: QuantizedOperand) -> QuantizedOperand:
-    """The same numbers as codes of int8."""
+    """The same values with int8 codes: uint8 codes and the zero point are shifted by -128."""
     if x.codes.dtype == torch.int8:
         return x
     # Filled on the device: `torch.tensor` copies the number there, and waits for it.
@@ -203,21 +202,21 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiplies_slowly(device_type: str) -> bool:
-    """Whether `torch._int_mm` is its loop for processors without integer dot products, 20 times as slow as float."""
+    """Whether `torch._int_mm` runs its slow loop for CPUs without integer dot products, 20 times as slow as float."""
     return device_type == "cpu" and platform.machine() in _X86 and not torch.cpu._is_vnni_supported()
 
 
 def _with_plain_strides(codes: Tensor) -> Tensor:
-    """Codes [n, m] in rows where an axis has one element: its stride means nothing, but torch's kernels go by it.
+    """Codes [n, m] as contiguous rows if an axis has one element, whose stride torch's kernels misread.
 
-    That of torch 2.13 for the CPU takes [1, 4] of strides (1, 1), which is what `weight.t()` has of a layer with one
-    input, for columns of some other matrix, and reads behind its end.
+    The CPU kernel of torch 2.13 takes [1, 4] with strides (1, 1), as `weight.t()` has in a layer with one input, for
+    columns of a larger matrix, and reads beyond its end.
     """
     return codes.contiguous().view(-1).view(codes.shape) if 1 in codes.shape else codes
 
 
 def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Codes with more rows and columns, of zeros; a copy also where kernels for whole blocks might not read them."""
+    """Codes with more rows and columns of zeros; also copied if kernels for whole blocks could not read the codes."""
     codes = _with_plain_strides(codes)
     dense = codes.is_contiguous() or codes.t().is_contiguous()
     if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:
@@ -226,9 +225,9 @@ def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`products.scaled` of int32 or float32 sums [..., columns], in one pass where there are kernels.
+    """`products.scaled` of int32 or float32 sums [..., columns], in one pass if the kernels are built.
 
-    There is one row scale for each row, or one; likewise for columns, which may have a bias each.
+    `row_scale` has one scale or one per row, `column_scale` one or one per column, and `bias` one per column.
     """
     if sums.device.type == "cpu" and load_kernels() is None:
         y = sums.new_empty(sums.shape, dtype=torch.float32)
@@ -242,7 +241,7 @@ def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor |
 def scale_into(
     y: Tensor, sums: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, channels_first: bool = False
 ) -> None:
-    """`scaled` by the kernels, into y [..., columns], or into y [n, columns, ...] of sums [n, ..., columns]."""
+    """`scaled` by the kernels, written to y [..., columns], or to y [n, columns, ...] from sums [n, ..., columns]."""
     columns = sums.shape[-1]
     row_scale, column_scale = (scale.reshape(-1) for scale in scales)
     if column_scale.numel() != columns:
@@ -253,11 +252,11 @@ def scale_into(
 
 
 def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
-    """As `products.fixed_point`; where kernels can, in one pass, as int8 or uint8.
+    """`products.fixed_point`, in one pass and as int8 or uint8 if the kernels are built and the codes fit.
 
     Args:
         sums: exact integers.
-        by: with one multiplier, or one for each position along one axis.
+        by: one multiplier, or one for each position along an axis.
         low, high: the range of codes.
     """
     fitting = (d for d in (torch.uint8, torch.int8) if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max)
@@ -284,7 +283,7 @@ _LARGEST_WINDOW = 1 << 20
 
 @cache
 def convolution_unavailable(device_type: str) -> str | None:
-    """Why `convolution` cannot be used on a kind of device, or None."""
+    """The reason why `convolution` cannot run on a device type, or None."""
     if device_type != "cpu":
         return f"integer convolutions are for CPU, not for {device_type}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
@@ -304,11 +303,11 @@ def convolution_unavailable(device_type: str) -> str | None:
 
 
 class PackedWeight:
-    """Codes of a weight, int8 [out, in / groups, ...], and what each way to convolve makes of them, once it is needed.
+    """Codes of a weight, int8 [out, in / groups, ...], with cached layouts for each way to convolve.
 
     Args:
         codes: signed, without a zero point.
-        places: where the windows are, as lists.
+        places: stride, padding and dilation as lists, and groups.
     """
 
     def __init__(self, codes: Tensor, places: ConvParams) -> None:
@@ -316,7 +315,7 @@ class PackedWeight:
         self._of_onednn: dict[str, Tensor] = {}
 
     def is_of(self, codes: Tensor) -> bool:
-        """Whether these codes are packed here."""
+        """Whether the packed codes equal these."""
         if codes is self.codes:
             return True
         if codes.shape != self.codes.shape:
@@ -328,7 +327,7 @@ class PackedWeight:
 
     @cached_property
     def of_kernel(self) -> KernelWeight:
-        """Weights in the order in which the kernel reads them, filled up with zeros, and where the windows are."""
+        """The codes in the order in which the kernel reads them, padded with zeros, with their sums and windows."""
         outputs, channels = self.codes.shape[:2]
         missing = 0, 0, 0, -channels % _DEPTH, 0, -outputs % _ROWS
         filled = F.pad(self.codes.reshape(outputs, channels, -1), missing)
@@ -338,18 +337,18 @@ class PackedWeight:
 
     @cached_property
     def windows(self) -> Tensor:
-        """The sizes of the kernel, stride, padding and dilation, int64 [4, axes]."""
+        """The kernel sizes, strides, paddings and dilations, int64 [4, axes]."""
         numbers = self.codes.shape[2:], *self.places[:3]
         return torch.tensor([list(each) for each in numbers], device="cpu")
 
     @cached_property
     def is_depthwise(self) -> bool:
-        """Whether `convolve_channels` takes it."""
+        """Whether the weight is depthwise, and `convolve_channels` supports its windows."""
         takes = self.codes.dim() < 5 and int(self.windows.max()) < _LARGEST_WINDOW
         return takes and self.codes.shape[1] == 1 < self.places.groups
 
     def of_onednn(self, shape: torch.Size, places: ConvParams) -> Tensor:
-        """Codes in the layout that oneDNN wants for such windows, and for inputs of about the shape of the first."""
+        """The codes in oneDNN's layout for these windows, and for inputs of about the shape of the first input."""
         packed = self._of_onednn.get(str(places))
         if packed is None:
             ones, _ = _ones_and_zeros(self.codes.shape[0])
@@ -359,11 +358,11 @@ class PackedWeight:
 
 
 class KernelWeight(NamedTuple):
-    """What the kernel reads of a weight.
+    """The tensors of a weight that the kernel reads.
 
     Attributes:
         codes: int8 [out / 8, in / 4, taps, 8, 4].
-        sums: of the codes of each output channel, int32 [out, filled up].
+        sums: the sums of codes of each output channel, int32 [out, padded].
         windows: int64 [4, axes], the sizes of the kernel, stride, padding and dilation.
     """
 
@@ -373,7 +372,7 @@ class KernelWeight(NamedTuple):
 
 
 def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`products.convolution` with a packed weight; the result lies channels-last where the input does.
+    """`products.convolution` with a packed weight; the result is channels-last if the input is.
 
     Args:
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
@@ -407,7 +406,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
 
 
 def convolution_sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor | None:
-    """The exact sums of `convolution`, int32 or float32; None where they may not fit, or no unit computes them."""
+    """The exact sums of `convolution`, int32 or float32; None if they may not fit, or no unit computes them."""
     if not _fit_int32(codes, weight.codes) or convolution_unavailable(codes.device.type) is not None:
         return None
     if (sizes := _sizes(codes, weight)) is None:
@@ -432,7 +431,7 @@ def convolution_sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Te
 
 
 def _sizes(codes: Tensor, weight: PackedWeight) -> list[int] | None:
-    """How many windows there are along each axis; None where codes and weight do not fit."""
+    """The number of windows along each axis; None if the shapes of codes and weight do not fit."""
     _, channels, *kernel = weight.codes.shape
     if codes.dim() != weight.codes.dim() or codes.shape[1] != channels * weight.places.groups:
         return None
@@ -441,10 +440,10 @@ def _sizes(codes: Tensor, weight: PackedWeight) -> list[int] | None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether x [n, channels, ...] counts as channels-last, and torch's convolution by oneDNN lies so; never with gaps.
+    """Whether x [n, channels, ...] is channels-last by torch's rule, so that oneDNN's result is, too; never with gaps.
 
-    By the rule of torch (c10/core/MemoryFormat.h), which reads the strides of axes of one element too: a picture whose
-    channels lie last is none where its axis n was added by `unsqueeze`, with a stride too small.
+    The rule of torch (c10/core/MemoryFormat.h) also reads strides of axes of one element: an image with channels last
+    does not count if its axis n was added by `unsqueeze`, with a stride that is too small.
     """
     if x.dim() < 4 or not x.numel():
         return False
@@ -462,12 +461,12 @@ def _has_kernel() -> bool:
 
 
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """How many windows there are along an axis."""
+    """The number of windows along an axis."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
-    """Exact sums by oneDNN, rounded to float32."""
+    """The exact sums by oneDNN, as float32."""
     codes, places = _plain(codes, zero_point, weight)
     packed = weight.of_onednn(codes.shape, places)
     ones, zeros = _ones_and_zeros(packed.shape[0])
@@ -476,7 +475,7 @@ def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
 
 
 def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor, ConvParams]:
-    """The same sums by windows that oneDNN computes rightly: 0 of 17,000 random ones differed."""
+    """The codes and windows rewritten so that oneDNN computes them rightly: 0 of 17,000 random windows differed."""
     stride, padding, dilation, groups = weight.places
     if any(padding):
         codes = F.pad(codes, [n for n in reversed(padding) for _ in range(2)], value=zero_point)

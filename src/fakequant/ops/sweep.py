@@ -1,4 +1,4 @@
-"""Columns of a weight matrix chosen one after the other, each making good the errors of those before it."""
+"""Columns of a weight matrix rounded one after the other, each compensating the errors of the columns before it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .dispatch import choose
 
 
 def sweep(wanted: Tensor, left: Tensor, shares: Tensor, errors: Tensor, missed: Tensor, grid: ColumnGrid) -> None:
-    """Choose the values of some columns, float32 [columns, rows], the last one first.
+    """Round columns of a matrix, float32 [columns, rows], in place, from the last column to the first.
 
-    Each product and each sum is rounded by itself, and errors are added in the order in which they are made: every
+    Each product and each sum is rounded separately, and errors are added in the order of the columns, so that every
     backend gives the same bits.
 
     Args:
-        wanted: what to come near to, without the errors of these columns; becomes the values.
-        left: the matrix.
-        shares: [columns, columns or more]; shares[c, k] is how much of the error of column k column c makes good.
-        errors: of the values; written.
-        missed: by how much the values miss what they want; written.
-        grid: how columns are rounded.
+        wanted: the targets, with the errors of earlier blocks compensated; overwritten by the rounded values.
+        left: the matrix before any compensation.
+        shares: [columns, columns or more]; shares[c, k] is the part of column k's error that is added to column c.
+        errors: output, left - values.
+        missed: output, the compensated targets - values.
+        grid: scales, zero points and offsets of the columns.
     """
     if choose(wanted, grid.spec).sweep(wanted, left, shares, errors, missed, grid):
         return
@@ -51,7 +51,7 @@ def nearest(
     sign: Tensor | None,
     zero: Tensor | None,
 ) -> Tensor:
-    """The nearest values of a matrix by parameters of its shape, see `ColumnGrid`; in its dtype."""
+    """A matrix rounded to the nearest values in its dtype; parameters have its shape, see `ColumnGrid`."""
     x = values.float() if offset is None else values.float() + offset
     x = x if sign is None else x * sign
     y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), spec)

@@ -1,4 +1,4 @@
-"""FP8 in files of torch.onnx.export(dynamo=False): TensorRT's own operators, as the original writes them.
+"""FP8 in files of torch.onnx.export(dynamo=False): TensorRT's operators, as NVIDIA pytorch-quantization writes them.
 
 That exporter knows no float8. `fakequant.export_onnx` writes the standard operators instead.
 """
@@ -30,11 +30,11 @@ def as_trt_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
 
     Args:
         x: to quantize, any shape.
-        scale: one number in a tensor of any shape; None and 0 stand for 1.
+        scale: one number in a tensor of any shape; None and 0 mean 1.
 
     Raises:
         AssertionError: several scales.
-        ValueError: a negative one.
+        ValueError: a negative scale.
     """
     if scale is not None and any(n != 1 for n in scale.shape):
         raise AssertionError(f"floats are exported per tensor only, got an amax of shape {list(scale.shape)}")
@@ -52,7 +52,7 @@ def as_trt_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
 class _Operators(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        """What the nodes compute, by torch's own operators: the tracer looks into this function."""
+        """The values that the nodes compute, by torch's operators, which the tracer reads."""
         bound = torch.finfo(torch.float8_e4m3fn).max
         codes = (x.to(compute_dtype(x.dtype)) / scale).clamp(-bound, bound).to(torch.float8_e4m3fn)
         return (codes.to(compute_dtype(x.dtype)) * scale).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Values that decide what Python does, read from an accelerator: each read waits until the accelerator is done.
+"""Flags that decide what Python does, read from an accelerator: each read waits until the accelerator is done.
 
-Within `one_wait` the checks that only ever raise an error are put off, and read together with the next values that are
-asked for.
+Within `one_wait`, checks whose only effect is an error are deferred, and read together with the next flags that are
+read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class PutOff:
-    """Checks that are put off.
+    """Deferred checks: flags on an accelerator that are read together later.
 
     Attributes:
-        failed: whether a flag that was read is set.
+        failed: whether a deferred flag was set when it was read.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class PutOff:
         self._flags: list[Tensor] = []
 
     def read(self, flags: Sequence[Tensor] = ()) -> list[bool]:
-        """The values of these flags; those that were put off are read with them."""
+        """The values of flags; deferred flags are read with them, in one wait."""
         every = [*flags, *self._flags]
         self._flags = []
         # A copy for each device; flags of the CPU are there.
@@ -38,7 +38,7 @@ class PutOff:
         return found[: len(flags)]
 
     def add(self, flag: Tensor) -> None:
-        """Read a flag with the next ones."""
+        """Defer a flag to the next `read`."""
         self._flags.append(flag)
 
 
@@ -47,7 +47,7 @@ _NOW: ContextVar[PutOff | None] = ContextVar("put_off", default=None)
 
 @contextmanager
 def one_wait() -> Iterator[PutOff]:
-    """A context in which checks are put off to the next `read_flags`, or to its end."""
+    """A context in which checks are deferred to the next `read_flags`, or to the end of the context."""
     token = _NOW.set(checks := PutOff())
     try:
         yield checks
@@ -57,7 +57,7 @@ def one_wait() -> Iterator[PutOff]:
 
 
 def read_flags(flags: Sequence[Tensor]) -> list[bool]:
-    """The values of bool tensors without axes, in one wait.
+    """The values of bool tensors without axes, read in one wait.
 
     >>> read_flags([torch.tensor(True), torch.tensor(False)])
     [True, False]
@@ -66,7 +66,7 @@ def read_flags(flags: Sequence[Tensor]) -> list[bool]:
 
 
 def is_refused(flag: Tensor) -> bool:
-    """Whether a check fails; False where it is put off, and `PutOff.failed` says so later."""
+    """Whether a check failed; False if it is deferred, and `PutOff.failed` tells later."""
     checks = _NOW.get()
     if checks is None or flag.is_cpu:
         return bool(flag)
@@ -75,5 +75,5 @@ def is_refused(flag: Tensor) -> bool:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool | Tensor:
-    """Whether two tensors of one device are equal, as a bool; as a flag for `read_flags` where that would be a wait."""
+    """Whether two tensors of a device are equal: a bool on a CPU, else a flag for `read_flags`, to wait only once."""
     return torch.equal(one, other) if one.is_cpu else (one == other).all()

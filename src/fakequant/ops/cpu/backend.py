@@ -1,4 +1,4 @@
-"""The CPU backend: hands tensors to the C++ kernels in memory order."""
+"""The CPU backend: passes tensors to the C++ kernels in memory order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("fakequant.backend")
 
 @cache
 def load_kernels() -> str | None:
-    """Load the compiled kernels once; None if they are loaded, else why they are not."""
+    """Load the compiled kernels once; returns None if they are loaded, else the reason why not."""
     libraries = sorted(Path(__file__).parent.glob("_kernels*.so")) + sorted(Path(__file__).parent.glob("_kernels*.pyd"))
     if not libraries:
         return "the C++ kernels were not built; install a C++ compiler and reinstall the package"
@@ -109,10 +109,10 @@ class CpuBackend(Backend):
 
 
 class CpuKernels(Kernels):
-    """The kernels for one kind of call.
+    """The C++ kernels for one kind of call.
 
-    Where x lies in memory as the kernels read it, and the parameters too, the plan has the operators themselves: every
-    Python function in between would cost as much as quantizing thousands of elements.
+    If the kernels can read x and the parameters without copies, the plan calls the operators directly: a Python
+    function in between would cost as much as quantizing thousands of elements.
     """
 
     def __init__(self, kind: CallKind, backend: str) -> None:
@@ -242,7 +242,7 @@ class CpuKernels(Kernels):
         return self.layout.unpack(torch.ops.fakequant_cpu.dequantize.default(*given))
 
     def _tensors(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
-        """Scale, zero point and range as the kernels read them."""
+        """Scale, zero point and range (None unless `with_range`) in the order and dtype that the kernels read."""
         pack, spec, dtype = self.layout.pack_groups, self.spec, self.dtype
         zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
         lo = hi = None
@@ -263,7 +263,7 @@ class CpuKernels(Kernels):
 
 @lru_cache(maxsize=64)
 def _form_of_columns(spec: QuantSpec, rows: int) -> Tensor:
-    """The descriptor of a column [rows, 1]."""
+    """The descriptor for a column [rows, 1] with a scale for each row."""
     scale = ParameterKind(torch.float32, torch.device("cpu"), (rows, 1), True)
     kind = CallKind(spec, VALUES, torch.float32, scale.device, (rows, 1), (1, 1), scale, None)
     return CpuKernels(kind, CpuBackend.name).descriptor
@@ -279,5 +279,5 @@ def _measured(x: Tensor, layout: Layout) -> Range:
 
 @lru_cache(maxsize=64)
 def _nowhere(groups: int) -> Tensor:
-    """The `Bins.inverse` with which kernels count nothing."""
+    """The `Bins.inverse` with which kernels count nothing: zeros [groups]."""
     return torch.zeros(groups, dtype=torch.float64, device="cpu")

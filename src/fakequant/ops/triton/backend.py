@@ -1,4 +1,4 @@
-"""The Triton backend: hands CUDA tensors to the kernels in memory order; triton is imported with the first of them."""
+"""The Triton backend: passes CUDA tensors to the kernels in memory order; triton is imported at the first of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMPUTED = (torch.float32, torch.float64)
 
 
 class Exclusion(NamedTuple):
-    """What the kernels do not serve, and why; the reference serves it."""
+    """A kind of call that the kernels cannot serve, and why; the reference serves it."""
 
     what: str
     reason: str
@@ -64,10 +64,10 @@ EXCLUSIONS = (
 
 
 class TritonBackend(Backend):
-    """Triton kernels for NVIDIA GPUs; in triton's interpreter they run anywhere.
+    """Triton kernels for NVIDIA GPUs; in triton's interpreter they also run on a CPU.
 
     Args:
-        device_type: of the tensors that are served; "cpu" is for the interpreter, TRITON_INTERPRET=1.
+        device_type: the device type of served tensors; "cpu" is for the interpreter, TRITON_INTERPRET=1.
         block: elements of a program, a power of two of at least 8; None chooses by the dtype.
     """
 
@@ -157,7 +157,7 @@ class TritonBackend(Backend):
 
 
 class TritonKernels(Kernels):
-    """The kernels for one kind of call: what they know at compile time is found once."""
+    """The Triton kernels for one kind of call, whose compile-time constants are computed once."""
 
     def __init__(self, kind: CallKind, backend: str, block: int) -> None:
         super().__init__(kind, backend)
@@ -285,14 +285,14 @@ class TritonKernels(Kernels):
         return self.layout.unpack(y)
 
     def _launch(self, packed: Tensor, outputs: tuple[Tensor | None, ...], params: QParams, call: KernelCall) -> None:
-        """Outputs are values or codes, the packed mask, and whether something was NaN."""
+        """Launch `quantize_kernel`; `outputs` are values or codes, the packed mask, and the flag of NaN."""
         from . import launch
 
         given = self._tensors(params, with_range=call.mask == "input"), self._random(params.seed, packed)
         launch.quantize(packed, outputs, (*given[0], self.table, *given[1]), self.place, call)
 
     def _tensors(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
-        """Scale, zero point and range [groups], each in its own dtype; no range where the kernel finds it itself."""
+        """Scale, zero point and range [groups], each in its dtype; no range if the kernel computes it."""
         low = high = None
         if with_range and (params.range is not None or params.scale.dtype not in _COMPUTED):
             low, high = (self._pack(end) for end in input_range(params, self.spec))
@@ -303,7 +303,7 @@ class TritonKernels(Kernels):
         return self.layout.pack_groups(values, values.dtype)
 
     def _total(self, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-        """The gradient of a parameter."""
+        """The gradient of a parameter from its sums [6, groups], in the parameter's dtype."""
         if sums is None or parameter is None:
             return None
         from . import launch
@@ -339,7 +339,7 @@ def _measured(x: Tensor, layout: Layout, block: int) -> Range:
 
 
 def _magnitudes(packed: Tensor, place: TilePlace, *, signed: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Magnitudes of the lowest and highest values of groups [groups], or of the farthest alone; the largest of all."""
+    """The largest magnitudes of negative (None unless `signed`) and other values [groups], and the largest of all."""
     from . import launch
 
     dtype = compute_dtype(packed.dtype)
@@ -353,7 +353,7 @@ def _magnitudes(packed: Tensor, place: TilePlace, *, signed: bool) -> tuple[Tens
 
 
 def _stored_in(fmt: Format) -> torch.dtype:
-    """The integers that codes are to the kernels; torch cannot pad its 8-bit floats."""
+    """The integer dtype in which kernels store codes; torch cannot pad its 8-bit floats."""
     return torch.uint8 if fmt.storage.is_floating_point else fmt.storage
 
 

@@ -1,7 +1,7 @@
 """The compile-time constants of the kernels; imports no triton.
 
-A kernel is compiled anew for every different value of `KernelCall`, `Tiling` and `Sweep`, so that they hold only what
-kernels read, and nothing that changes with every shape.
+A kernel is compiled for every different value of `KernelCall`, `Tiling` and `Sweep`, so these hold only constants that
+kernels read, and none that changes with every shape.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the elements of a block find their groups.
+    """How the kernel finds the group of each element in a block.
 
     Attributes:
-        kind: "single": there is one group. "whole": a block lies in one run of memory that a scale covers. "long": in
-            two at most. "eights": each eight elements lie in one run. "any": each element finds its own.
-        run: the length of runs where that is a power of two and they are "eights", else 0.
+        kind: "single": there is one group. "whole": a block lies in one run of memory under one scale. "long": in at
+            most two runs. "eights": every eight elements lie in one run. "any": each element may be in another run.
+        run: the length of runs if it is a power of two and the kind is "eights", else 0.
         columns: the number of groups side by side, if that is a power of two and each is one element wide; else 0.
-        one_row: whether runs and groups are numbered alike.
-        one_plane: otherwise, whether the groups of a row are all groups. Both are False where the kernel does not ask.
+        one_row: whether runs have the numbers of their groups.
+        one_plane: else, whether a row contains all groups. Both are False if the kernel does not use them.
         wide: whether positions need 64 bits.
     """
 
@@ -104,12 +104,12 @@ class Tiling:
 
 @dataclass(frozen=True)
 class TilePlace:
-    """Tiles as runs of memory, each under one scale, and how blocks of elements meet them.
+    """Tiles as runs of memory, each under one scale, and how blocks of elements cover the runs.
 
     Attributes:
-        run: elements of a run.
-        columns: groups side by side, one run each.
-        period: runs from where the groups begin anew to where they are others.
+        run: the number of elements of a run.
+        columns: the number of groups in a row of memory, with one run each.
+        period: the number of runs after which other groups begin.
     """
 
     elements: int
@@ -144,17 +144,17 @@ class TilePlace:
 
     @property
     def is_one_plane(self) -> bool:
-        """Whether the groups of a row are all groups."""
+        """Whether a row contains all groups."""
         return self.period * self.run >= self.elements
 
     @property
     def numbering(self) -> tuple[bool, bool]:
-        """`Tiling.one_row` and `Tiling.one_plane`."""
+        """The values of `Tiling.one_row` and `Tiling.one_plane`."""
         one_row = self.columns == self.period
         return one_row, not one_row and self.is_one_plane
 
     def is_in_one_pass(self, rule: ScaleChoice) -> bool:
-        """Whether a program holds whole groups, and whole bytes of the mask, so that it finds their scales itself."""
+        """Whether each program has whole groups and whole bytes of the mask, so that it can compute their scales."""
         runs_are_groups = self.columns == self.period and self.groups * self.run == self.elements
         return runs_are_groups and self.run % 8 == 0 and self.run <= LONGEST_RUN and rule.kind != "under_a_scale"
 
@@ -180,7 +180,7 @@ def call_of(
     mask: bool = False,
     emit: str = "value",
 ) -> KernelCall:
-    """The call for tensors of a dtype by given parameters; `mask`: whether it is written."""
+    """The `KernelCall` for a dtype and scales from the caller; `mask`: whether the mask is written."""
     fmt = spec.format
     stochastic = spec.rounding is Rounding.STOCHASTIC
     keeps_sign = spec.arithmetic is Arithmetic.MULTIPLIER or stochastic
@@ -198,7 +198,7 @@ def call_of(
 
 
 def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> KernelCall:
-    """The kernel's call for a dtype, which computes each scale from the range of its group."""
+    """The `KernelCall` for a dtype that computes each scale from the range of its group."""
     rule, computed = rule_of(spec, dtype), compute_dtype(dtype)
     number, info = (np.float64 if computed == torch.float64 else np.float32), torch.finfo(computed)
     scales = None
@@ -260,14 +260,14 @@ def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The order in which a program reduces groups.
+    """The order in which a program reduces the elements of groups.
 
     Attributes:
-        across: whether rows of memory hold one element, or a few, of every group, and are reduced with each other;
-            otherwise rows are runs, and each is reduced in itself.
-        rows: rows of a block.
-        width: elements of a row in a block; a power of two.
-        one_row, one_plane, wide: as of `Tiling`; the first two where rows are runs.
+        across: whether a row of memory has one or a few elements of every group, so that rows are reduced with each
+            other; else a row is a run, which is reduced by itself.
+        rows: the number of rows of a block.
+        width: the number of elements of a row in a block; a power of two.
+        one_row, one_plane, wide: as in `Tiling`; the first two only if rows are runs.
     """
 
     across: bool
@@ -279,16 +279,16 @@ class Sweep:
 
     @property
     def reduced(self) -> int:
-        """The axis of a block [rows, width] along which the elements of a group lie."""
+        """The axis of a block [rows, width] that is reduced."""
         return 0 if self.across else 1
 
 
 class Reduction(NamedTuple):
-    """A sweep over all groups.
+    """A `Sweep` over all groups, and the programs that run it.
 
     Attributes:
-        steps: how many blocks a program takes, of a run or of rows.
-        programs: how many there are.
+        steps: how many blocks a program reduces, along a run or over rows.
+        programs: the number of programs.
     """
 
     sweep: Sweep
@@ -297,7 +297,7 @@ class Reduction(NamedTuple):
 
     @staticmethod
     def of(place: TilePlace, most_steps: int = 8) -> Reduction:
-        """The `Reduction` for a place, in blocks of its size."""
+        """The `Reduction` for a `TilePlace`, in blocks of its size."""
         across = place.run < _SHORT and place.period > place.columns
         if across:
             row = place.columns * place.run
@@ -317,7 +317,7 @@ class Reduction(NamedTuple):
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is not below a positive number."""
+    """The smallest power of two that is not below a positive number n."""
     return 1 << (n - 1).bit_length()
 
 

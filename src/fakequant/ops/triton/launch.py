@@ -1,4 +1,4 @@
-"""Starts the kernels on torch's current stream of the tensor's device."""
+"""Launches the kernels on torch's current stream of the tensor's device."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.i
 
 
 def _start(kernel: Any, programs: int, x: Tensor, *rest: Tensor | int | None, warps: int = _WARPS, **fixed: Any) -> Any:
-    """Starts a kernel on the device of its first tensor; triton takes the current one, whatever it is given.
+    """Launch a kernel on the device of its first tensor; triton itself would take the current device.
 
-    Returns what was compiled, or nothing in triton's interpreter.
+    Returns the compiled kernel, or None in triton's interpreter.
     """
     current = not x.is_cuda or x.device.index == torch.cuda.current_device()
     with contextlib.nullcontext() if current else torch.cuda.device(x.device):
@@ -49,10 +49,10 @@ def _start(kernel: Any, programs: int, x: Tensor, *rest: Tensor | int | None, wa
 
 
 class _Again:
-    """Starts of one kernel with the numbers of a plan: what the first has compiled serves those that follow.
+    """Launches one kernel with the constants of a plan; the first launch compiles, later launches skip triton's lookup.
 
-    Triton finds it by all arguments at each start, which takes 11 us; this takes 2. The numbers and dtypes of a plan
-    stay the same; pointers may be such as 16 does not divide, for which triton compiles anew.
+    The lookup by all arguments takes 11 us, this takes 2. Numbers and dtypes of a plan stay the same; for pointers that
+    are not multiples of 16, triton compiles another kernel.
     """
 
     def __init__(self, programs: int, *numbers: int, **fixed: Any) -> None:
@@ -61,7 +61,7 @@ class _Again:
         self.compiled: Any = None
 
     def first(self, kernel: Any, *tensors: Any) -> None:
-        """Start it in triton's way."""
+        """Launch by triton, and keep the compiled kernel."""
         compiled = _start(kernel, self.programs, *tensors, *self.numbers, **self.fixed)
         if isinstance(compiled, CompiledKernel) and _divided(tensors) and not kernel.pre_run_hooks:
             active: Any = driver.active
@@ -72,7 +72,7 @@ class _Again:
             self.compiled = compiled  # which owns the function
 
     def start(self, *tensors: Tensor | None) -> bool:
-        """Start it, unless it was not compiled for such tensors; whether it did."""
+        """Launch the kept kernel; False if it was not compiled for such tensors, or a profiler must see launches."""
         if self.compiled is None or not _divided(tensors) or self.device() != self.index:
             return False
         hook = knobs.runtime.launch_enter_hook
@@ -84,7 +84,7 @@ class _Again:
 
 
 def _divided(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether 16 divides all pointers."""
+    """Whether all pointers are multiples of 16."""
     pointers = 0
     for tensor in tensors:
         if tensor is not None:
@@ -93,7 +93,7 @@ def _divided(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 class Quantizing:
-    """`quantize` for all calls of a plan with given scales, see `_Again`."""
+    """`quantize` with fixed scales, for all calls of a plan, see `_Again`."""
 
     def __init__(self, table: Tensor | None, place: TilePlace, call: KernelCall) -> None:
         self.others = None, None, table, None, None
@@ -107,7 +107,7 @@ class Quantizing:
 
 
 class Masking:
-    """`mask_gradient` for all calls of a plan, see `_Again`."""
+    """`mask_gradient`, for all calls of a plan, see `_Again`."""
 
     def __init__(self, n: int, block: int) -> None:
         self.again = _Again(ceiling(n, block), n, WIDE=is_wide(n + block), BLOCK=block)
@@ -125,21 +125,21 @@ def _shape(place: TilePlace) -> tuple[int, int, int, int]:
 
 
 def quantize(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """`quantize_kernel` over all of x; outputs are y, bits and odd; given goes from scale_or_whole to seed_value."""
+    """Launch `quantize_kernel` over x; `outputs` are y, bits, odd; `given` goes from scale_or_whole to seed_value."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(quantize_kernel, ceiling(place.elements, place.block), x, *outputs, *given, *_shape(place), **fixed)
 
 
 def dequantize(codes: Tensor, y: Tensor, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """`dequantize_kernel` over all codes; given goes from scale to table."""
+    """Launch `dequantize_kernel` over all codes; `given` goes from scale to table."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(dequantize_kernel, ceiling(place.elements, place.block), codes, y, *given, *_shape(place), **fixed)
 
 
 def quantize_runs(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """`quantize_runs_kernel` over all runs; outputs are y and bits; given goes from table to seed_value."""
+    """Launch `quantize_runs_kernel` over all runs; `outputs` are y and bits, `given` goes from table to seed_value."""
     width = max(next_power_of_two(place.run), 8)
     rows = max(place.block // width, 1)
     wide = is_wide(place.elements + rows * width)
@@ -150,14 +150,14 @@ def quantize_runs(x: Tensor, outputs: Given, given: Given, place: TilePlace, cal
 
 
 def measure(x: Tensor, patterns: Given, place: TilePlace) -> None:
-    """`measure_kernel` over all of x; patterns are low, high and whole."""
+    """Launch `measure_kernel` over x; `patterns` are low, high and whole."""
     if place.elements:
         sweep, steps, programs = Reduction.of(place)
         _start(measure_kernel, programs, x, *patterns, *_shape(place), steps, SWEEP=sweep)
 
 
 def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) -> None:
-    """`observe_kernel` over values [groups, elements]; found are keys of the lowest and the highest, and counts."""
+    """Launch `observe_kernel` over values [groups, elements]; `found` are keys of lowest and highest, and counts."""
     (groups, elements), counts = values.shape, found[-1]
     width = min(next_power_of_two(elements), block)
     rows, steps = block // width, min(_STEPS, ceiling(elements, width))
@@ -168,14 +168,14 @@ def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) ->
 
 
 def ends_of_keys(keys: Tensor, ends: Tensor) -> None:
-    """`ends_kernel` over keys and ends [2, groups]."""
+    """Launch `ends_kernel` over keys and ends [2, groups]."""
     groups = ends.shape[-1]
     block = min(_GROUPS, next_power_of_two(groups))
     _start(ends_kernel, ceiling(groups, block), *keys, *ends, groups, BLOCK=block)
 
 
 def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
-    """`mask_kernel` over all of dy."""
+    """Launch `mask_kernel` over dy."""
     n, integer = dy.numel(), _SAME_SIZE_INTEGER[dy.element_size()]
     if n:
         wide = is_wide(n + block)
@@ -183,7 +183,7 @@ def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
 
 
 def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """Both passes over dy and x that add to sums [6, groups]; given goes from scale to seed_value."""
+    """Launch both passes over dy and x that add to sums [6, groups]; `given` goes from scale to seed_value."""
     sweep, steps, programs = Reduction.of(place, most_steps=16)
     numbers = place.groups, *_shape(place), steps
     for kernel in (largest_kernel, digits_kernel):
@@ -191,7 +191,7 @@ def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TileP
 
 
 def sweep(block: tuple[Tensor, ...], grid: Given, call: KernelCall) -> None:
-    """`sweep_kernel` over all rows; block goes from wanted to missed, grid from runs to table."""
+    """Launch `sweep_kernel` over all rows; `block` goes from wanted to missed, `grid` from runs to table."""
     columns, rows = block[0].shape
     fixed = {"CALL": call, "COLUMNS": next_power_of_two(columns), "ROWS": _SWEPT}
     if block[0].numel():
@@ -199,5 +199,5 @@ def sweep(block: tuple[Tensor, ...], grid: Given, call: KernelCall) -> None:
 
 
 def total(sums: Tensor, result: Tensor) -> None:
-    """`total_kernel` over all groups."""
+    """Launch `total_kernel` over all groups."""
     _start(total_kernel, ceiling(result.numel(), _GROUPS), sums, result, result.numel(), BLOCK=_GROUPS)

@@ -1,9 +1,9 @@
-"""What happens to one element: encoded, decoded, let through; and the parameters of its group.
+"""Encode and decode elements, mask their gradients, and load or compute the parameters of their groups.
 
-The range of the finite values of groups, by maxima of bit patterns.
+Ranges of the finite values of groups are maxima of bit patterns.
 
-Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers come out the same in any
-order, so that programs may add theirs in any. inf and NaN count as 0.
+Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers do not depend on the
+order of the programs. inf and NaN count as 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fakequant.ops.triton.kernels.rounding import (
 
 @triton.jit
 def four_words(counter, seed):
-    """The words of elements 4 * counter to 4 * counter + 3, uint32."""
+    """The random words of elements 4 * counter to 4 * counter + 3, uint32."""
     counter = counter.to(tl.int64)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
@@ -37,14 +37,14 @@ def four_words(counter, seed):
 
 @triton.jit
 def draw_words(counter, seed):
-    """`four_words` [..., 2, 2]: the last two axes number them."""
+    """`four_words` as one tensor [..., 2, 2]."""
     w0, w1, w2, w3 = four_words(counter, seed)
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 
 @triton.jit
 def draw_word(position, seed):
-    """The word of the element at each position."""
+    """The random word of the element at each position."""
     w0, w1, w2, w3 = four_words(position // 4, seed)
     number = position % 4
     return tl.where(number < 2, tl.where(number == 0, w0, w1), tl.where(number == 2, w2, w3))
@@ -52,7 +52,7 @@ def draw_word(position, seed):
 
 @triton.jit
 def load_seed(seed, seed_value):
-    """The seed: from the device, or the number that came with the call."""
+    """The seed, from a tensor on the device if there is one, else the number."""
     if seed is not None:
         return tl.load(seed)
     else:
@@ -61,7 +61,7 @@ def load_seed(seed, seed_value):
 
 @triton.jit
 def power_below(v):
-    """2**floor(log2(|v|)): the mantissa bits are cleared."""
+    """2**floor(log2(|v|)), by clearing the mantissa bits."""
     if v.dtype == tl.float64:
         return number_of(bits_of(v) & 0x7FF0000000000000)
     else:
@@ -70,14 +70,14 @@ def power_below(v):
 
 @triton.jit
 def cut_off(magnitude):
-    """floor of a magnitude; exact, whatever the instruction for it does."""
+    """The floor of a magnitude, exact on every device."""
     nearest = round_to_integer(magnitude)
     return tl.where(nearest > magnitude, nearest - 1.0, nearest)
 
 
 @triton.jit
 def reached_by(share):
-    """The share in units of 2**-31, rounded; 0 for NaN."""
+    """A probability in units of 2**-31, rounded; 0 for NaN."""
     return round_to_integer(tl.where(share == share, share, 0.0) * 2147483648.0).to(tl.int64)
 
 
@@ -104,7 +104,7 @@ def neighbours_of_float(v, CALL: tl.constexpr):
 
 @triton.jit
 def neighbours_in_table(v, table, CALL: tl.constexpr):
-    """By the values themselves, in float64, in which their differences are exact enough: the definition's."""
+    """Both neighbours of v in a table and the share of the distance, in float64 as in the definition."""
     code = tl.zeros(v.shape, tl.int32)
     for i in tl.static_range(8):
         tried = code + (128 >> i)
@@ -119,7 +119,7 @@ def neighbours_in_table(v, table, CALL: tl.constexpr):
 
 @triton.jit
 def round_by_words(v, words, table, CALL: tl.constexpr):
-    """The neighbour of v that its word chooses, each with the probability of its nearness."""
+    """v rounded to one of its neighbours by its random word, with probabilities by distance."""
     if CALL.family == "table":
         near, far, share = neighbours_in_table(v, table, CALL)
     elif CALL.family == "float":
@@ -149,7 +149,7 @@ def at_most(bound, v):
 
 @triton.jit
 def power_of_two_scale(amax, RULE: tl.constexpr):
-    """2**(exponent of amax / divisor + offset), 1 more from the mantissa `up_from` on, 1 less at `down_at`."""
+    """A power-of-two scale: the exponent of amax / divisor, plus offset, up at `up_from` and down at `down_at`."""
     v = divide(amax, tl.full(amax.shape, RULE.divisor, amax.dtype))
     lifted = v < smallest_normal(v)
     if v.dtype == tl.float64:
@@ -183,7 +183,7 @@ def scale_under_a_scale(amax, whole, RULE: tl.constexpr):
 
 @triton.jit
 def choose_scale(amax, whole, RULE: tl.constexpr):
-    """The scale of groups by their largest magnitude; `whole`: the largest of all."""
+    """The scales of groups from their largest magnitudes; `whole` is the largest of the tensor."""
     bound = tl.full(amax.shape, RULE.bound, amax.dtype)
     if RULE.kind == "multiplier":
         scale = divide(bound, amax)
@@ -200,7 +200,7 @@ def choose_scale(amax, whole, RULE: tl.constexpr):
 
 @triton.jit
 def choose_asymmetric(lo, hi, RULE: tl.constexpr, CALL: tl.constexpr):
-    """Scale and zero point of groups by their range, which contains 0."""
+    """Scale and zero point of groups from their ranges, which contain 0."""
     steps = tl.full(lo.shape, RULE.bound, lo.dtype)
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     scale = divide(hi * 0.5 - lo * 0.5, steps) * 2.0
@@ -213,7 +213,7 @@ def choose_asymmetric(lo, hi, RULE: tl.constexpr, CALL: tl.constexpr):
 
 @triton.jit
 def choose_params(low, high, whole, CALL: tl.constexpr):
-    """Scale, its reciprocal, zero point and range of groups, by the magnitudes of their lowest and highest values."""
+    """Scale, reciprocal, zero point and range of groups, from magnitudes of their lowest and highest values."""
     RULE: tl.constexpr = CALL.rule
     if CALL.symmetric:
         s = choose_scale(high, whole, RULE)
@@ -230,10 +230,10 @@ def choose_params(low, high, whole, CALL: tl.constexpr):
 
 @triton.jit
 def load_params(scale_or_whole, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
-    """Scale, its reciprocal, zero point and range of groups, in the compute dtype; what is not needed is the scale.
+    """Load or compute scale, reciprocal, zero point and range of groups; an unused result is the scale.
 
-    `scale_or_whole`: the scales; where `CALL.rule` finds them, the largest magnitude of all, or None. Then `low` and
-    `high` are magnitudes, too, see ranges.py.
+    `scale_or_whole`: the scales; if `CALL.rule` computes them, the largest magnitude of all, or None. Then `low` and
+    `high` are magnitudes, too.
     """
     if CALL.rule is not None:
         farthest = tl.load(high + group, mask=inside, other=0.0)
@@ -250,7 +250,7 @@ def load_params(scale_or_whole, zero_point, low, high, group, inside, COMPUTE: t
 
 @triton.jit
 def load_given(scale, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
-    """Those of a quantization by given parameters."""
+    """Load scale, reciprocal, zero point and range of groups, for scales that the caller passes."""
     given = tl.load(scale + group, mask=inside, other=1.0)
     s = computable(given, COMPUTE)
     inverse = s
@@ -288,7 +288,7 @@ def implied_range(scale, zero_point, group, inside, CALL: tl.constexpr):
 
 @triton.jit
 def decode_ends(s, z, CALL: tl.constexpr):
-    """The values of the lowest and the highest code."""
+    """The values of the lowest and the highest code, which are the clip range."""
     lowest = tl.full(s.shape, CALL.quant_min, s.dtype)
     highest = tl.full(s.shape, CALL.quant_max, s.dtype)
     return decode(lowest, s, z, CALL), decode(highest, s, z, CALL)
@@ -296,7 +296,7 @@ def decode_ends(s, z, CALL: tl.constexpr):
 
 @triton.jit
 def encode(v, params, table, words, CALL: tl.constexpr):
-    """v in units of codes, then its code as if the format had no bounds."""
+    """v in units of codes, and its code before clamping."""
     s, inverse, z, _, _ = params
     if CALL.arithmetic == "divide":
         scaled = divide(v, s)
@@ -330,7 +330,7 @@ def decode(code, s, z, CALL: tl.constexpr):
 
 @triton.jit
 def lets_through(v, code, params, CALL: tl.constexpr):
-    """Where the gradient reaches the input."""
+    """Where the gradient passes to x."""
     _, _, _, lo, hi = params
     if CALL.mask == "code":
         return in_code_range(code, CALL)
@@ -342,7 +342,7 @@ def lets_through(v, code, params, CALL: tl.constexpr):
 
 @triton.jit
 def first_element(BLOCK: tl.constexpr, TILING: tl.constexpr):
-    """The position of the program's block."""
+    """The position of the first element of the program's block."""
     program = tl.program_id(0)
     if TILING.wide:
         program = program.to(tl.int64)
@@ -351,13 +351,13 @@ def first_element(BLOCK: tl.constexpr, TILING: tl.constexpr):
 
 @triton.jit
 def lanes(BLOCK: tl.constexpr):
-    """Positions within a block [BLOCK // 8, 8]: a row has one byte of the mask."""
+    """The positions within a block [BLOCK // 8, 8], in which a row has one byte of the mask."""
     return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
 def group_of_run(run_index, columns, period, TILING: tl.constexpr):
-    """The group of a run of memory; of a sweep as of a tiling."""
+    """The group of a run of memory; TILING is a `Tiling` or a `Sweep`."""
     if TILING.one_row:
         return run_index
     elif TILING.one_plane:
@@ -410,7 +410,7 @@ def params_of_block(
 
 @triton.jit
 def magnitudes(v, inside):
-    """The patterns of the magnitudes of finite values, and which are of negative ones."""
+    """The bit patterns of magnitudes of finite values (else 0), and whether each value is negative."""
     bits = bits_of(v)
     if bits.dtype == tl.int64:
         pattern = bits & 0x7FFFFFFFFFFFFFFF
@@ -423,7 +423,7 @@ def magnitudes(v, inside):
 
 @triton.jit
 def places_of_sweep(step, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Positions of a block [rows, width] and which are there; the groups of what is left of it, and which are there.
+    """Positions of a block [rows, width] with their validity, and its groups after reduction with theirs.
 
     The groups [rows] or [width] are the same in every step.
     """
@@ -463,7 +463,7 @@ def zeros_of(SWEEP: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "period", "steps"])
 def measure_kernel(x, low, high, whole, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Raises patterns [groups] to the magnitudes of highest and lowest values, without `low` of both; `whole` too."""
+    """Raise patterns [groups] to the magnitudes of highest and lowest values (all values if `low` is None)."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     lowest = zeros_of(SWEEP, high.dtype.element_ty)
     highest = zeros_of(SWEEP, high.dtype.element_ty)
@@ -486,7 +486,7 @@ def measure_kernel(x, low, high, whole, n, run, columns, period, steps, SWEEP: t
 
 @triton.jit
 def words_of_rows(words, seed, seed_value, first, position, there, WIDTH: tl.constexpr):
-    """A random word for every element [rows, width // 8, 8]; `first`: where rows begin, at a multiple of 8."""
+    """A random word for every element [rows, width // 8, 8]; rows begin at `first`, a multiple of 8."""
     if words is not None:
         return tl.load(words + position, mask=there, other=0).to(tl.uint32, bitcast=True)
     else:
@@ -499,7 +499,7 @@ def quantize_runs_kernel(
     x, y, bits, table, words, seed, seed_value: tl.int64, runs, run,
     CALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Fake-quantize runs of x: write y and, where there are bits, the mask. A run has n * 8 elements, at most WIDTH."""
+    """Fake-quantize runs of x by their ranges: write y and the mask if not None; a run is a multiple of 8 <= WIDTH."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     program = tl.program_id(0)
     if WIDE:
@@ -536,7 +536,7 @@ def quantize_runs_kernel(
 
 @triton.jit
 def to_code(code, table, CALL: tl.constexpr):
-    """A clamped code as an integer; NaN becomes the format's, or the lowest code."""
+    """A clamped code as stored integer; NaN becomes the NaN of the format, or its lowest code."""
     if CALL.family == "table":
         return reached_in_table(code, table, CALL)
     elif CALL.family == "float":
@@ -547,7 +547,7 @@ def to_code(code, table, CALL: tl.constexpr):
 
 @triton.jit
 def float_pattern(code, CALL: tl.constexpr):
-    """The bits of a small float: those of the wide one, cut and counted from another exponent; subnormals in steps."""
+    """The bit pattern of a small float: the bits of the wide float with another exponent bias; subnormals in steps."""
     magnitude = tl.abs(code)
     if code.dtype == tl.float64:
         cut = (bits_of(magnitude) >> (52 - CALL.mantissa_bits)).to(tl.int32)
@@ -566,7 +566,7 @@ def float_pattern(code, CALL: tl.constexpr):
 
 @triton.jit
 def from_code(stored, table, COMPUTE: tl.constexpr, CALL: tl.constexpr):
-    """What `to_code` stored, as a number."""
+    """The number of a code that `to_code` stored."""
     if CALL.family == "table":
         return tl.load(table + stored.to(tl.int32))
     elif CALL.family == "float":
@@ -577,7 +577,7 @@ def from_code(stored, table, COMPUTE: tl.constexpr, CALL: tl.constexpr):
 
 @triton.jit
 def float_of_pattern(pattern, CALL: tl.constexpr):
-    """The value of a code's bits in float64, which has the exponents of all small floats."""
+    """The value of a small float's bit pattern in float64, which has all of its exponents."""
     magnitude = pattern & ((1 << (CALL.code_bits - 1)) - 1)
     binade = tl.maximum(magnitude >> CALL.mantissa_bits, 1)
     mantissa = magnitude - ((binade - 1) << CALL.mantissa_bits)
@@ -598,7 +598,7 @@ def dequantize_kernel(
     codes, y, scale, zero_point, low, high, table, n, run, columns, period,
     CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y of codes."""
+    """Write the decoded values of codes to y."""
     COMPUTE: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     start = first_element(BLOCK, TILING)
     position = start + lanes(BLOCK)
@@ -610,13 +610,13 @@ def dequantize_kernel(
 
 @triton.jit
 def pack_bits(inside):
-    """The bytes of flags [rows, 8]: bit i of each is flag i of its row."""
+    """Pack flags [rows, 8] into bytes: bit i is flag i of the row."""
     return tl.sum(inside.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
 def words_of_block(words, seed, seed_value, start, position, n, BLOCK: tl.constexpr):
-    """A random word for every element: those given, in the kernel's order, or drawn where that is row-major."""
+    """A random word for every element: loaded in the kernel's order, or drawn if the order is row-major."""
     if words is not None:
         return tl.load(words + position, mask=position < n, other=0).to(tl.uint32, bitcast=True)
     else:
@@ -629,7 +629,7 @@ def quantize_kernel(
     x, y, bits, odd, scale_or_whole, zero_point, low, high, table, words, seed, seed_value: tl.int64,
     n, run, columns, period, CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y and, where given, the mask `bits` of x; `odd` is set to 1 if anything is NaN. Parameters: `load_params`."""
+    """Write y and, if not None, the mask `bits` of x; `odd` becomes 1 if anything is NaN. Parameters: `load_params`."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     start = first_element(BLOCK, TILING)
     position = start + lanes(BLOCK)

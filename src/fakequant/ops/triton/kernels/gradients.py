@@ -1,7 +1,7 @@
-"""The gradients of scale and zero point: sums of dy times slope that come out the same in any order.
+"""The gradients of scale and zero point: sums of dy * slope that do not depend on the order of addition.
 
-numerics/reference.py explains the digits. Integers are added by atomic operations, which is exact, so that the order of
-programs changes nothing. Two passes over memory, because the first digit depends on the largest product of a group.
+numerics/reference.py explains the digits. Atomic additions of integers are exact, so that the order of programs does
+not matter. There are two passes over memory, because the first digit depends on the largest product of a group.
 """
 
 import triton
@@ -15,7 +15,7 @@ from .rounding import clamp, computable, divide
 
 @triton.jit
 def limited(v):
-    """v, at most the largest number; NaN stays."""
+    """v clamped to finite numbers; NaN stays."""
     if v.dtype == tl.float64:
         v = tl.where(v > 1.7976931348623157e308, 1.7976931348623157e308, v)
         return tl.where(v < -1.7976931348623157e308, -1.7976931348623157e308, v)
@@ -26,7 +26,7 @@ def limited(v):
 
 @triton.jit
 def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
-    """The derivatives of y by scale and zero point: reference.py, `_slopes`."""
+    """The derivatives of y by scale and zero point, as `_slopes` in reference.py."""
     s, _, z, lo, hi = params
     offset = z if CALL.has_zero_point else tl.zeros_like(s)
     if CALL.mask == "clip":
@@ -44,7 +44,7 @@ def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
 
 @triton.jit
 def product_of(dy, slope, there):
-    """dy * slope in float64, in which products of float32 are exact; 0 where the slope is 0, whatever dy is."""
+    """dy * slope in float64, which is exact for float32 factors; 0 where the slope is 0, even if dy is inf or NaN."""
     finite = tl.abs(dy) < float("inf")
     return tl.where(there & ((slope != 0) | finite), dy.to(tl.float64) * slope.to(tl.float64), 0.0)
 
@@ -54,7 +54,7 @@ def params_of_sweep(
     scale, zero_point, low, high, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The parameters of the groups of a sweep, shaped to meet its blocks."""
+    """The parameters of the groups of a sweep, shaped to broadcast with its blocks."""
     _, _, group, there = places_of_sweep(0, n, run, columns, period, steps, SWEEP)
     s, inverse, z, lo, hi = load_params(scale, zero_point, low, high, group, there, COMPUTE, CALL)
     if SWEEP.across:
@@ -68,7 +68,7 @@ def products_of_step(
     step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, steps, CALL: tl.constexpr,
     SWEEP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The products of the elements of a block, with the slopes by scale and by zero point."""
+    """The products of dy with the slopes by scale and by zero point, for the elements of a block."""
     position, there, _, _ = places_of_sweep(step, n, run, columns, period, steps, SWEEP)
     v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
     gradient = computable(tl.load(dy + position, mask=there, other=0.0), COMPUTE)
@@ -85,7 +85,7 @@ def products_of_step(
 
 @triton.jit
 def kinds_of(product):
-    """The exponent field of finite products, and which kinds of others there are: 1 inf, 2 -inf, 4 NaN."""
+    """The exponent fields of finite products, and flags of the others: 1 inf, 2 -inf, 4 NaN."""
     pattern = product.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     field = tl.where(pattern < 0x7FF0000000000000, pattern >> 52, 0)
     kind = tl.where(product == float("inf"), 1, 0) | tl.where(product == -float("inf"), 2, 0)
@@ -94,7 +94,7 @@ def kinds_of(product):
 
 @triton.jit
 def raise_largest(sums, field, kind, group, there, groups, REDUCED: tl.constexpr):
-    """Raise row 0 of sums [6, groups], the largest exponent field, and row 5, the kinds of what is not finite."""
+    """Raise row 0 of sums [6, groups] to the largest exponent field, and set flags of inf and NaN in row 5."""
     tl.atomic_max(sums + group, tl.max(field, axis=REDUCED), mask=there, sem="relaxed")
     kinds = tl.max(kind & 1, axis=REDUCED) | tl.max(kind & 2, axis=REDUCED) | tl.max(kind & 4, axis=REDUCED)
     tl.atomic_or(sums + 5 * groups + group, kinds, mask=there & (kinds != 0), sem="relaxed")
@@ -105,7 +105,7 @@ def largest_kernel(
     dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value: tl.int64,
     groups: tl.int64, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """The first pass: what the digits count from."""
+    """The first pass: the largest exponent of each group's products, from which digits count."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, steps, CALL, SWEEP, COMPUTE)
     field0 = zeros_of(SWEEP, tl.int64)
@@ -129,7 +129,7 @@ def largest_kernel(
 
 @triton.jit
 def power_of(field):
-    """The power of 2**30 above numbers of an exponent field; 1020 is added so that the division rounds down."""
+    """The power of 2**30 above numbers with an exponent field; adding 1020 makes the division round down."""
     return (field - 1022 + 29 + 1020) // 30 - 34
 
 
@@ -140,7 +140,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def halved_scale(sums, group, there, SWEEP: tl.constexpr):
-    """What the products of groups are scaled by, twice, to get their first digit before the point."""
+    """The square root of the factor that brings the first digit of the groups' products before the point."""
     half = power_of_two((1 - power_of(tl.load(sums + group, mask=there, other=0))) * 15)
     if SWEEP.across:
         return half[None, :]
@@ -150,7 +150,7 @@ def halved_scale(sums, group, there, SWEEP: tl.constexpr):
 
 @triton.jit
 def with_digits(digits, product, half):
-    """The sums of digits with those of products."""
+    """The sums of digits, with the digits of a product added."""
     d0, d1, d2, d3 = digits
     finite = tl.abs(product) < float("inf")
     rest = tl.where(finite, product, 0.0) * half * half
@@ -168,7 +168,7 @@ def with_digits(digits, product, half):
 
 @triton.jit
 def add_digits(sums, digits, group, there, groups, REDUCED: tl.constexpr):
-    """Add digits to rows 1 to 4 of sums [6, groups]."""
+    """Add digits to rows 1 to 4 of sums [6, groups], atomically."""
     d0, d1, d2, d3 = digits
     tl.atomic_add(sums + groups + group, tl.sum(d0, axis=REDUCED), mask=there, sem="relaxed")
     tl.atomic_add(sums + 2 * groups + group, tl.sum(d1, axis=REDUCED), mask=there, sem="relaxed")
@@ -181,7 +181,7 @@ def digits_kernel(
     dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value: tl.int64,
     groups: tl.int64, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """The second pass: the sums of digits."""
+    """The second pass: the sums of the digits of products."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, steps, CALL, SWEEP, COMPUTE)
     _, _, group, there = places_of_sweep(0, n, run, columns, period, steps, SWEEP)
@@ -207,7 +207,7 @@ def digits_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def total_kernel(sums, total, groups: tl.int64, BLOCK: tl.constexpr):
-    """The number of summed digits, by carrying over until each is within half the base."""
+    """The total of summed digits, after carries that bring each digit within half the base."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = group < groups
     number = tl.zeros((BLOCK,), tl.float64)

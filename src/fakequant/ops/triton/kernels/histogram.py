@@ -1,8 +1,9 @@
-"""The exact range of groups and the counts of their magnitudes.
+"""The exact range of groups, and histograms of magnitudes.
 
-With the magnitude's bits of negative numbers inverted, floats are integers that rise as the numbers do, from NaN with a
-sign over -inf, -0.0, 0.0 and inf to NaN without: the largest of these keys says the highest value, and whether all are
-finite; that of the inverted keys says the lowest. Maxima and sums of integers come out the same in any order.
+If the magnitude bits of negative numbers are inverted, the bits of floats are integers in the order of the numbers,
+from NaN with a sign over -inf, -0.0, 0.0 and inf to NaN without. The largest of these keys tells the highest value,
+and whether all values are finite; the largest inverted key tells the lowest value. Maxima and sums of integers do not
+depend on the order.
 """
 
 import triton
@@ -13,7 +14,7 @@ from .rounding import bits_of, computable, number_of
 
 @triton.jit
 def key_of(bits):
-    """The key of a number's bits; of a key, the bits."""
+    """The key of a float's bits, an integer in the order of the floats; also the bits of a key."""
     if bits.dtype == tl.int64:
         return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
     else:
@@ -22,7 +23,7 @@ def key_of(bits):
 
 @triton.jit
 def place_of_program(elements, WIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """The groups [ROWS] of the program, and where it begins in each."""
+    """The groups [ROWS] of the program, and the position in each group where the program begins."""
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
@@ -32,7 +33,7 @@ def place_of_program(elements, WIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def bin_of(v, inverse, BINS: tl.constexpr):
-    """The bin of |v|: the last for what lies beyond and for NaN."""
+    """The bin of |v|; the last bin for NaN and for magnitudes beyond it."""
     scaled = tl.abs(v) * inverse
     return tl.where(scaled < BINS - 1, scaled, BINS - 1).to(tl.int32)
 
@@ -42,10 +43,10 @@ def observe_kernel(
     x, low, high, counts, inverse, groups, elements, BINS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Raises keys [groups] to those of lowest and highest values; adds to counts [groups, 2, BINS], if there are any.
+    """Raise the keys [groups] to those of lowest and highest values, and add to counts [groups, 2, BINS] if not None.
 
-    The first bins on either side hold zeros, half of all values behind a ReLU: they are summed before they are added,
-    because additions to one place wait for each other.
+    The first bins of either sign hold zeros, half of all values after a ReLU. They are summed before the atomic
+    addition, because atomic additions to one address wait for each other.
     """
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     KEY: tl.constexpr = high.dtype.element_ty
@@ -80,14 +81,14 @@ def observe_kernel(
 
 @triton.jit
 def end_of(key):
-    """The number of a key, 0.0 for -0.0, NaN where it is not finite."""
+    """The number of a key: 0.0 for -0.0, and NaN if it is not finite."""
     v = number_of(key_of(key))
     return tl.where(tl.abs(v) < float("inf"), v + 0.0, float("nan"))
 
 
 @triton.jit
 def ends_kernel(low, high, lo, hi, groups, BLOCK: tl.constexpr):
-    """The range [groups] of the keys of its ends; both are NaN where one is."""
+    """The range [groups] from the keys of both ends; both ends are NaN if one is."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
     lowest = end_of(~tl.load(low + group, mask=inside, other=0))

@@ -1,6 +1,6 @@
-"""Rounding to a format, ties to even, as if it had no bounds; and to the dtype of a result.
+"""Rounding to the values of a format without its bounds, ties to even, and to the dtype of a result.
 
-Only operations that the interpreter and GPUs compute alike: IEEE addition, multiplication and division, and integers.
+All operations give the same bits in the interpreter and on GPUs: IEEE + * /, and operations on integers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def mask_kernel(dy, bits, dx, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """dx of the bit patterns dy, integers, in the order of the mask: what is NaN stays the same NaN."""
+    """dx = dy where the mask is set, else 0, on bit patterns, so that NaN keeps its bits."""
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
@@ -30,7 +30,7 @@ BFLOAT16_BY_BITS = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def divide(a, b):
-    """a / b, correctly rounded: in float32 the operator `/` is not."""
+    """a / b, correctly rounded, which the operator `/` is not in float32."""
     if a.dtype == tl.float64:
         return a / b
     else:
@@ -75,7 +75,7 @@ def round_to_integer(v):
 
 @triton.jit
 def round_plainly(v):
-    """`round_to_integer` for |v| < 2**22, without the sign of zero."""
+    """`round_to_integer` for |v| < 2**22, without keeping the sign of zero."""
     if v.dtype == tl.float64:
         return (v + 6755399441055744.0) - 6755399441055744.0
     else:
@@ -84,9 +84,9 @@ def round_plainly(v):
 
 @triton.jit
 def round_to_float(v, CALL: tl.constexpr):
-    """Adding c = 2**(e + 23 - M) to 2**e <= |v| < 2**(e + 1) and subtracting it rounds to multiples of 2**(e - M).
+    """Round to multiples of 2**(e - M) for 2**e <= |v| < 2**(e + 1), by adding and subtracting c = 2**(e + 23 - M).
 
-    That is the spacing of numbers just above c. First |v| is limited to twice the largest value, so that c is finite.
+    That is the spacing of floats just above c. First |v| is limited to twice the largest value, so that c is finite.
     """
     magnitude = tl.abs(v)
     limit: tl.constexpr = 2.0 * CALL.quant_max
@@ -109,7 +109,7 @@ def round_to_float(v, CALL: tl.constexpr):
 
 @triton.jit
 def reached_in_table(v, table, CALL: tl.constexpr):
-    """The number of the largest value that v reaches, or 0; `table`: the values, then from where each is reached."""
+    """The index of the table's last value that v reaches, or 0; `table` has the values, then the starts of each."""
     reached = tl.zeros(v.shape, tl.int32)
     for i in tl.static_range(8):
         tried = reached + (128 >> i)
@@ -120,7 +120,7 @@ def reached_in_table(v, table, CALL: tl.constexpr):
 
 @triton.jit
 def round_to_table(v, table, CALL: tl.constexpr):
-    """Beyond the ends there is no value to round to: v itself, which is out of range. NaN fails all comparisons."""
+    """v rounded to a value of the table; v itself beyond the ends and for NaN."""
     size: tl.constexpr = CALL.table_size
     # Few values are compared in turn, which needs no load that waits for a comparison.
     if size <= 16:
@@ -147,14 +147,14 @@ def round_to_format(v, table, CALL: tl.constexpr):
 
 @triton.jit
 def clamp(code, CALL: tl.constexpr):
-    """Saturated to the bounds of the format; NaN and -0.0 stay."""
+    """The code clamped to the bounds of the format; NaN and -0.0 stay."""
     code = tl.where(code < CALL.quant_min, CALL.quant_min, code)
     return tl.where(code > CALL.quant_max, CALL.quant_max, code)
 
 
 @triton.jit
 def computable(v, COMPUTE: tl.constexpr):
-    """A stored number in the dtype to compute in, exactly."""
+    """A stored number in the dtype of computation, exactly."""
     if BFLOAT16_BY_BITS and v.dtype == tl.bfloat16:
         return (v.to(tl.uint16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True).to(COMPUTE)
     else:
