@@ -1,4 +1,4 @@
-"""Export to ONNX, verified in ONNX Runtime; to graphs of torch; and to the engines of phones, which run the file."""
+"""Export to ONNX, verified in ONNX Runtime; to graphs of torch; and to files of mobile engines, run where possible."""
 
 from fakequant.export.coreai import export_coreai
 from fakequant.export.coreml import export_coreml

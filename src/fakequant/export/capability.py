@@ -46,9 +46,9 @@ def require(*names: str, reader: str = "ONNX", install: str = "'fakequant[onnx]'
     """Check that packages can be imported.
 
     Args:
-        names: of the packages.
-        reader: what needs them.
-        install: what pip installs.
+        names: the packages.
+        reader: the export that needs the packages, for the message.
+        install: the argument of pip install, for the message.
 
     Raises:
         ExportError: a package is missing; the message says how to install it.
@@ -60,11 +60,11 @@ def require(*names: str, reader: str = "ONNX", install: str = "'fakequant[onnx]'
 
 
 _ALIASES = {"tensorrt": "trt", "onnxruntime": "portable", "ort": "portable", "onnx": "standard"}
-"""What people call the engine or the form."""
+"""The style that users mean by the name of an engine or a form."""
 
 
 class Style(str, Enum):
-    """Which operators and element types a file may use."""
+    """The operators and element types that a file may use."""
 
     PORTABLE = "portable"
     """Operators that ONNX Runtime runs; basic operators compute 4- and 6-bit floats, tables and scales in E8M0."""
@@ -110,11 +110,11 @@ class Parameters(str, Enum):
     """The source of the scale and zero point of a quantized tensor."""
 
     CONSTANT = "constant"
-    """They are constants in the file."""
+    """Constants in the file."""
     DYNAMIC = "dynamic"
-    """The graph computes them from the range of the tensor."""
+    """Computed by the graph from the range of the tensor."""
     COMPUTED = "computed"
-    """The graph computes them in another way."""
+    """Computed by the graph in another way."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,15 @@ class SiteRecord:
     scale_of_scales: str | None = None
 
     def seen_as(self, x: str, y: str) -> SiteRecord:
-        """The same quantizer, whose tensors of all steps have these names."""
+        """The record with the names of the tensors that hold x and y of all steps of a loop."""
         return replace(self, x=x, y=y)
 
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One input of the model: name, shape, torch dtype and range of the example.
+    """One input of the file: its name, and shape, torch dtype and range in the example.
 
-    `key` is its keyword, if any, and `state` the path of the buffer that it is, if any.
+    `key` is the keyword of the argument, and `state` the path of the buffer, if the input is one.
     """
 
     name: str
@@ -176,7 +176,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The whole record of a file."""
+    """The record of quantizers and inputs in a file's metadata."""
 
     version: str
     style: Style
@@ -450,7 +450,7 @@ def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Di
 
 
 def _refuse_symbolic(blocks: Sequence[tuple[Dimension, int]]) -> None:
-    """Raise for the first axis of symbolic length that blocks divide."""
+    """Raise ExportError for the first axis of symbolic length that blocks divide."""
     for n, size in blocks:
         if isinstance(n, str):
             raise ExportError(
@@ -464,7 +464,7 @@ def _text(shape: Sequence[Dimension]) -> str:
 
 
 def overflows(element: ElementType, where: ScaleLayout, axes: int) -> bool:
-    """Whether ONNX Runtime may round inf, and values beyond 2**31 steps, to the lowest code instead of the highest.
+    """Whether ONNX Runtime may round inf, and values beyond 2**31 steps, to the lowest instead of the highest code.
 
     Its CPU kernels for 4-bit integers, and for blocks along any axis except the last, convert to int32 before they
     saturate (seen in 1.31). The exporter then clips the values first.
@@ -512,10 +512,10 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
 
 
 def check_choice(spec: QuantSpec) -> None:
-    """Check that a graph can find the scales of a specification from the range of a tensor.
+    """Check that a graph can compute the scales of a specification from the range of a tensor.
 
     Raises:
-        ExportError: it cannot.
+        ExportError: the graph cannot compute such scales.
     """
     scale = spec.scale
     if scale.is_exact or scale.needs_values:

@@ -1,13 +1,13 @@
-"""Compare the quantizers of an exported file with torch, and what lies between them.
+"""Compare the quantizers of an exported file with torch, and the parts of the model between them.
 
 Each part between quantizers runs in torch from the values that the file had there.
 
-Sums in another order differ by rounding, and a quantizer makes a step of that where a value lies between two codes.
+Sums in another order differ by rounding, which a quantizer turns into a whole step if a value lies between two codes.
 After some layers a right file is as far from torch as quantization is. So torch runs with the results that the
-quantizers have in the file. What the next quantizers receive then differs by rounding alone, as the outputs do.
+quantizers have in the file. The inputs of the next quantizers, and the outputs, then differ only by rounding.
 
-How much rounding explains is measured where that is asked: torch runs again, and the last bits of the results of all
-its operations are changed at random.
+Where a difference looks large, the effect of rounding is measured: torch runs again, and the last bits of the results
+of all operations are changed at random.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Source:
 
     Attributes:
         constants: the constants of the file.
-        read_as: the name of the tensor that a quantizer of a float16 tensor reads: its cast to float32.
-        names: of all tensors of the file.
+        read_as: for a float16 tensor, the name of its cast to float32, which the quantizer reads.
+        names: the names of all tensors of the file.
         modules: the model's modules by path.
         tensors: the model's parameters and buffers by name.
 
@@ -102,7 +102,7 @@ class Source:
 
 
 class SiteCheck:
-    """Compares the results of one quantizer in a file with those of torch for the same tensor.
+    """Compares the results of one quantizer in a file with torch's for the same input.
 
     Raises:
         VerificationError: the file lacks a constant, or the model lacks the quantizer.
@@ -147,7 +147,7 @@ class SiteCheck:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the weight is one that the model computes, which only the calls of the quantizer reveal."""
+        """Whether the model computes the weight, so that only calls of the quantizer show it."""
         return self.record.codes is not None and self._quantizer is not None and self._weight is None
 
     @property
@@ -161,7 +161,7 @@ class SiteCheck:
 
     @property
     def step(self) -> float | None:
-        """The largest constant scale of an integer activation."""
+        """The largest constant scale of an integer activation, else None."""
         if self.record.codes or self.record.parameters is not Parameters.CONSTANT:
             return None
         with self._fitting():
@@ -170,7 +170,7 @@ class SiteCheck:
 
     @property
     def limits(self) -> list[Tensor]:
-        """The smallest and the largest result of an activation with one constant scale; else none."""
+        """The smallest and the largest result of an activation with one constant scale; else []."""
         if self.record.parameters is not Parameters.CONSTANT or math.prod(self.record.groups) != 1:
             return []
         with self._fitting():
@@ -185,7 +185,7 @@ class SiteCheck:
         return math.prod(self._constants.constant(str(self.record.codes)).dims)
 
     def moved(self, generator: torch.Generator) -> Tensor:
-        """Return a weight, moved by the errors of other values of its size: as far as one that was not yet rounded."""
+        """The weight plus rounding errors of other values of its size, as far from its codes as before rounding."""
         with self._fitting():
             weight, params = self._file_weight(torch.float32), self._file_parameters()
             others = weight * (1 - torch.rand(weight.shape, generator=generator, device="cpu") / 2)
@@ -194,7 +194,7 @@ class SiteCheck:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """Report errors from constants that do not fit each other as a fault of the file or of the model."""
+        """Turn errors of constants that do not fit each other into a VerificationError about the file or model."""
         try:
             yield
         except VerificationError:
@@ -240,7 +240,7 @@ class SiteCheck:
             self.row.differing = max(self.row.differing, self._differing(actual, expected.detach().cpu()))
 
     def check_called(self) -> None:
-        """Raise a VerificationError if the model has not computed a weight of the file."""
+        """Raise VerificationError if the model has not computed a weight that `is_computed`."""
         if self.is_computed and not self._is_compared:
             raise VerificationError(
                 f"the constant {self.record.x} of the file is not a parameter or buffer of the model, and the "
@@ -256,7 +256,7 @@ class SiteCheck:
         return differing_bits(actual, expected)
 
     def tensors(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the quantizer receives in the file, and its result; of a weight the result twice."""
+        """The input of the quantizer in the file, and its result; for a weight twice the result."""
         y = values[self.record.y]
         return (y if self.record.codes else values[self._x]), y
 
@@ -336,11 +336,11 @@ _RESTORING = (
     SessionOptions('InferenceSession(..., disabled_optimizers=["DoubleQDQPairsRemover"])', ("DoubleQDQPairsRemover",)),
     WITHOUT_OPTIMISATIONS,
 )
-"""Settings that keep ONNX Runtime from other results: first one that costs no speed of integer products."""
+"""Settings that stop ONNX Runtime from changing results; the first does not slow integer products down."""
 
 
 class Deployed:
-    """Runs a file in ONNX Runtime's default session, and once without rounding to measure what that costs."""
+    """Runs a file in ONNX Runtime's default session, and a copy without rounding, to measure what each costs."""
 
     def __init__(
         self, model: ModelProto, checks: Sequence[SiteCheck], report: VerifyReport, step: float | None
@@ -362,7 +362,7 @@ class Deployed:
                 report.not_run.append("Not judged as deployed: with float weights the file would exceed 2 GB.")
 
     def add(self, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        """Compare one batch, of which `values` are the file's results without optimisations."""
+        """Compare one batch; `values` are the file's results without optimisations."""
         if self._default is None:
             return
         report = self._report
@@ -380,7 +380,7 @@ class Deployed:
             self._add(report.noise, plain, unrounded)
 
     def finish(self) -> None:
-        """Look for a setting that gives the results without optimisations again, if these lose any."""
+        """Look for a setting that gives the results without optimisations, if the default optimisations change them."""
         if self._batch is None or all(row.sqnr >= _NO_LOSS for row in self._report.optimised):
             return
         plain, inputs = self._batch
@@ -400,10 +400,10 @@ class Deployed:
 
 
 def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelProto | None:
-    """Return a file that differs from another as a float model does: the noise of quantization needs no float model.
+    """A copy of a file with unrounded values, to measure the noise of quantization without the float model.
 
-    Activations pass unrounded, but clipped. Weights are moved by the error that another rounding makes, because
-    improved or baked ones are stored rounded in the float model, too. None if the file would be too large.
+    Activations are clipped, but not rounded. Weights are moved by typical rounding errors, because improved or baked
+    weights are stored rounded even in the float model. None if the copy would be too large.
     """
     from onnx import ModelProto, TensorProto, helper
 
@@ -440,25 +440,25 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
 
 
 Run = Callable[[Callable[[Tensor], Tensor]], Any]
-"""Calls the model with a batch whose tensors go through a function."""
+"""Calls the model with a batch, of which every tensor first goes through a function."""
 Values = Iterator[tuple[dict[str, Tensor], list[int]]]
-"""The tensors of a file by name, and the indices of the checks whose tensors are among them."""
+"""The tensors of a file by name, and the indices of the checks whose tensors are there, for each piece of the file."""
 
 _UNITS = 8
-"""Units of the last place of the largest value by which a right file may differ without a second look."""
+"""How many units of the last place, of the largest value, a right file may differ by without a second look."""
 _FACTOR = 32
-"""How much more than by its last bits a right file may differ: sums of thousands of terms in another order."""
+"""How many times the effect of changed last bits a right file may differ by: sums of thousands of terms."""
 _ALIKE = 1e-3
-"""Up to this share of the largest value a call of the model counts as that of a quantizer in the file."""
+"""A call of the model matches a quantizer of the file if its input differs by at most this share of the largest."""
 _HUGE = 2.0**100
-"""From here on values are masks, which measure no others."""
+"""Magnitudes from here on are masks, and do not count as the largest value."""
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 
 
 class Spans:
-    """Runs a model with the outputs of a file's quantizers, and compares the inputs of the quantizers.
+    """Runs a model with the file's results of quantizers, and compares the inputs of quantizers with the file's.
 
-    The last outputs are the new values of the buffers `state`.
+    The last outputs of the file are the new values of the buffers `state`.
     """
 
     def __init__(
@@ -477,7 +477,7 @@ class Spans:
                 self.order.setdefault(module, []).append(index)
 
     def found(self) -> list[Span]:
-        """What was compared, in the order of the file.
+        """All spans with a comparison or a missing call, in the order of the file.
 
         Raises:
             VerificationError: the model has not computed a weight of the file.
@@ -503,7 +503,7 @@ class Spans:
         return [span for span in spans if span.elements or span.missing]
 
     def add(self, run: Run, values: Callable[[], Values], bins: Mapping[ByValue, Tensor]) -> dict[str, Tensor]:
-        """Compare one batch; returns the last tensors of the file, among them its outputs."""
+        """Compare one batch; returns the tensors of the file's last piece, among them its outputs."""
         before = state_before(self.model)
         found = _Pass(self, values(), bins)
         last = found.run(run)
@@ -528,14 +528,14 @@ class Spans:
 
 
 class _Pass:
-    """One run of the model beside one of the file.
+    """One run of the model, step by step with one run of the file.
 
     Args:
-        spans: of the file.
-        values: of the file.
-        bins: which ranges the batch chooses by its values.
+        spans: the comparisons to add to.
+        values: the tensors of the file, piece by piece.
+        bins: the bins of ranges that the batch chooses.
         loose: modules whose calls are not all in the file, or not all in the model.
-        ours: what torch had where an earlier run found too large differences; then last bits are changed.
+        ours: torch's tensors where an earlier run found large differences; if given, last bits are changed.
     """
 
     def __init__(
@@ -558,7 +558,7 @@ class _Pass:
         self.moved: dict[int, float] = {}
 
     def run(self, run: Run) -> dict[str, Tensor]:
-        """Run both to their ends and compare the outputs; returns the last tensors of the file."""
+        """Run model and file to their ends, and compare the outputs; returns the tensors of the file's last piece."""
         model = self._spans.model
         with evaluating(model), simulated(model), torch.no_grad(), self._replaced(), exact_products():
             ours = outputs_of(model, run(self._moved), self._spans.state)
@@ -569,17 +569,17 @@ class _Pass:
         return self._last
 
     def uneven(self) -> frozenset[nn.Module]:
-        """The modules that the model calls another number of times than the file has quantizers of them."""
+        """The modules that the model calls more or less often than the file has quantizers of them."""
         left = {one for one, (place, _) in self._places.items() if place < len(self._spans.order[one])}
         return frozenset(self._extra | left)
 
     def left(self, loose: frozenset[nn.Module]) -> list[int]:
-        """The quantizers of the file that no call of the model was."""
+        """The indices of the file's quantizers that no call of the model matched."""
         return [index for one in loose for index in self._spans.order[one][self._places[one][0] :]]
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        """A context in which modules that quantize give the results of the file."""
+        """A context in which modules that quantize return the file's results."""
         spans, wobble = self._spans, self._wobble
 
         def enclosed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -617,7 +617,7 @@ class _Pass:
         return x if self._wobble is None else self._wobble.moved(x)
 
     def _result(self, module: nn.Module, x: Tensor, own: Callable[[], Tensor]) -> Tensor:
-        """The result of the file for a call of a module, and torch's where the file has none."""
+        """The file's result for a call of a module, or torch's if the file has none."""
         order, (place, step) = self._spans.order[module], self._places[module]
         if place == len(order):
             self._extra.add(module)
@@ -645,7 +645,7 @@ class _Pass:
             return self._moved(y.to(x.device, x.dtype, copy=True)) if y.shape == x.shape else own()
 
     def _advance(self) -> bool:
-        """Run the next piece of the file; False at its end."""
+        """Run the next piece of the file; returns False at the end."""
         found = next(self._values, None)
         if found is None:
             return False
@@ -660,7 +660,7 @@ class _Pass:
         return True
 
     def _see(self, span: Span, ours: Tensor, theirs: Tensor) -> None:
-        """Compare a tensor of torch with that of the file, or measure how far it moved."""
+        """Compare a tensor of torch with the file's; if last bits are changed, also measure how far they moved it."""
         place = len(self.compared)
         difference, largest = _difference(ours, theirs)
         unit = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
@@ -673,7 +673,7 @@ class _Pass:
 
 
 class _Wobble:
-    """Changes the last bits of tensors at random. Whole numbers stay: counts, masks, zeros."""
+    """Changes the last bits of tensors at random, but not whole numbers such as counts, masks and zeros."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -687,7 +687,7 @@ class _Wobble:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the calls of `fake_quantize`, and changes last bits of the results of all operations."""
+    """Intercepts calls of `fake_quantize`, and changes last bits of the results of all other operations."""
 
     def __init__(self, quantized: Callable[[Tensor, Callable[[], Tensor]], Tensor], wobble: _Wobble | None) -> None:
         super().__init__()
@@ -706,7 +706,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors, inf where their shapes differ, and the largest magnitude in them."""
+    """The largest difference of two tensors (inf if shapes differ), and the largest magnitude below masks."""
     if ours.shape != theirs.shape:
         return math.inf, 1.0
     if not ours.numel():
@@ -719,6 +719,6 @@ def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def outputs_of(model: nn.Module, result: Any, state: Sequence[str]) -> list[Tensor]:
-    """What a file gives: the tensors of a model's result, and the buffers that the model has written."""
+    """The outputs of a file: the tensors of the model's result, and copies of the buffers that the model wrote."""
     found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     return [*found, *(model.get_buffer(path).detach().clone() for path in state)]

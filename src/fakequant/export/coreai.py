@@ -3,7 +3,7 @@
 Sources: coreai-torch 0.4.3, whose operators in torch its converter reads; coreai-core 1.0.0b3, which runs packages.
 
 * A weight is `constexpr_blockwise_shift_scale` of its codes: (q - z) * s, q * s + offset, or the value of a float times
-  s. Formats that Core AI has not are positions in a table of their values (`lut_to_dense`) under scales.
+  s. Other formats are indices into a table of their values (`lut_to_dense`), times scales.
 * An activation is `quantize` and `dequantize`: clamp(rint(x / s) + z), `Arithmetic.DIVIDE`, and (q - z) * s.
 """
 
@@ -54,21 +54,21 @@ _ACTIVATIONS = IntegerFormat.of(8), IntegerFormat.of(8, signed=False), *_FLOATS
 def export_coreai(
     model: nn.Module, example: Any, path: str | os.PathLike[str], *, inputs: Inputs | None = None
 ) -> EngineFile:
-    """Write a calibrated model as a package of Core AI (.aimodel), run it on the example, and say how far it is.
+    """Write a calibrated model as a package of Core AI (.aimodel), run it on the example, and compare the results.
 
     Weights are stored as the codes of the model, in any format of at most 8 bits.
 
     Args:
         model: a prepared and calibrated model, with integers or FP8 of 8 bits for inputs, or inputs in float.
-        example: an input, a tuple of inputs, or a dict of keyword arguments; the package takes their shapes alone.
+        example: an input, a tuple of inputs, or a dict of keyword arguments; the package accepts only their shapes.
         path: the package to write, a new folder.
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that Core AI has not, which are named; its converter refuses the
-            model; the package computes something else than the model; or the packages are not installed. Nothing is
+        ExportError: as `export_pt2e`; quantizers that Core AI cannot express, which are named; its converter refuses
+            the model; the results of the package differ from the model's; or the packages are not installed. Nothing is
             written.
-        OutputError: there is something at the path, or it cannot be written; raised before any work.
+        OutputError: the path exists already, or it cannot be written; raised before any work.
 
     >>> export_coreai(nn.Linear(2, 2), "model.aimodel", torch.ones(1, 2))
     Traceback (most recent call last):
@@ -99,7 +99,7 @@ def export_coreai(
 
 
 class _ToCoreAI(Lowering):
-    """Replaces the quantizers of a traced graph, in place, by operators of coreai-torch."""
+    """Replaces the quantizers of a traced graph by operators of coreai-torch, in place."""
 
     label = "operators of Core AI"
     package = "coreai_torch._compression.custom_layers"
@@ -127,7 +127,7 @@ class _ToCoreAI(Lowering):
         return f"Core AI has constants; {_STATIC}"
 
     def _weight(self, node: fx.Node, spec: QuantSpec, params: QParams, weight: Tensor) -> fx.Node:
-        """The values of the codes of a weight."""
+        """The node that dequantizes the codes of a weight."""
         if weight.isnan().any():
             raise ExportError("the weight holds NaN, which has no code; repair the weight")
         codes = self._codes.get(scope_of(node))
@@ -206,7 +206,7 @@ class _ToCoreAI(Lowering):
         return x if x.meta["val"].dtype is dtype else self._call(node, torch.ops.aten.to.dtype, x, dtype)
 
     def _finish(self) -> None:
-        """Core AI chooses kernels by itself."""
+        """Do nothing: Core AI chooses its kernels itself."""
 
 
 def _converted_and_run(program: ExportedProgram, path: Path) -> list[Tensor]:

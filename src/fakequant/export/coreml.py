@@ -1,4 +1,4 @@
-"""Export a model as a package of Core ML for iOS 18 and macOS 15, and compare its weights; it runs on a Mac alone.
+"""Export a model as a package of Core ML for iOS 18 and macOS 15, and compare its weights; only a Mac can run it.
 
 Source: coremltools 9.0: `constexpr_blockwise_shift_scale` for weights, `quantize` and `dequantize` for activations.
 """
@@ -35,7 +35,7 @@ _GROUP = "quantized_decomposed.dequantize_per_channel_group.default"
 def export_coreml(
     model: nn.Module, example: Any, path: str | os.PathLike[str], *, inputs: Inputs | None = None
 ) -> EngineFile:
-    """Write a calibrated model as a package of Core ML (.mlpackage) whose weights are compared, each element.
+    """Write a calibrated model as a package of Core ML (.mlpackage), and compare every element of its weights.
 
     Args:
         model: a prepared and calibrated model: weights of 4 or 8 bits, and inputs of 8 bits or in float.
@@ -44,9 +44,9 @@ def export_coreml(
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that Core ML has not; a weight of other values in the package; or
-            coremltools is not installed. Nothing is written.
-        OutputError: there is something at the path, or it cannot be written; raised before any work.
+        ExportError: as `export_pt2e`; quantizers that Core ML cannot express; weights that differ in the package;
+            or coremltools is not installed. Nothing is written.
+        OutputError: the path exists already, or it cannot be written; raised before any work.
 
     >>> export_coreml(nn.Linear(2, 2), "model.mlpackage", torch.ones(1, 2))
     Traceback (most recent call last):
@@ -105,7 +105,7 @@ def export_coreml(
 
 
 class _ToCoreML(LoweringToInt8):
-    """Codes of activations are int8, ranges static."""
+    """Lowers quantizers for Core ML, which has int8 codes of activations and static ranges."""
 
     label = "Core ML"
 

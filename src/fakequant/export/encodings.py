@@ -1,4 +1,4 @@
-"""Write ranges as AIMET's encodings beside an ONNX file in float, as Qualcomm's converters take them, and read them.
+"""Write ranges as AIMET's encodings beside a float ONNX file, for Qualcomm's converters, and read such encodings.
 
 A file of encodings lists the tensors of an ONNX file without quantizers: `qairt-converter` reads it by
 `--quantization_overrides`. Source: aimet-onnx 2.42, `_encoding.py` and `quantsim.py`, for all three versions:
@@ -57,15 +57,15 @@ _ONE_RANGE = "prepare(..., target='qnn') gives a tensor one range for all that r
 
 @dataclass(frozen=True, eq=False)
 class TensorEncoding:
-    """How a tensor is quantized: x = (q - zero_point) * scale.
+    """The quantization of a tensor: x = (q - zero_point) * scale.
 
     Attributes:
-        scale: float32, of a tensor [], of channels [channels], of blocks [channels, blocks, ones].
-        zero_point: the code of 0.0, int64, as the scale.
-        bits: of a code.
-        signed: whether codes are from -2**(bits - 1) on, and not from 0 on.
-        axis: of the channels, or of the blocks; None for one scale.
-        block_size: how many elements along the axis share a scale; 0 for channels.
+        scale: float32; per tensor [], per channel [channels], per block [channels, blocks, ones].
+        zero_point: the code of 0.0, int64, in the shape of the scale.
+        bits: the bits of a code.
+        signed: whether codes begin at -2**(bits - 1) instead of 0.
+        axis: the axis of channels or blocks; None for one scale.
+        block_size: how many elements along the axis share a scale; 0 for one scale per channel.
     """
 
     scale: np.ndarray
@@ -77,7 +77,7 @@ class TensorEncoding:
 
     @property
     def dtype(self) -> str:
-        """As "uint8"."""
+        """The name of the integer type, such as "uint8"."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     def __eq__(self, other: object) -> bool:
@@ -92,15 +92,15 @@ class TensorEncoding:
 
 @dataclass(frozen=True)
 class Encodings:
-    """What `export_encodings` wrote or `read_encodings` read; prints as a sentence.
+    """The encodings that `export_encodings` wrote or `read_encodings` read; prints as a sentence.
 
     Attributes:
         path: the file of encodings.
-        version: its form.
-        tensors: the paths of the quantizers of each tensor, by its name in the ONNX file.
-        onnx: the file in float that was written beside; None after reading.
-        left_out: paths of quantizers that have no encodings, because they are off or the example does not reach them;
-            reading leaves them as they are.
+        version: the version of the form.
+        tensors: the paths of each tensor's quantizers, by the tensor's name in the ONNX file.
+        onnx: the float ONNX file beside it; None after reading.
+        left_out: paths of quantizers without encodings, because they are off or the example does not reach them;
+            reading does not change these.
     """
 
     path: Path
@@ -127,7 +127,7 @@ def export_encodings(
     inputs: Inputs | None = None,
     dynamic_shapes: Any = None,
 ) -> Encodings:
-    """Write a calibrated model as an ONNX file in float, and the ranges of its tensors as AIMET's encodings beside it.
+    """Write a calibrated model as a float ONNX file, and the ranges of its tensors as AIMET's encodings beside it.
 
     Weights in the file have the values of their codes. The encodings have the name of the file, ending in .encodings.
 
@@ -172,10 +172,10 @@ def export_encodings(
 def read_encodings(
     model: nn.Module, example: Any, path: str | os.PathLike[str], *, inputs: Inputs | None = None
 ) -> Encodings:
-    """Set the scales and zero points of a prepared model to those of a file of encodings.
+    """Set the scales and zero points of a prepared model from a file of encodings.
 
-    The tensors have the names that they have in the ONNX file of `export_encodings`. Weights that have these scales
-    keep their codes; others are quantized by the new ones.
+    The file names tensors as in the ONNX file of `export_encodings`. Weights that already have these scales keep their
+    codes; others are quantized with the new scales.
 
     Args:
         model: a prepared model; it need not be calibrated.
@@ -231,7 +231,7 @@ def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> li
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:
-    """Parameters for a quantizer whose copy is calibrated; an ExportError where the file has another format."""
+    """The encoding as parameters for a quantizer (`ready` is its calibrated copy); ExportError for another format."""
     before, spec = ready.scale, ready.spec
     assert before is not None
     if (found.dtype, found.scale.size) != (expected.dtype, expected.scale.size):
@@ -256,7 +256,7 @@ def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncodi
 def _split(
     model: nn.Module, example: Any, version: str = "2.0.0", dynamic_shapes: Any = None
 ) -> tuple[bytes, dict[str, TensorEncoding], dict[str, list[str]]]:
-    """An ONNX file in float, the encodings of its tensors by name, and the quantizers of each."""
+    """The bytes of a float ONNX file, the encodings of its tensors by name, and the quantizers of each tensor."""
     import onnx
 
     with TemporaryDirectory() as folder:
@@ -281,7 +281,7 @@ def _split(
 
 
 def _why_not(site: SiteRecord) -> str | None:
-    """Why encodings cannot describe a quantizer; None if they do."""
+    """The reason why encodings cannot describe a quantizer; None if they can."""
     spec = QuantSpec.parse(site.spec)
     fmt, is_weight = spec.format, site.codes is not None
     full = isinstance(fmt, IntegerFormat) and IntegerFormat.of(fmt.bits, signed=fmt.signed)
@@ -296,7 +296,7 @@ def _why_not(site: SiteRecord) -> str | None:
 
 
 class _Split:
-    """Takes quantizers out of a graph, in place, and lists them by the tensors that they quantize."""
+    """Removes quantizers from a graph, in place, and lists their encodings by the tensors that they quantize."""
 
     def __init__(self, proto: ModelProto, version: str) -> None:
         self._version = version
@@ -309,7 +309,7 @@ class _Split:
         self.quantizers: dict[str, list[str]] = {}
 
     def take(self, site: SiteRecord) -> str | None:
-        """Take a quantizer out; returns why that cannot be."""
+        """Remove a quantizer from the graph; returns the reason if it cannot be removed, else None."""
         between = self._between(site)
         if between is None:
             return "lies in a loop, whose tensors have no encodings"
@@ -342,7 +342,7 @@ class _Split:
         return None
 
     def finish(self) -> dict[str, str]:
-        """Write the graph anew; returns quantizers of tensors that others read in float."""
+        """Write the graph without the quantizers; returns those whose tensor is also read in float, with the reason."""
         from onnx import helper
 
         graph = self._proto.graph
@@ -371,7 +371,7 @@ class _Split:
         return refused
 
     def _between(self, site: SiteRecord) -> list[NodeProto] | None:
-        """The nodes between a tensor, or the codes of a weight, and the quantized one; None if they are in a loop."""
+        """The nodes between a quantizer's input (or a weight's codes) and its result; None if they are in a loop."""
         waiting: list[str] = [site.y]
         found: list[NodeProto] = []
         while waiting:
@@ -399,7 +399,7 @@ class _Split:
 
 
 def _document(found: Mapping[str, TensorEncoding], weights: Collection[str], version: str) -> dict[str, Any]:
-    """A file of encodings."""
+    """The content of a file of encodings, for JSON."""
     producer = {"producer": {"package": "fakequant", "version": __version__}, "version": version}
     entries: dict[str, Any] = {}
     for name, one in found.items():
@@ -432,7 +432,7 @@ def _document(found: Mapping[str, TensorEncoding], weights: Collection[str], ver
 
 
 def _parsed(source: Path) -> tuple[str, dict[str, TensorEncoding]]:
-    """The version of a file, and its encodings by tensor; an ExportError where it is damaged."""
+    """The version of a file and its encodings by tensor; raises ExportError if it is damaged."""
     try:
         values = json.loads(read_whole(source))
     except OSError as error:

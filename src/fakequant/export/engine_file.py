@@ -1,4 +1,4 @@
-"""A file for an engine, made from the graph of `export_pt2e`: what is in it, and how far its results are."""
+"""The description of a file for an engine: its path, its size, and how far its results are from the simulation."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fakequant.restore import restore_after
 from fakequant.text import listed
 
 LEAST = 20.0
-"""Decibels below which a file computes something else: wrong graphs gave 2 to 9, right ones 45 and more."""
+"""The SQNR in dB below which a file computes something else: wrong graphs gave 2 to 9, right graphs 45 and more."""
 
 
 @dataclass(frozen=True)
 class EngineFile:
-    """What `export_executorch`, `export_litert`, `export_coreml` and `export_coreai` wrote; prints as a sentence.
+    """The file that `export_executorch`, `_litert`, `_coreml` or `_coreai` wrote; prints as a sentence.
 
     Attributes:
         path: the file, or the folder of a package.
         engine: the program that ran the file, or read it, with its version.
         bytes: the size.
         left: operators that the engine's integer kernels do not compute, by name with their count.
-        outputs: how far each result for the example is from the simulation's; none where nothing runs here.
-        notes: what was compared otherwise, one sentence each.
+        outputs: the distance of each result for the example from the simulation's; empty if the engine cannot run here.
+        notes: other comparisons, one sentence each.
     """
 
     path: Path
@@ -61,10 +61,10 @@ class EngineFile:
 
 
 def new_package(path: str | os.PathLike[str], engine: str, suffix: str) -> Path:
-    """The path of a package to write, in a folder that takes it.
+    """The path of a new package, in a folder that is created if necessary and can be written.
 
     Raises:
-        ExportError: it has another ending, or there is something.
+        ExportError: another suffix, or the path exists already.
         OutputError: the folder cannot be created or written.
     """
     target = Path(path)
@@ -77,7 +77,7 @@ def new_package(path: str | os.PathLike[str], engine: str, suffix: str) -> Path:
 
 
 def counted(names: dict[str, int]) -> str:
-    """Names with their counts.
+    """Names with their counts, as text.
 
     >>> counted({"aten.mm": 2, "aten.exp": 1})
     'aten.mm (2), aten.exp'
@@ -87,25 +87,25 @@ def counted(names: dict[str, int]) -> str:
 
 @contextmanager
 def as_simulated(model: nn.Module) -> Iterator[None]:
-    """A context for a run of a model that leaves it as it was."""
+    """A context for a run of a model in eval mode without gradients, which leaves the model as it was."""
     with restore_after(state_before(model)), evaluating(model), torch.no_grad():
         yield
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among values, in the order of torch.export."""
+    """The tensors in nested values, in the order of torch.export."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def simulated(model: nn.Module, program: ExportedProgram) -> list[Tensor]:
-    """The results of a model for the example of its graph."""
+    """The results of the model, on the CPU, for the example of its graph."""
     args, kwargs = program.example_inputs or ((), {})
     with as_simulated(model):
         return [x.detach().clone().cpu() for x in tensors_in(model(*args, **kwargs))]
 
 
 def steps_of(program: ExportedProgram) -> list[float | None]:
-    """The step of the quantizer of each result; None where a result is not quantized per tensor."""
+    """The scale of the quantizer of each result; None for a result that is not quantized per tensor."""
     outputs = next(node for node in program.graph.nodes if node.op == "output")
     steps = []
     for node in pytree.tree_leaves(outputs.args[0]):
@@ -117,10 +117,10 @@ def steps_of(program: ExportedProgram) -> list[float | None]:
 def compared(
     file: EngineFile, expected: Sequence[Tensor], results: Sequence[Any], steps: Sequence[float | None]
 ) -> EngineFile:
-    """A description of a file with the distance of its results from the simulation's.
+    """The description of a file, with the distances of its results from the simulation's added.
 
     Raises:
-        ExportError: other results than the model has, or values that are no rounding of the simulation's.
+        ExportError: the results have other shapes than the model's, or differ by more than rounding.
     """
     found = [torch.as_tensor(x).detach().cpu() for x in results]
     if [x.shape for x in found] != [x.shape for x in expected]:

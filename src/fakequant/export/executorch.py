@@ -43,7 +43,7 @@ def export_executorch(
     backend: str = "xnnpack",
     partial: bool = False,
 ) -> EngineFile:
-    """Write a calibrated model as a program of ExecuTorch (.pte), run it on the example, and say how far it is.
+    """Write a calibrated model as a program of ExecuTorch (.pte), run it on the example, and compare the results.
 
     Args:
         model: a prepared and calibrated model.
@@ -53,11 +53,11 @@ def export_executorch(
         dynamic_shapes: as for `torch.export.export`, for example ({0: Dim("batch", max=8)},); the file runs with
             lengths up to the largest.
         backend: "xnnpack" for the processors of phones, or "portable" for ExecuTorch's own kernels, which are slow.
-        partial: whether to write a file of which XNNPACK computes a part, and the portable kernels the others.
+        partial: whether to write a file even if portable kernels compute some operators instead of XNNPACK.
 
     Raises:
-        ExportError: as `export_pt2e`; XNNPACK leaves operators to others, which are named; the program computes
-            something else than the model; or executorch is not installed. Nothing is written.
+        ExportError: as `export_pt2e`; XNNPACK does not compute some operators, which are named; the program's
+            results differ from the model's; or executorch is not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "W4A8_EXECUTORCH")
@@ -101,7 +101,7 @@ def export_executorch(
 
 
 def _compiled(program: ExportedProgram, backend: str) -> tuple[bytes, dict[str, int]]:
-    """The bytes of the program, and what the backend leaves to other kernels."""
+    """The bytes of the program, and the operators that the backend leaves to other kernels, with counts."""
     exir: Any = import_module("executorch.exir")
     import_module("executorch.kernels.quantized")  # registers the kernels outside of XNNPACK
     parts = []

@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
 
 def active_weights(model: nn.Module) -> list[Product]:
-    """The weights of layers that will be quantized in the file."""
+    """The weights of layers that the file will contain quantized."""
     return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 
 
 @contextmanager
 def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Fix the scales that follow the weights for a while, so that the quantized weights are constants.
+    """A context in which scales that follow the weights are fixed, so that quantized weights are constants.
 
-    Weights with fixed codes are quantized as others, so that each has its node; `lower` writes the codes.
+    Weights with fixed codes are quantized like others, so that each gets a node; `lower` writes the fixed codes.
     """
     weights = active_weights(model)
     dynamic = [w for w in weights if w.quantizer.scales_each_call]
@@ -90,14 +90,14 @@ def weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _NEXT = "next_"
-"""How the name of the output begins that has the new value of an input."""
+"""The prefix of the name of the output with the new value of a buffer."""
 
 
 def states(program: ExportedProgram) -> dict[str, str]:
-    """The buffers that a model writes and on whose values its outputs depend, by the names of inputs for them.
+    """The buffers that a model writes and on whose earlier values its outputs depend, by the names of inputs for them.
 
     Raises:
-        ExportError: the model writes a tensor in place that is no buffer.
+        ExportError: the model writes a constant tensor that is not a buffer.
     """
     written = {node.name for node in written_inputs(program.graph)}
     if not written:
@@ -126,9 +126,9 @@ def states(program: ExportedProgram) -> dict[str, str]:
 
 @contextmanager
 def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
-    """A context in which a model takes the buffers of `states` as arguments and also returns their new values.
+    """A context in which `forward` takes the buffers of `states` as arguments, and also returns their new values.
 
-    It gives those of now.
+    It yields the present values of the buffers, by name.
     """
     if not found:
         yield {}
@@ -168,7 +168,7 @@ def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[st
 
 
 def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) -> Any:
-    """Dynamic shapes by name, with those of the buffers, which follow from the others."""
+    """Dynamic shapes by name, with those of the buffers added as Dim.AUTO."""
     if dynamic_shapes is None or not found:
         return dynamic_shapes
     if not isinstance(dynamic_shapes, Mapping):
@@ -178,12 +178,12 @@ def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) 
 
 
 MAX_BYTES = 2**31 - 2**20
-"""The limit of one protobuf message, less a margin for nodes and names."""
+"""The limit of one protobuf message, minus a margin for nodes and names."""
 
 _NO_LOOPS = "TensorRT was not seen to compute quantizers in a loop"
 
 _IR_VERSION = 10
-"""The version of the file format: ONNX Runtime reads it since 1.18, and it suffices for the portable style."""
+"""The IR version of the file, which ONNX Runtime reads since 1.18 and which suffices for the portable style."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ExportReport:
         float_bytes: the size that the file would have with float weights.
         quantizers: the quantizers in the file, in graph order.
         left_out: paths of quantizers that are not in the file, because they are off, the example did not reach them, or
-            what they quantize is computed from parameters alone and is a constant in the file.
+            their tensor depends only on parameters and is a constant in the file.
         unread: the inputs of the file that no node reads, because the model's outputs do not depend on them.
         state: the buffers that the model writes, by the names of the inputs for them.
     """
@@ -341,10 +341,10 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
 
 
 def _names(option: str, given: Sequence[str] | None, found: Collection[Any], state: Sequence[str]) -> list[str] | None:
-    """Names for all inputs or outputs, those of the state last.
+    """The names of all inputs or outputs, with the names of the state last; None if `given` is None.
 
     Raises:
-        ExportError: there are more or fewer of them.
+        ExportError: `given` has another number of names.
     """
     if given is None:
         return None
@@ -356,14 +356,14 @@ def _names(option: str, given: Sequence[str] | None, found: Collection[Any], sta
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that is traced and checked: a graph of torch operations in which every quantizer is one node.
+    """A model that is traced and checked, as a graph of torch operations in which every quantizer is one node.
 
     Attributes:
         target: the file to write.
         active: the quantizers that will be in the file, by path.
         program: the graph.
         sites: all quantizers of the graph.
-        codes: of weights, by the path of the quantizer, where quantizing these would give others.
+        codes: fixed codes of weights, by the path of the quantizer, if quantizing would give other codes.
         state: buffers that the model writes, by the names of the inputs for them.
     """
 
@@ -382,10 +382,10 @@ class Traced:
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> ModelProto:
-        """The graph of ONNX operations.
+        """Convert the graph to an ONNX model.
 
         Raises:
-            ExportError: other numbers of names than of inputs or outputs.
+            ExportError: the number of names is not that of inputs or outputs.
         """
         signature, state = self.program.graph_signature, self.state
         inputs = _names("input_names", input_names, signature.user_inputs, [*state])
@@ -444,10 +444,10 @@ def traced(
 
 
 def checked_arguments(model: nn.Module, example: Any) -> Arguments:
-    """The arguments of an example.
+    """The arguments that an example stands for, which fit `forward`.
 
     Raises:
-        ExportError: it holds no tensor, or the model cannot be called with it.
+        ExportError: the example has no tensor, or `forward` does not take it.
     """
     arguments = args, kwargs = example_arguments(example)
     leaves = pytree.tree_leaves((args, kwargs))
@@ -464,7 +464,7 @@ def checked_arguments(model: nn.Module, example: Any) -> Arguments:
 
 
 def fixed_codes(model: nn.Module) -> dict[str, Tensor]:
-    """Fixed codes of weights that quantizing these does not give, by the path of the quantizer."""
+    """The fixed codes of weights, on the CPU by the quantizer's path, if quantizing would give other codes."""
     with torch.no_grad():
         weights = quantized_weights(model).items()
         fixed = {path: w.quantizer.codes_of_weight(w.parameter) for path, w in weights if w.parameter is not None}
@@ -473,10 +473,10 @@ def fixed_codes(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def ready_to_trace(model: nn.Module, arguments: Arguments, no_loops: str | None) -> Iterator[None]:
-    """A context in which a model is in eval mode with fixed scales of weights, and an error names shapes and layer.
+    """A context with eval mode and fixed scales of weights, in which an error names shapes and layer.
 
     Args:
-        no_loops: why recurrent layers cannot be written as loops; None where they can.
+        no_loops: the reason why recurrent layers cannot be written as loops; None if they can.
     """
     with (
         in_eval_mode(model),
@@ -491,7 +491,7 @@ def ready_to_trace(model: nn.Module, arguments: Arguments, no_loops: str | None)
 def _program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[ExportedProgram, dict[str, str]]:
-    """The traced model, and the buffers that are arguments and results in it, by name."""
+    """The traced model, and the buffers that are its inputs and outputs, by the names of the inputs."""
     try:
         program = trace(model, args, kwargs, dynamic_shapes)
         if not (state := states(program)):
@@ -524,7 +524,7 @@ def active_quantizers(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def _check_all(model: nn.Module, active: Mapping[str, Quantizer], opset: int | None, style: Style) -> None:
-    """Raise an ExportError that names all quantizers that ONNX cannot express."""
+    """Raise ExportError with the names of all quantizers that ONNX cannot express."""
     refused = []
     shapes = {id(weight.quantizer): weight.tensor.shape for weight in active_weights(model)}
     for name, quantizer in active.items():
@@ -548,7 +548,7 @@ def _check_all(model: nn.Module, active: Mapping[str, Quantizer], opset: int | N
 
 
 def refuse_unexportable(style: str, model: nn.Module) -> None:
-    """Raise an ExportError if a style cannot express a model as it is prepared; names that are none have no say."""
+    """Raise ExportError if a style cannot express a prepared model; names of other exporters are ignored."""
     if style in [one.value for one in Style]:
         _check_all(model, quantizers(model), None, Style(style))
 

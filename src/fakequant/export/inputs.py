@@ -1,4 +1,4 @@
-"""The graph of a file, its inputs as the record says of them, and the tensors of a batch for them."""
+"""An editor of ONNX graphs, the records of a file's inputs, and the tensors of batches for these inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class GraphEditor:
         return [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
 
     def declare(self, name: str, kind: int, shape: Sequence[Dimension], *, visible: bool = False) -> None:
-        """Declare a value that nodes will compute; one that is `visible` is of this graph, not of one inside of it."""
+        """Declare the type and shape of a value that nodes will compute; `visible` also lists it in this graph."""
         from onnx import helper
 
         self._values[name] = helper.make_tensor_value_info(name, kind, list(shape))
@@ -160,14 +160,14 @@ def stored_codes(codes: Tensor, element: ElementType) -> np.ndarray:
 
 _SEED = 0
 _BYTES_PER_RANDOM = 40
-"""A float32 number, its temporary copies and an index; measured: 36."""
+"""The bytes for each random number: float32, its temporary copies and an index; measured: 36."""
 _MOST_BYTES = 2**30
-"""The memory that random inputs may use for any file: one image of 2,000 by 2,000 needs 480 MB."""
+"""The memory that random inputs may always use: one image of 2,000 by 2,000 needs 480 MB."""
 _LOWEST, _HIGHEST = -(2**62), 2**62
 
 
 def input_records(model: ModelProto, program: ExportedProgram, state: Mapping[str, str]) -> list[InputRecord]:
-    """Return the inputs of the file in order, with the example's shapes and ranges, and the buffers that they are."""
+    """The inputs of the file in order, with shapes and ranges of the example, and the paths of buffers among them."""
     args, kwargs = program.example_inputs or ((), {})
     leaves: list[tuple[str | None, Tensor]] = [
         (key, leaf)
@@ -186,7 +186,7 @@ def input_records(model: ModelProto, program: ExportedProgram, state: Mapping[st
 
 
 def arguments(records: list[InputRecord], model: nn.Module | None) -> list[InputRecord]:
-    """The inputs that batches have; those of buffers are in the model, if there is one.
+    """The inputs that batches contain: all but the buffers, if the model, which has the buffers, is there.
 
     Raises:
         VerificationError: the model lacks a buffer.
@@ -266,19 +266,19 @@ def random_batch(records: list[InputRecord], file_bytes: int) -> Any:
 
 
 def on_device_of(model: nn.Module | None, batch: Any) -> Any:
-    """A batch on the device of a model's first parameter or buffer."""
+    """A batch, with tensors moved to the device of a model's first parameter or buffer."""
     held = next((x for of in (model.parameters, model.buffers) for x in of()), None) if model is not None else None
     return batch if held is None else pytree.tree_map_only(Tensor, lambda x: x.to(held.device), batch)
 
 
 def unread_inputs(model: ModelProto) -> list[str]:
-    """The names of the inputs that no node of a file reads, and that are no outputs."""
+    """The names of the inputs that no node of a file reads and that are not outputs."""
     read = names_read(model.graph.node) | {value.name for value in model.graph.output}
     return [value.name for value in model.graph.input if value.name not in read]
 
 
 def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None:
-    """Whether the results of a model depend on the tensor at a place of a batch; None if that cannot be told.
+    """Whether a model's results depend on the tensor at a place of a batch; None if no other value could be tried.
 
     `run` calls the model with a batch, and leaves the model as it was.
     """

@@ -1,7 +1,7 @@
 """Export a model as a file of LiteRT (TensorFlow Lite) with operators on int8, and run it.
 
-Source: litert-torch 0.10.0, whose converter makes operators on integers of quantize and dequantize around them, where a
-`QuantConfig` says that the graph is quantized; ai-edge-litert 2.3.0, which runs the file.
+Source: litert-torch 0.10.0, whose converter turns operators between dequantize and quantize into integer operators, if
+a `QuantConfig` says that the graph is quantized; ai-edge-litert 2.3.0, which runs the file.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def export_litert(
     inputs: Inputs | None = None,
     partial: bool = False,
 ) -> EngineFile:
-    """Write a calibrated model as a file of LiteRT (.tflite), run it on the example, and say how far it is.
+    """Write a calibrated model as a file of LiteRT (.tflite), run it on the example, and compare the results.
 
-    Inputs and results of the file are int8 where the model quantizes them first or last.
+    Inputs that the model quantizes first, and results that it quantizes last, are int8 in the file.
 
     Args:
         model: a prepared and calibrated model, with integers of 8 bits for inputs.
-        example: an input, or a tuple of inputs; the file takes their shapes alone.
+        example: an input, or a tuple of inputs; the file accepts only their shapes.
         path: the file to write; its folder is created if it does not exist.
         inputs: which part of the example the model gets, as for `calibrate`.
-        partial: whether to write a file with operators on floats.
+        partial: whether to write a file even if some operators compute on floats.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that are not of 8 bits; operators on floats, which are named; the file
-            computes something else than the model; or the packages are not installed. Nothing is written.
+        ExportError: as `export_pt2e`; quantizers that are not of 8 bits; operators on floats, which are named; the
+            results of the file differ from the model's; or the packages are not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
 
     >>> export_litert(nn.Linear(2, 2), "model.tflite", torch.ones(1, 2))
@@ -109,7 +109,7 @@ def export_litert(
 
 
 class _ToLiteRT(LoweringToInt8):
-    """Weights, too, are quantized in the graph, by tensor or by channel: the converter reads them so."""
+    """Lowers quantizers for LiteRT, whose converter reads weights, too, as quantize nodes per tensor or channel."""
 
     label = "LiteRT"
     float_weights = True

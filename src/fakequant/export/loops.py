@@ -1,4 +1,4 @@
-"""What ONNX Runtime or ONNX lacks, by basic operators: step functions, formats, scales, recurrent layers.
+"""Operators that ONNX Runtime or ONNX lacks, built from basic ones: step functions, formats, scales, recurrent layers.
 
 Step functions: ONNX has no operator for the bits or the exponent of a number. A monotonic function with few values is
 fully described by its thresholds: the smallest number at which each next value begins. Bisection over all float32
@@ -299,11 +299,11 @@ _GATES = {"LSTM": 4, "GRU": 3}
 _FORMS = ("spec", "quantizer", "mode")
 
 Express = Callable[["NodeProto", str], tuple[list["NodeProto"], SiteRecord]]
-"""Gives the nodes that replace a quantizer node, and its record, from the node and the path of the quantizer."""
+"""A function that returns the nodes for a quantizer node and its record, from the node and the quantizer's path."""
 
 
 def translation() -> Any:
-    """The function that torch's exporter calls for the operator."""
+    """The function by which torch's exporter translates the operator `fakequant::recurrent`."""
     import onnx.defs
     from onnxscript import values
 
@@ -335,7 +335,7 @@ def translation() -> Any:
 def write_loop(
     editor: GraphEditor, node: NodeProto, path: str, style: Style, express: Express
 ) -> tuple[list[NodeProto], SiteRecord | None]:
-    """The nodes that replace a node of the operator, and the record of the quantizer of its hidden state."""
+    """The nodes that replace a recurrent node, and the record of the quantizer of its hidden state or None."""
     from onnx import TensorProto, helper
 
     given = {a.name: a.i if a.name == "reverse" else a.s.decode() for a in node.attribute}
@@ -391,9 +391,9 @@ def write_loop(
 
 
 def _step(to: Emitter, mode: str, values: tuple[str, str, str, str], width: Any) -> tuple[str, str]:
-    """Add the nodes of a step; the names of hidden state and state of the cell after it.
+    """Add the nodes of one step; returns the names of hidden and cell state after the step.
 
-    `values` are the products [n, gates * hidden] of input and hidden state, and both states before the step.
+    `values` names the products [n, gates * hidden] of input and hidden state, and both states before the step.
     """
     x, own, hidden, cell = values
     count = _GATES.get(mode, 1)

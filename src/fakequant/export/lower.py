@@ -58,7 +58,7 @@ def lower(
         model: the model, which is changed.
         dynamic: paths of quantizers that compute the range from every tensor.
         style: the dialect of the file.
-        codes: of weights by the path of the quantizer; other weights are quantized.
+        codes: fixed codes of weights, by the path of the quantizer; other weights are quantized here.
 
     Returns:
         One record per quantizer.
@@ -128,9 +128,9 @@ def lower(
 
 
 def _identity(site: EmittedSite) -> tuple[Any, ...]:
-    """Equal for quantizers of one tensor that give the same result, so that one pair of nodes serves them all.
+    """A key that is equal for quantizers that give one tensor the same result, so that they share one pair of nodes.
 
-    Engines compute on integers only where all that reads a tensor reads the same codes.
+    Engines compute on integers only if all readers of a tensor read the same codes.
     """
     if site.constant is None:
         return (site.y,)
@@ -139,7 +139,7 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 
 
 def rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
-    """Let nodes, and those of the graphs in them, read other values, by the names of those that they read."""
+    """Rename the values that nodes read, also in the graphs inside the nodes."""
     for node in nodes:
         node.input[:] = [names.get(name, name) for name in node.input]
         for graph in inner_graphs(node):
@@ -209,7 +209,7 @@ def _dequantize(site: EmittedSite, codes: str, scale: str, zero_point: str | Non
 
 
 def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
-    """Describe the storage of the scales."""
+    """The words about how the scales are stored, "" for float32."""
     element = site.encoding.scale
     if element is None:
         return ""
@@ -221,7 +221,7 @@ def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
 
 
 def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
-    """Lower an activation: QuantizeLinear and DequantizeLinear, where neither other operators nor TensorRT's serve."""
+    """Lower an activation to QuantizeLinear and DequantizeLinear, or to basic operators or those of TensorRT."""
     from onnx import TensorProto
 
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED

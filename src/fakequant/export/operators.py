@@ -32,7 +32,7 @@ _E8M0_BIAS = 127
 
 
 class QuantizeLinear(QuantizeLinear_25):
-    """saturate(rint(x / scale) + zero_point) for integers; other types use the evaluator's own operator."""
+    """saturate(rint(x / scale) + zero_point) for integers; other types use the evaluator's definition."""
 
     op_domain = ""
 

@@ -6,11 +6,11 @@ ExecuTorch, LiteRT, Core ML and torch's own compiler read such graphs ("PT2E"). 
 * An activation is quantize_per_tensor and dequantize_per_tensor, or both per channel: clamp(rint(x * (1 / s)) + z) and
   (q - z) * s in float32, `Arithmetic.RECIPROCAL`.
 * A weight is a constant of integers and a dequantize per tensor, per channel or per group of inputs.
-* Codes of unsigned formats are stored as signed ones, with a zero point that is less by as much: engines take int8.
-* A product whose result is pooled or reshaped before it is quantized is quantized before that, too: XNNPACK and LiteRT
-  compute a product on integers where its result is quantized.
-* Equal quantizers of one tensor share one quantize. ExecuTorch 1.5's XNNPACK computes other numbers where one tensor
-  has two: it leaves the convolution behind one of them to another kernel, without that quantizer.
+* Unsigned codes are stored as signed codes, with codes and zero point lower by the same number: engines take int8.
+* A product whose result is pooled or reshaped before its quantizer is also quantized before the pool or reshape:
+  XNNPACK and LiteRT compute a product on integers only if its result is quantized directly.
+* Equal quantizers of one tensor share one quantize node. With two, ExecuTorch 1.5's XNNPACK computes other numbers: it
+  leaves the convolution behind one of the nodes to another kernel, without the quantizer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fakequant.text import listed, module_name
 _CALL = "export_pt2e(model, example)"
 _NO_LOOPS = "these graphs have no loops; its quantizers inside need another engine, such as ONNX Runtime by export_onnx"
 _TOKENS = QuantSpec("int8", PerToken(), symmetric=False)
-"""What torchao's operators compute for every token, in the arithmetic RECIPROCAL."""
+"""The specification that torchao's operators compute for every token, in the arithmetic RECIPROCAL."""
 
 
 @accepts_wrapped_model
@@ -93,12 +93,12 @@ def lowered(
     multiplies: bool = True,
     operators: type[Lowering] | None = None,
 ) -> ExportedProgram:
-    """The graph of `export_pt2e`.
+    """Trace a model, and replace its quantizers by operators; the graph that `export_pt2e` returns.
 
     Args:
-        call: of the user, for messages.
+        call: the user's call, for messages.
         multiplies: whether the reader of the graph multiplies by 1 / scale, as torch does; otherwise it divides.
-        operators: what quantizers become; None for `quantized_decomposed`.
+        operators: the class that replaces quantizers; None for `quantized_decomposed`.
     """
     operators = Lowering if operators is None else operators
     check_model(model, call.partition("(")[0], call, ExportError)
@@ -130,7 +130,7 @@ def lowered(
 
 
 def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
-    """Why no operator of `quantized_decomposed` computes a specification; None if one does.
+    """The reason why no operator of `quantized_decomposed` computes a specification; None if one does.
 
     >>> why_not(QuantSpec("int8"), constant=False)
     >>> why_not(QuantSpec("float8_e4m3fn"), constant=True)
@@ -154,7 +154,7 @@ def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
 
 
 def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering]) -> None:
-    """Raise an ExportError that names all quantizers that the graph cannot have."""
+    """Raise ExportError with the names of all quantizers that the operators cannot express."""
     refused = []
     for name, quantizer in active.items():
         spec, is_weight = quantizer.spec, quantizer.kind is Kind.WEIGHT
@@ -177,7 +177,7 @@ def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering])
 
 
 def refuse_early(export: str, operators: type[Lowering]) -> None:
-    """Have `prepare` refuse what the graph of an exporter cannot have, by the exporter's name in `Engine.export`."""
+    """Make `prepare` refuse quantizers that a graph cannot express, for targets whose `Engine.export` is this name."""
 
     def check(name: str, model: nn.Module) -> None:
         if name == export:
@@ -198,7 +198,7 @@ def _quantize_tokens(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Grid:
-    """The parameters of operators: scales and zero points in their order, the limits and the dtype of codes."""
+    """The arguments of an operator: scales and zero points in its layout, the bounds and the dtype of codes."""
 
     where: ScaleLayout
     scale: Tensor
@@ -214,7 +214,7 @@ class _Grid:
 
 
 def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
-    """The parameters for a tensor; an ExportError where scales lie otherwise than the operators have them."""
+    """The arguments of operators for a tensor; raises ExportError if the operators have no such layout of scales."""
     fmt = spec.format
     assert isinstance(fmt, IntegerFormat), "checked"
     where = layout(shape, tuple(params.scale.shape), block_sizes(spec.granularity, shape))
@@ -238,12 +238,12 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
 
 
 class Lowering:
-    """Replaces the quantizers of a traced graph, in place, by operators of `quantized_decomposed`.
+    """Replaces the quantizers of a traced graph by operators of `quantized_decomposed`, in place.
 
     Attributes:
-        label: how messages call the operators.
-        package: what registers them.
-        namespace: of the operators in `torch.ops`.
+        label: the name of the operators in messages.
+        package: the module that registers the operators.
+        namespace: the namespace of the operators in `torch.ops`.
         float_weights: whether weights are constants of floats, with a quantize and a dequantize.
     """
 
@@ -260,12 +260,12 @@ class Lowering:
 
     @classmethod
     def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
-        """Why no operator computes a specification; None if one does."""
+        """The reason why no operator computes a specification; None if one does."""
         return why_not(spec, constant=constant)
 
     @classmethod
     def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
-        """Why no operator takes the range from the tensor; None if one does."""
+        """The reason why no operator takes such a range from the tensor; None if one does."""
         if spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS:
             return None
         return (
@@ -274,10 +274,10 @@ class Lowering:
         )
 
     def run(self) -> list[str]:
-        """Lower all quantizers; returns the paths of those that divide.
+        """Lower all quantizers; returns the paths of activations' quantizers that divide by their scale.
 
         Raises:
-            ExportError: the graph cannot have some; the message names them all.
+            ExportError: some quantizers cannot be expressed; the message names them all.
         """
         program, refused, dividing = self._program, dict[str, str](), list[str]()
         found = list(quantizing_nodes(program))
@@ -336,7 +336,7 @@ class Lowering:
         return dividing
 
     def _without_copies(self) -> None:
-        """Read a result itself where it is copied over a tensor of the graph, as by `y += x`."""
+        """Remove copies over a tensor of the graph, as by `y += x`: readers get the result directly."""
         order = {node: place for place, node in enumerate(self._program.graph.nodes)}
         for node in list(self._program.graph.nodes):
             if node.target is not torch.ops.aten.copy_.default:
@@ -356,7 +356,7 @@ class Lowering:
             node.graph.erase_node(node)
 
     def _finish(self) -> None:
-        """Quantize what a function moves or picks values of before it, too, where only one quantize reads the result.
+        """Also quantize before functions that move or pick values, if only one quantize node reads the result.
 
         Quantizing twice, or picking before it, gives the same values.
         """
@@ -382,7 +382,7 @@ class Lowering:
                 quantize, moved = first, x
 
     def _weight(self, node: fx.Node, spec: QuantSpec, params: QParams, weight: Tensor) -> fx.Node:
-        """The dequantized codes of a weight."""
+        """The node that dequantizes the codes of a weight."""
         path, grid = scope_of(node), _grid(spec, params, tuple(weight.shape))
         codes = self._codes.get(path)
         codes = library.encode(weight, params, spec) if codes is None else codes
@@ -438,7 +438,7 @@ class Lowering:
         )
 
     def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A node in the place of a quantizer's."""
+        """A call of an operator, with the metadata of a quantizer's node."""
         made = node.graph.call_function(target, args)
         values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
         with node.meta["val"].fake_mode:
@@ -446,7 +446,7 @@ class Lowering:
         return made
 
     def _constant(self, path: str, name: str, value: Tensor, node: fx.Node) -> fx.Node:
-        """A new buffer of the program."""
+        """The placeholder of a new buffer of the program."""
         program, target = self._program, join(path, name)
         count = 0
         while target in program.state_dict or target in program.constants:
@@ -462,7 +462,7 @@ class Lowering:
         return made
 
     def _drop_unused(self) -> None:
-        """Remove parameters and buffers that nothing reads: the weights in float."""
+        """Remove parameters and buffers that no node reads, such as float weights."""
         program, signature = self._program, self._program.graph_signature
         kinds = OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION
         written = {spec.target for spec in signature.output_specs if spec.kind in kinds}
@@ -480,7 +480,7 @@ class Lowering:
 
 
 class LoweringToInt8(Lowering):
-    """As `Lowering`, for an engine that has activations of int8 and static ranges alone."""
+    """`Lowering` for an engine whose activations are int8 with static ranges."""
 
     @classmethod
     def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
@@ -488,7 +488,7 @@ class LoweringToInt8(Lowering):
 
     @staticmethod
     def why_not_codes(spec: QuantSpec) -> str | None:
-        """Why codes of integers are not those of an activation; None if they are."""
+        """The reason why such codes cannot be an activation's, which are all codes of 8 bits; None if they can."""
         fmt = spec.format
         assert isinstance(fmt, IntegerFormat), "checked"
         all_codes = IntegerFormat.of(8, signed=fmt.signed)

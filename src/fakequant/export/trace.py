@@ -1,4 +1,4 @@
-"""Convert a model to an ONNX graph in which every quantizer is one opaque node, `fakequant::FakeQuantize`.
+"""Trace a model, and convert it to an ONNX graph in which every quantizer is one opaque node, `FakeQuantize`.
 
 A second node, `fakequant::ChooseScale`, computes scales from the range of the tensor. The nodes stay opaque while torch
 and onnxscript convert and optimise the graph, so these steps cannot change the result of a quantizer. `lower` replaces
@@ -86,7 +86,7 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
 
 
 def known_values(program: ExportedProgram, sources: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Each reader whose source depends only on parameters, buffers and numbers, and the value that it reads."""
+    """Yield each reader whose source depends only on parameters, buffers and numbers, with the value of the source."""
     known, written = _Known(program), written_inputs(program.graph)
     left = dict[fx.Node, fx.Node]()
     for reader, source in sources.items():
@@ -104,7 +104,7 @@ def known_values(program: ExportedProgram, sources: Mapping[fx.Node, fx.Node]) -
 
 
 def written_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The placeholders of a graph whose memory its nodes write."""
+    """The placeholders of a graph whose memory some nodes write."""
     written = set[fx.Node]()
     base = {node: node for node in graph.nodes if node.op == "placeholder"}
     for node in graph.nodes:
@@ -173,7 +173,7 @@ def _is_of_transform(node: fx.Node) -> bool:
 
 
 def _memory(values: dict[fx.Node, Any]) -> set[int]:
-    """The addresses of the memory of the tensors among some values."""
+    """The addresses of the storages of all tensors in nested values."""
     tensors = (leaf for leaf in pytree.tree_leaves(list(values.values())) if isinstance(leaf, Tensor))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -383,7 +383,7 @@ def all_nodes(program: ExportedProgram) -> Iterator[fx.Node]:
 
 
 def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
-    """The nodes that quantize, each with the reason why no file can have it there, "" where it can."""
+    """The nodes that quantize, each with the reason why no file can express it, "" if a file can."""
     nesting = 0
     for node in all_nodes(program):
         nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
@@ -398,7 +398,7 @@ def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
 
 
 def depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """The sources among the nodes of a graph, and all nodes that depend on one."""
+    """The nodes of a graph for which `is_source`, and all nodes that depend on them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:  # in the order of the program
         if is_source(node) or not found.isdisjoint(node.all_input_nodes):
@@ -411,7 +411,7 @@ def _shape(value: torch.Tensor) -> list[Dimension]:
 
 
 def scope_of(node: fx.Node) -> str:
-    """The path of the module that made a node, "" for the model itself."""
+    """The path of the module that made a node, "" for the model."""
     stack = node.meta.get("nn_module_stack") or {}
     return [path for path, _ in stack.values()][-1] if stack else ""
 
@@ -446,7 +446,7 @@ def result_names(program: ExportedProgram, taken: Collection[str], *, has_state:
 
 
 def _paths(spec: pytree.TreeSpec) -> Iterator[tuple[str | int, ...]]:
-    """The way to each leaf: keys of a dict, fields of a named tuple and of a dataclass, else numbers."""
+    """The path to each leaf: keys of a dict, fields of a named tuple or dataclass, else indices."""
     if spec.is_leaf():
         yield ()
         return
@@ -512,7 +512,7 @@ def to_onnx(
 
 
 def _translations() -> dict[Any, Any]:
-    """The functions that torch's exporter calls for the nodes of fakequant."""
+    """The functions by which torch's exporter translates the nodes of fakequant."""
     import onnx.defs
     from onnxscript import values
 
@@ -557,7 +557,7 @@ def _translations() -> dict[Any, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the reports of torch's exporter, also those of two inputs that share a dynamic axis."""
+    """Silence the reports of torch's exporter, also the warning that two inputs share a dynamic axis."""
     with quiet("torch.onnx", "onnxscript"):
         warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
         yield

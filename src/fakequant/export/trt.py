@@ -1,4 +1,4 @@
-"""Nodes of a quantizer, scales that have their own format, and the quantizations that TensorRT's parser supports.
+"""Emitters of a quantizer's nodes, scales with a format, and the quantizations that TensorRT's parser supports.
 
 TensorRT. Weights: INT8 and FP8 per tensor or channel, INT4 in blocks of 64 or 128, MXFP8, NVFP4. Activations: INT8 and
 FP8 per tensor with a constant scale, and MXFP8 in blocks with dynamic scales. All are symmetric.
@@ -87,7 +87,7 @@ class Emitter:
     ) -> str:
         """Repeat values [groups, axes kept], so that each element of [shape] has that of its group.
 
-        By default along the axes that blocks divide.
+        The default axes are those that blocks divide.
         """
         if axes is None:
             axes = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
@@ -116,9 +116,9 @@ class EmittedSite(Emitter):
     scale: str
     zero_point: str | None
     constant: QParams | None
-    """The parameters [groups, axes kept], if they are in the file."""
+    """The parameters [groups, axes kept], if they are constants in the file; else None."""
     fixed_codes: Tensor | None = None
-    """The codes of a weight that quantizing it would not give."""
+    """The fixed codes of a weight, if quantizing the weight would give other codes; else None."""
 
     def weight_codes(self, params: QParams) -> Tensor:
         """Return the codes of a constant weight."""
@@ -387,7 +387,7 @@ def _refuse(spec: QuantSpec, reason: str) -> NoReturn:
 
 
 def needed(site: EmittedSite) -> bool:
-    """Whether a quantizer needs TensorRT's own operators."""
+    """Whether a quantizer needs the TensorRT operators of domain `trt`."""
     return site.style is Style.TRT and site.spec.scale.format == FLOAT8_E8M0FNU
 
 

@@ -55,7 +55,7 @@ class Watch:
 
 
 class SessionOptions(NamedTuple):
-    """Settings of a session: as text to paste, disabled optimizers, entries, and whether graphs are optimised."""
+    """Settings of a session: text to paste, disabled optimizers, config entries, whether graphs are optimised."""
 
     text: str
     disabled: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
 _NAMED = 5
 _SUMS = 16
-"""Units of the last place by which outputs may differ if their sums are taken in another order."""
+"""How many units of the last place outputs may differ by if sums are taken in another order."""
 _HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -171,13 +171,13 @@ class Row:
     """One quantizer in the file.
 
     Attributes:
-        quantizer: its path, "" for the model itself.
+        quantizer: the path of the quantizer, "" for the model itself.
         spec: the specification, as text.
         kind: "weight" or "activation".
         elements: the number of compared results.
         differing: the number of results whose bits differ from torch.
         nan_inputs: the number of NaN inputs, which always differ because integer codes have no NaN.
-        intact: whether its constants are unchanged since the export.
+        intact: whether the quantizer's constants are unchanged since the export.
     """
 
     quantizer: str
@@ -190,26 +190,26 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the constants are intact and no result differs."""
         return self.intact and self.differing == 0
 
     @property
     def note(self) -> str:
-        """Why it is not intact; "" if it is."""
+        """The reason why the row is not intact, or ""."""
         return "" if self.intact else "changed since the export"
 
 
 @dataclass
 class Span:
-    """What a quantizer or an output of a file gets, and what torch computes of the same values before it.
+    """The input of a quantizer, or an output, of a file compared with torch's, computed from the same earlier values.
 
     Attributes:
         name: the path of the quantizer, or the name of the output.
-        after: the quantizers and inputs whose values it is computed from; empty where it fits.
+        after: the quantizers and inputs from which the tensor is computed; empty if it fits.
         elements: the number of compared values.
         gap: the largest difference, as a share of the largest value.
-        allowed: the difference that rounding explains there, as a share of the largest value.
-        missing: whether the model makes no such call.
+        allowed: the difference that rounding explains, as a share of the largest value.
+        missing: whether the model lacks the call of this quantizer.
     """
 
     name: str
@@ -221,11 +221,11 @@ class Span:
 
     @property
     def fits(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Whether rounding explains the difference, and the model has the call."""
         return self.gap <= self.allowed and not self.missing
 
     def add(self, difference: float, largest: float, allowed: float) -> None:
-        """Add one comparison, in units of the tensor; the one that is farthest from what is allowed counts."""
+        """Add one comparison, in units of the tensor; the comparison with the largest difference / allowed is kept."""
         if _ratio(difference, allowed) >= _ratio(self.gap, self.allowed):
             self.gap, self.allowed = (x / (largest or 1.0) for x in (difference, allowed))
 
@@ -250,7 +250,7 @@ class OutputRow:
     """One output of the model, compared with another run.
 
     Attributes:
-        name: its name in the file.
+        name: the name of the output in the file.
         elements: the number of compared values.
         differing: the number of values that are not equal.
         max_abs: the largest difference, in the output's units; inf if only one of the values is finite.
@@ -282,17 +282,17 @@ class OutputRow:
 
     @property
     def share(self) -> float:
-        """The share of values that differ."""
+        """The fraction of values that differ."""
         return self.differing / self.elements if self.elements else 0.0
 
     @property
     def steps(self) -> float | None:
-        """The largest difference in steps."""
+        """The largest difference in quantization steps, or None without a step."""
         return None if self.step is None else self.max_abs / self.step
 
     @property
     def argmax_agreement(self) -> float | None:
-        """The share of rows with the same arg-max; None unless the output has two axes."""
+        """The fraction of rows with the same arg-max; None unless the output has two axes."""
         return self.same_argmax / self.rows if self.rows else None
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
@@ -335,17 +335,17 @@ class VerifyReport:
         inputs: a description of the inputs.
         style: the style of the file.
         runtime: the runtime that executed the file.
-        not_run: the runtimes that did not, with the reason, one sentence each.
+        not_run: the runtimes that did not execute the file, with the reason, one sentence each.
         batches: the number of batches.
         rows: one row per quantizer in the file.
         outputs: the outputs compared with torch; empty without a model.
-        spans: what each quantizer and each output gets, compared with torch; empty without a model.
+        spans: the inputs of quantizers, and the outputs, compared with torch; empty without a model.
         unread: the inputs of the file that none of its nodes reads.
-        ignored: those of them on which the outputs of the model depend.
-        optimised: the outputs with ONNX Runtime's default optimisations compared with those without.
+        ignored: the inputs among `unread` on which the outputs of the model depend.
+        optimised: the outputs with ONNX Runtime's default optimisations compared with those without optimisations.
         deployed: the outputs with ONNX Runtime's default optimisations compared with those without rounding.
-        noise: the outputs of the file compared with those without rounding: what quantization itself costs.
-        restored_by: the setting with which ONNX Runtime's default session gives the results without optimisations.
+        noise: the outputs of the file compared with those without rounding: the cost of quantization.
+        restored_by: the setting with which ONNX Runtime gives the results without optimisations again.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
         uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
     """
@@ -370,19 +370,19 @@ class VerifyReport:
 
     @property
     def exact(self) -> bool:
-        """Whether the file is the model.
+        """Whether the file computes what the model computes.
 
-        Every quantizer has the same bits as torch for what it gets, what lies between quantizers differs from torch by
-        rounding alone, and the file is unchanged since the export.
+        Every quantizer gives the same bits as torch for its input, the parts between quantizers differ from torch only
+        by rounding, and the file is unchanged since the export.
         """
         is_wired = not self.uncovered and not self.ignored and all(span.fits for span in self.spans)
         return bool(self.rows) and all(row.exact for row in self.rows) and is_wired
 
     @property
     def as_deployed(self) -> bool | None:
-        """Whether no output is much farther from one without rounding in ONNX Runtime's default session.
+        """Whether ONNX Runtime's default session adds no more noise to any output than quantization does.
 
-        None for the styles "standard" and "trt", which other engines run, and where no output is a finite float.
+        None for the styles "standard" and "trt", which other engines run, and if no output is a finite float.
         """
         if self.style != "portable":
             return None
@@ -392,13 +392,13 @@ class VerifyReport:
 
     @property
     def _judged(self) -> list[tuple[OutputRow, OutputRow]]:
-        """The outputs in the default session and in the file that are finite floats without rounding."""
+        """The rows of deployed and noise for outputs that are finite floats without rounding, in pairs."""
         pairs = zip(self.deployed, self.noise, strict=False)
         return [pair for pair in pairs if pair[0].eps and pair[0].elements and math.isfinite(pair[1].noise)]
 
     @property
     def passed(self) -> bool:
-        """Whether the file is exact, and loses nothing as it is deployed."""
+        """Whether the file is exact, and ONNX Runtime's default session loses nothing."""
         return self.exact and self.as_deployed is not False
 
     @property
@@ -447,7 +447,7 @@ class VerifyReport:
         return html_result(_HEADER, [_cells(row) for row in self.rows], self._lines(), numbers=(3, 4))
 
     def _lines(self) -> list[str]:
-        """What is said below the table."""
+        """The lines below the table."""
         differing = f": {self.differing:,} elements differ" if self.differing else ""
         verdict = "exact" if self.exact and not self.faults else f"NOT exact{differing}"
         lines = [f"{self.path}: {verdict} in {self.runtime}; {self.counted}: {self.inputs}"]
@@ -461,7 +461,7 @@ class VerifyReport:
 
     @property
     def deployment(self) -> list[str]:
-        """Lines on the loss of ONNX Runtime's default session beside that of quantization, with the cure."""
+        """Lines on the loss by ONNX Runtime's default session and by quantization, with the setting that cures it."""
         lines = []
         for row, noise in self._judged:
             verdict = "NOT as deployed" if _is_lost(row, noise) else "as deployed"
@@ -478,10 +478,10 @@ class VerifyReport:
 
 
 def _is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
-    """Whether the default session loses more than rounding to codes does, beside which it then loses as much again.
+    """Whether the default session's noise exceeds twice the noise of rounding to codes.
 
-    Where codes fall otherwise, the file is as far from one without rounding as before: by chance farther, where an
-    output has few elements.
+    If only some codes differ, the noise stays about the same; by chance it grows if an output has few elements, which
+    the bound allows.
     """
     by_rounding = 2 * (1 + noise.elements**-0.5) * noise.noise
     return deployed.noise > max(by_rounding, (_SUMS * deployed.eps) ** 2 * deployed.signal)
@@ -494,7 +494,7 @@ def add_rows(
     expected: Sequence[Tensor],
     step: float | None,
 ) -> None:
-    """Add one batch to the rows of outputs, which are made for the first."""
+    """Add one batch to the rows of outputs; the first batch makes the rows."""
     if not rows:
         rows += [OutputRow(name, step=step) for name in names]
     for row, a, b in zip(rows, actual, expected, strict=True):

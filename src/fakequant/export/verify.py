@@ -1,9 +1,9 @@
-"""Verify an exported file: every quantizer bit for bit, the model's outputs in quantization steps.
+"""Verify an exported file: every quantizer bit for bit, and the model's outputs in quantization steps.
 
-onnx's ReferenceEvaluator, for files with types or operators that ONNX Runtime lacks.
+Files with types or operators that ONNX Runtime lacks run in onnx's ReferenceEvaluator.
 
-It computes every node in numpy as the ONNX standard defines it. `operators` replaces definitions that were measured to
-be wrong, and adds operators that are not in the standard.
+The evaluator computes every node in numpy as the ONNX standard defines it. `operators` replaces definitions that were
+measured to be wrong, and adds operators that are not in the standard.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Evaluator:
 
 
 _TENSORS_PER_PIECE = 64
-"""512 blocks with four quantizers become 48 pieces, and a session takes a few milliseconds."""
+"""The tensors that a piece returns; 512 blocks with four quantizers become 48 pieces, a session a few milliseconds."""
 
 
 Runtime = Session | Evaluator
@@ -164,7 +164,7 @@ class _Piece(NamedTuple):
 
 
 class Pieces:
-    """A model that runs in pieces of consecutive nodes; every node gets and computes the same as in one run.
+    """A model that runs in pieces of consecutive nodes, in which every node computes the same as in one run.
 
     Args:
         model: the model, with its nodes in the order of computation.
@@ -205,11 +205,11 @@ class Pieces:
 
 
 class _Cutter:
-    """Cuts a graph where all tensors that later nodes read have types that numpy has.
+    """Cuts a graph at places where all tensors that later nodes read have types that numpy has.
 
     Attributes:
-        ready: for every group the node after which all its tensors are computed.
-        cuts: the first nodes of the pieces, and the number of nodes.
+        ready: for every group, the index of the node after which all of its tensors are computed.
+        cuts: the indices of the first nodes of the pieces, and the number of nodes.
     """
 
     def __init__(self, model: ModelProto, groups: Sequence[Sequence[str]]) -> None:
@@ -242,7 +242,7 @@ class _Cutter:
         self.cuts.append(self._end)
 
     def part(self, first: int, end: int, watched: Sequence[str]) -> ModelProto:
-        """Return the model of the nodes from `first` to `end`; all nodes are the model itself."""
+        """The model of the nodes from `first` to before `end`; the whole model if these are all nodes."""
         from onnx import ModelProto, helper
 
         if (first, end) == (0, self._end):
@@ -285,8 +285,8 @@ def verify_onnx(
     """Run an exported file and compare it with torch.
 
     Every quantizer is compared bit for bit, on the input that ONNX Runtime computes for it with its optimisations off.
-    What quantizers and outputs get is compared with what torch computes from the results that the quantizers have in
-    the file: by more than rounding, it differs only if the file computes something else. The outputs after all layers
+    Inputs of quantizers, and outputs, are compared with those that torch computes from the file's results of earlier
+    quantizers: they differ by more than rounding only if the file computes something else. The outputs after all layers
     are reported in quantization steps, because sums in another order may round to another step. A separate run reports
     the changes from ONNX Runtime's default optimisations.
 
@@ -296,7 +296,7 @@ def verify_onnx(
     Args:
         path: a file that `export_onnx` wrote.
         model: the model that was exported, on any device. Its scales, weights and results are compared with the file;
-            without it the file is only checked for consistency. Afterwards it is as before.
+            without a model the file is only checked for consistency. The model does not change.
         batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
             example.
         inputs, progress: as for `calibrate`.
@@ -387,7 +387,7 @@ def _verified(
 
 @torch.no_grad()
 def _draw_state(model: nn.Module, records: list[InputRecord]) -> None:
-    """Give the state of a model other values than those at its start, which are often 0: these hide what reads it."""
+    """Add random numbers to a model's state, which is often 0 at the start and would hide which nodes read it."""
     generator = torch.Generator().manual_seed(len(records))
     held = dict(model.named_buffers())  # of another model it may lack some, which is refused later
     for buffer in [held[record.state] for record in records if record.state in held]:
@@ -397,7 +397,7 @@ def _draw_state(model: nn.Module, records: list[InputRecord]) -> None:
 
 
 class _Batch:
-    """A batch, and its tensors and the buffers of the model as inputs of the file."""
+    """A batch, with its tensors and the buffers of the model as inputs of the file."""
 
     def __init__(self, batch: Any, records: list[InputRecord], model: nn.Module | None) -> None:
         own = arguments(records, model)
@@ -409,7 +409,7 @@ class _Batch:
         }
 
     def run(self, model: nn.Module, values: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-        """Call a model with changed copies of values of the batch: a forward may write into its inputs."""
+        """Call a model with changed copies of a batch's values, because a forward may write into its inputs."""
         copies: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
         own = pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), change(x.detach().clone())), values)
         return run_batch(model, own, known=self._known)
@@ -418,7 +418,7 @@ class _Batch:
 def _beside(
     spans: Spans, batch: _Batch, plain: Pieces, report: VerifyReport, step: float | None
 ) -> Mapping[str, Tensor]:
-    """Compare a file with its model for one batch; returns the last tensors of the file."""
+    """Compare a file with its model for one batch; returns the tensors of the file's last piece."""
     model = spans.model
     before = state_before(model)
     values = spans.add(
@@ -444,7 +444,7 @@ def _beside(
 
 
 def _outputs(model: nn.Module, batch: _Batch, values: Any, before: Restore, state: Sequence[str]) -> list[Tensor]:
-    """The outputs of the torch model for values of a batch, from the state that it had."""
+    """The outputs of the torch model on the CPU for values of a batch, starting from the state `before` restores."""
     before()
     with evaluating(model), torch.no_grad():
         return [x.detach().cpu() for x in outputs_of(model, batch.run(model, values), state)]
