@@ -34,7 +34,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
 
     Calls and gradients stay the same to the bit. A layer unpacks its weight for its product, and again in the backward
     pass, so that a model takes the memory of its codes. The weights are frozen: what writes to them is refused. Their
-    scales are fixed; weights without scales get those of their next call.
+    scales are fixed; weights without scales get the scales of their next call.
 
     Args:
         model: a prepared model; one warning names the quantized weights that stay in float, and why.
@@ -104,7 +104,7 @@ def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None
 @accepts_wrapped_model
 @torch.no_grad()
 def store_floats(model: Model, pattern: str = "*") -> Model:
-    """Keep weights that `store_codes` packed as floats with fixed codes again, in place; they stay frozen.
+    """Turn weights that `store_codes` packed back into floats with fixed codes, in place; they stay frozen.
 
     Args:
         model: a prepared model; weights that are in float stay as they are.
@@ -203,7 +203,7 @@ def bake_weights(model: Model) -> Model:
 
 
 def fold(model: Model) -> Model:
-    """The old name of `bake_weights`, which goes with the next release.
+    """Deprecated name of `bake_weights`, which the next release removes.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as said:
@@ -218,7 +218,7 @@ def fold(model: Model) -> Model:
 
 @torch.no_grad()
 def _bake_all(groups: list[list[Product]]) -> None:
-    """Replace the tensor that the weights of each group share; an interrupt is raised when all are replaced."""
+    """Quantize the tensor that each group of weights shares, in place; an interrupt is raised after the last group."""
     begun: dict[int, Tensor] = {}
 
     def finish() -> None:

@@ -46,23 +46,23 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CalibratorByValue(Calibrator):
-    """A calibrator for each bin."""
+    """A calibrator for each bin of a value, such as the timestep of a diffusion model."""
 
     def __init__(self, by_value: ByValue, bins: Sequence[Calibrator]) -> None:
         super().__init__(bins[0].spec)
         self.by_value, self.bins = by_value, [*bins]
-        self.method = bins[0].method  # type: ignore[misc]  that of its parts
+        self.method = bins[0].method  # type: ignore[misc]  all bins have one method
         self.mergeable = bins[0].mergeable  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"CalibratorByValue({self.by_value!r}, {self.bins[0]!r})"
 
     def like(self, make: Callable[[], Calibrator]) -> CalibratorByValue:
-        """A fresh one with other calibrators."""
+        """A new CalibratorByValue with the same bins, and new calibrators from `make`."""
         return CalibratorByValue(self.by_value, [make() for _ in self.bins])
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator of the call's bin, and where its rows are of several, each row to its own."""
+        """Show x to the calibrator of the call's bin; where rows have different bins, each row to that of its bin."""
         bins = self.by_value.now()
         if bins is None:
             raise CalibrationError(f"called without {self.by_value.name}: batches go through the model as a whole")
@@ -83,7 +83,7 @@ class CalibratorByValue(Calibrator):
 
     @property
     def missing(self) -> list[int]:
-        """The bins without a value."""
+        """The bins whose calibrators saw nothing."""
         return [place for place, own in enumerate(self.bins) if not own.observed]
 
     def merge(self, other: CalibratorByValue) -> None:  # type: ignore[override]
@@ -107,7 +107,7 @@ class CalibratorByValue(Calibrator):
                 own.load_state_dict(held)
 
     def ranges(self) -> list[Range]:
-        """The range of each bin; that of the nearest one, the lower of two, where a bin saw nothing but zeros."""
+        """The range of each bin; a bin that saw nothing but zeros gets that of the nearest bin, the lower of two."""
         found = [own.compute_range() if own.observed else None for own in self.bins]
         known = [place for place, own in enumerate(found) if own is not None and bool(own.amax.any())]
         known = known or [place for place, own in enumerate(found) if own is not None]
@@ -122,7 +122,7 @@ class CalibratorByValue(Calibrator):
         return [Range(own.lo.reshape(shape), own.hi.reshape(shape)) for own in ranges]
 
     def compute_range(self) -> Range:
-        """The range that holds those of all bins."""
+        """The range that contains the ranges of all bins."""
         found = self.ranges()
         return Range(torch.stack([own.lo for own in found]).amin(0), torch.stack([own.hi for own in found]).amax(0))
 
@@ -145,7 +145,7 @@ def chosen_values(
     boundaries: Sequence[float] | None,
     processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
-    """Which ranges a calibration finds, and its batches, which are kept where the values are looked for first."""
+    """The value by which ranges are chosen, None for one range; and the batches, kept if a first pass sets the bins."""
     if by is None:
         if bins is not None or boundaries is not None:
             raise ConfigError('bins= and boundaries= are those of a value; name it, such as by="timestep"')
@@ -199,9 +199,9 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
-    """A context that gives a function to have the calls of a model read a value, too.
+    """A context that gives a function which makes the calls of a model read another value.
 
-    After it they read the values that its quantizers follow then.
+    When the context ends, calls read the values by which the quantizers of the model choose ranges.
     """
     with restore_after(lambda: follow_values(model)):
         known = (quantizer.by_value for quantizer in quantizers(model).values())
@@ -214,7 +214,7 @@ def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> 
 
 
 def follow_values(model: nn.Module) -> None:
-    """Have the calls of a model read the values that its quantizers follow; those that are alike become one."""
+    """Make the calls of a model read the values by which its quantizers choose ranges; equal ones become one object."""
     known: list[ByValue] = []
     for quantizer in quantizers(model).values():
         own = quantizer.by_value
@@ -318,10 +318,10 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             `CoverageWarning` names them. It names layers that are called, too, if a module reads their weight in the
             first batch of any shape, dtype or flag.
         by: a value by which each call takes one of several ranges of its inputs, such as the timestep of a diffusion
-            model: the name of an argument of `forward`, or a function that is called with the same arguments. It is a
-            number, or a tensor with one for each row of the batch.
-        bins: how many ranges, by default 10; they hold equally many calls or rows of the batches, which are kept.
-        boundaries: where bins begin, in place of `bins`: [500] makes one below 500 and one from 500 on.
+            model: the name of an argument of `forward`, or a function that is called with the same arguments. The value
+            is a number, or a tensor with a number for each row of the batch.
+        bins: how many ranges, by default 10; each is for equally many calls or rows of the batches, which are kept.
+        boundaries: where bins begin, in place of `bins`: [500] makes a bin below 500 and a bin from 500 on.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
             merged, and all get the scales that one process would find for all batches. By default that of a model
             wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
@@ -512,7 +512,7 @@ def recalibrate(
 
 
 def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ()) -> Restore:
-    """A function that gives quantizers back the ranges, and layers the quantizers, that they have now."""
+    """A function that restores the present ranges of quantizers, and the present quantizers of layers."""
     held = list(quantizers)
     learned = [parameter for quantizer in held for parameter in quantizer.parameters()]
     values = [parameter.detach().clone() for parameter in learned]
@@ -530,21 +530,21 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
 def fix_global_scales(
     model: Model, batches: Iterable[Any], *, inputs: Inputs | None = None, forward: Forward | None = None
 ) -> Model:
-    """Fix the scale of the tensor for the NVFP4 inputs of a prepared model, in place; the model is returned.
+    """Fix the per-tensor scale of the NVFP4 inputs of a prepared model, in place; the model is returned.
 
     The preset `NVFP4` chooses this scale for each input anew. Files of compressed-tensors have 1 / the scale for each
     layer, by the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
     are clamped.
 
     Args:
-        model: prepared, with dynamic inputs under one scale of the tensor.
+        model: prepared, with dynamic inputs whose block scales are under one per-tensor scale.
         batches: examples of inputs.
         inputs: the part of a batch that is the model's input, as for `calibrate`.
         forward: how the model is called with a batch, as for `calibrate`.
 
     Raises:
-        CalibrationError: the model has no such inputs, or no batch has values other than 0 for one, by name; the model
-            is unchanged then.
+        CalibrationError: the model has no such inputs, or all batches are 0 at an input (names it); the model is
+            unchanged then.
 
     >>> model = prepare(nn.Sequential(nn.Linear(32, 32)), "nvfp4", skip=[])
     >>> fix_global_scales(model, [torch.full((1, 32), 2.0)])[0].input_quantizer.global_scale
@@ -559,7 +559,7 @@ def fix_global_scales(
 
 
 def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of dynamic inputs under one scale of the tensor."""
+    """The quantizers of dynamic inputs whose block scales are under one per-tensor scale, by path."""
     return {
         name: one
         for name, one in quantizers(model).items()
@@ -568,7 +568,7 @@ def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: Batches) -> None:
-    """Fix the scale of the tensor for some quantizers by the largest magnitude in all batches."""
+    """Fix the per-tensor scale of some quantizers by the largest magnitude in all batches."""
     if not found:
         return
     largest: dict[str, Tensor] = {}

@@ -44,10 +44,10 @@ ALIASES = {
 
 
 def find_preset(name: str) -> Any:
-    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
+    """The preset with a name, or with another library's name for it, in any case, with `-` or `_`.
 
     Raises:
-        ConfigError: there is none; the nearest are offered.
+        ConfigError: no preset has the name; the nearest names are offered.
 
     >>> find_preset("int8-weight-only").name
     'INT8_WEIGHT_ONLY'
@@ -71,7 +71,7 @@ def register_preset(config: Config) -> Config:
     """Make a configuration known by its name, which `prepare`, rules and the command line take in any case.
 
     Raises:
-        ConfigError: another preset has the name, or it is none: letters, digits and `_`.
+        ConfigError: another preset has the name, or the name has other characters than letters, digits and `_`.
 
     >>> mine = register_preset(Config("MINE", (Rule(weight="int4 per_channel(0)"), Rule("head"))))
     >>> find_preset("mine") is mine
@@ -94,7 +94,7 @@ _NO_AXIS = 1 << 30  # of no tensor
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How one tensor of a layer is quantized: a specification, and whether its range is taken from every tensor anew.
+    """How one tensor of a layer is quantized: a specification, and whether its range is dynamic, by each tensor.
 
     >>> print(TensorConfig("int8 per_token", dynamic=True))
     int8 per_token dynamic
@@ -114,7 +114,7 @@ class TensorConfig:
         return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
 
     def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
-        """The same with the axes that it names by their role moved to where a tensor has them."""
+        """The configuration with axes that are named by their role mapped to the axes of a tensor."""
         given = self.spec.granularity
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
@@ -123,7 +123,7 @@ class TensorConfig:
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
-        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
+        """The configuration for a stack [tensors, ...], each quantized alone; other axes are counted from the end."""
         return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
@@ -133,20 +133,20 @@ class TensorConfig:
 
     @classmethod
     def parse(cls, text: str) -> TensorConfig:
-        """The configuration of a text form."""
+        """The configuration that a text such as "int8 per_token dynamic" describes."""
         words = text.split()
         return cls(" ".join(word for word in words if word != "dynamic"), dynamic="dynamic" in words)
 
 
 _WILDCARDS = frozenset("*?[")
-"""A pattern without these matches itself alone."""
+"""A pattern without these characters is a path, and matches this path alone."""
 _TENSORS = ("input", "weight", "output", "gradient")
 """The fields of a rule that say how tensors are quantized."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers, by name pattern and type, and what becomes of them.
+    """Which layers a rule matches, by name pattern and type, and how they are quantized.
 
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
@@ -154,7 +154,7 @@ class Rule:
         input: in place of a preset, how inputs are quantized; None leaves them in float.
         weight: in place of a preset, how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
-            can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
+            can be quantized. A subclass that computes as its base is matched by the name of its base, too.
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). With
             them the rule speaks of such calls alone, and the pattern is of the module whose `forward` calls them, or of
             one call, as in "block.0._sites.add_1". `input` is for tensors that are computed, and for constants of other
@@ -172,9 +172,9 @@ class Rule:
     channels, of linear layers the last axis, of embeddings the features. All other axes are meant literally.
 
     Convolutions sum over the positions of their kernel, too. So `PerBlock({-1: 32})` of their weight gives blocks of
-    whole kernels with at least 32 elements, of a part of a kernel that is longer, and one for each output channel if it
-    has fewer; where the input has blocks, too, both lie along the channels of one position. `PerToken()` of their input
-    gives one scale for each sample, and for each pixel if the kernel has one position.
+    whole kernels with at least 32 elements, or of a part of a longer kernel; an output channel with fewer elements is
+    one block. If the input has blocks, too, both lie along the channels of one position. `PerToken()` of their input
+    gives a scale for each sample, and for each pixel if the kernel has one position.
 
     >>> rule = Rule("head")      # leaves the layer `head` in float
     >>> print(Rule("head", "int8").weight, "and", Rule("head", weight="int4 per_channel(0)").weight)
@@ -254,13 +254,13 @@ class Rule:
         return f"Rule({', '.join(words)})"
 
     def matches(self, name: str, module: nn.Module) -> bool:
-        """Whether the rule speaks of a layer."""
+        """Whether the rule matches a layer, by its path and its class."""
         if not matches(name, self.pattern):
             return False
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
 
     def tensor(self, role: Role, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig | None:
-        """How a tensor with a role is quantized, with the axes where it has them; None if it stays in float.
+        """How a tensor with a role is quantized, with axes mapped to those of the tensor; None if it stays in float.
 
         Blocks of a weight hold whole kernels. If the input has blocks too, both lie along the channels of one position,
         so that an engine can multiply block by block; a depthwise convolution has one channel in a sum.
@@ -277,7 +277,7 @@ class Rule:
         return canonical_ops(self.ops)
 
     def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
-        """Whether the rule speaks of a layer that is used under several names."""
+        """Whether the rule matches a layer by any of its several paths."""
         return any(self.matches(name, module) for name in names)
 
     @property
@@ -349,7 +349,7 @@ class Config:
         return replace(self, rules=self.rules + rules)
 
     def for_model(self, model: nn.Module) -> Config:
-        """The configuration with all rules for a float model, see `ModelConfig`."""
+        """The configuration itself; a `ModelConfig` returns one with the rules that it makes for a float model."""
         return self
 
     @property
@@ -363,13 +363,13 @@ class Config:
         return tuple(rule for rule in self.rules if rule.ops)
 
     def resolve(self, model: nn.Module, *, any_module: bool = False) -> dict[str, Rule]:
-        """The rule that holds for every layer of a model that can be quantized and that a rule matches.
+        """The last rule that matches each layer that can be quantized, by the path of the layer.
 
-        A layer that is used under several names is matched by any of them, and stands under its first. A rule that
-        leaves layers in float may match only layers that cannot be quantized.
+        A layer that is used under several names is matched by any of them, and listed by the first. No error comes of a
+        rule that leaves layers in float if all layers that it matches have no quantized form.
 
         Args:
-            any_module: whether a rule may match only modules that are no layers, for the functions that they call.
+            any_module: whether no error comes of a rule that matches other modules only, for functions that they call.
 
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
@@ -401,7 +401,7 @@ class Config:
         return {module: rule for rule, modules in matched for module in modules}
 
     def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
-        """The modules of which the last rule that matches says that they stay in float."""
+        """The modules whose last matching rule leaves them in float."""
         return {module for module, rule in self.last_rules(model).items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
@@ -429,13 +429,13 @@ class ModelConfig(Config):
     """A configuration whose first rules follow from the model, as those of GGUF's mixtures; `rules` are added.
 
     Args:
-        make: the configuration of a float model.
+        make: returns the configuration of a float model.
     """
 
     make: Callable[[nn.Module], Config] = field(kw_only=True)
 
     def for_model(self, model: nn.Module) -> Config:
-        """The configuration with all rules for a float model."""
+        """The configuration with the rules for a float model, and then `rules`."""
         return Config(self.name, self.make(model).rules + self.rules)
 
 
@@ -452,7 +452,7 @@ def _is_specification(text: str) -> bool:
 
 
 def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All paths to every module, of which a shared one has several."""
+    """All paths of every module; a shared module has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -460,7 +460,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
-    """Each rule with the modules that it matches; a pattern without wildcards is one look-up, as mixes have many."""
+    """Each rule with the modules that it matches; a path takes one look-up, for configurations with many paths."""
     named = {name: module for module, own in names.items() for name in own}
     for rule in rules:
         is_path = _WILDCARDS.isdisjoint(rule.pattern)

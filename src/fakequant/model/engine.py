@@ -1,4 +1,4 @@
-"""An engine as a value: where it wants quantizers, what it computes of a preset, what it loads, and how it is run."""
+"""An engine as a value: where its quantizers go, how it computes a preset, which files it loads, how it is run."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ _FIELDS = ("input", "weight", "output")
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A program that runs quantized models. What this package knows of it stands here, in one value.
+    """All that this package knows of a program that runs quantized models.
 
     Attributes:
         name: for `target=` and `fakequant.set_execution`.
-        bound: how far its results are from the simulation, as measured, or that it was not run.
+        bound: the measured difference between its results and the simulation, or that it was not run.
         serves: the models and machines that it is for.
-        kinds: the names of presets by how the engine multiplies, those first that it runs faster: `advise` compares
-            presets of one kind with each other.
-        files: what it reads: the name of a format of `fakequant.deliver`, or of a style of `fakequant.export_onnx`.
+        kinds: groups of preset names by how the engine multiplies, faster presets first: `advise` compares the presets
+            of one group with each other.
+        files: the files that it reads: a format of `fakequant.deliver`, or a style of `fakequant.export_onnx`, by name.
         export: the function of this package that writes its files, where `fakequant.deliver` does not.
-        packages: the distributions that run its files here.
-        placement: makes the table of where it wants quantizers; None where layers alone have some.
-        variant: called with "input", "weight" or "output" and how a preset quantizes that tensor; it returns how the
-            engine computes it.
-        tables: whether it holds quantized embeddings.
-        fixed_global: whether it fixes the scale of the tensor of NVFP4 inputs; `calibrate` does it then.
-        merges: whether it merges layers, as gate and up, and the experts of a block, each of which then has one number
-            for a tensor; `calibrate` gives them the range of all.
-        device: its arithmetic on codes; None where the simulation is what it computes, or where no other is known.
-        aliases: other names of it, and engines that take the same.
+        packages: the Python packages that run its files.
+        placement: returns the table of where quantizers go; None if layers alone get quantizers.
+        variant: called with "input", "weight" or "output" and the `TensorConfig` of a preset for that tensor; it
+            returns the `TensorConfig` that the engine computes.
+        tables: whether it loads quantized embeddings.
+        fixed_global: whether it needs a fixed per-tensor scale for NVFP4 inputs, which `calibrate` then sets.
+        merges: whether it merges layers, such as gate and up, and the experts of a block. Merged layers have one
+            per-tensor scale; `calibrate` gives them one range.
+        device: its arithmetic on codes; None if it computes as the simulation does, or no other arithmetic is known.
+        aliases: other names, such as those of engines that load the same models.
         page: of the documentation, "" for none.
-        known: what was seen of the speed, as a sentence; "" for nothing.
-        others: what the names of other presets begin with that it also runs.
+        known: what is known of its speed, as a sentence; "" for nothing.
+        others: the start of the names of more presets that it runs, None for no more.
 
     Raises:
         ConfigError: an attribute is of another kind.
@@ -108,21 +108,21 @@ class Engine:
 
     @property
     def presets(self) -> list[str]:
-        """The names of all presets that it is known to run."""
+        """The names of all presets that the engine is known to run."""
         return [name for kind in self.kinds for name in kind]
 
     def takes(self, preset: str) -> bool:
-        """Whether it is known to run a preset."""
+        """Whether the engine is known to run a preset."""
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
 
     def placement_of(self, config: Config) -> Target | None:
-        """Where it wants the quantizers of a configuration: by its placement, if inputs have fixed ranges."""
+        """Where the quantizers of a configuration go; None if the engine has no table, or all inputs are dynamic."""
         inputs = [rule.input for rule in config.rules if rule.input is not None]
         is_dynamic = bool(inputs) and all(one.dynamic for one in inputs)
         return None if self.placement is None or is_dynamic else self.placement()
 
     def computed(self, config: Config, model: nn.Module) -> tuple[Config, str]:
-        """The configuration that it computes in place of another, and a sentence on the changes, "" for none."""
+        """The configuration that the engine computes for `config`, and a sentence on the changes, "" for none."""
         changes, rules = list[str](), []
         for rule in config.rules:
             asked = {field: one for field in _FIELDS if (one := getattr(rule, field)) is not None}
@@ -142,14 +142,14 @@ class Engine:
         return result, f"for {self.name}, {'; '.join(dict.fromkeys(changes))}" if changes else ""
 
     def mark(self, model: nn.Module) -> None:
-        """Note at the quantizers of a prepared model what `calibrate` does for this engine."""
+        """Mark the quantizers of a prepared model whose scales `calibrate` fixes or shares for this engine."""
         for quantizer in quantizers(model).values() if self.fixed_global else ():
             quantizer.fixes_global = quantizer.dynamic and has_tensor_scale(quantizer.spec)
         if self.merges:
             group_ranges(model)
 
     def refuse(self, model: nn.Module, preset: str) -> None:
-        """Raise a ConfigError if its files cannot hold a prepared model."""
+        """Raise a ConfigError if the engine's files cannot hold a prepared model."""
         if not quantizers(model):
             return
         import_waiting()  # files say what they can hold
@@ -167,16 +167,15 @@ def _holds(values: object, kind: type) -> bool:
 _engines: dict[str, Engine] = {}
 
 holders: list[Callable[[str, nn.Module], None]] = []
-"""Checks of a prepared model: each raises if files cannot hold it, by the `files` of an `Engine`, or its `export`.
-
-Rooms that write files add them."""
+"""Checks of a prepared model, added by modules that write files. Each is called with the `files` or `export` of an
+`Engine` and the model, and raises ExportError if such files cannot hold the model."""
 
 
 def register_engine(engine: Engine) -> Engine:
     """Add an engine for `target=` and `fakequant.set_execution`; the engine that had its name is replaced.
 
     Raises:
-        ConfigError: no `Engine`, or one with a name of another.
+        ConfigError: not an `Engine`, or a name that another engine has.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)
@@ -203,10 +202,10 @@ def known_engines() -> dict[str, Engine]:
 
 
 def find_engine(name: str | Engine) -> Engine:
-    """The engine of a name; an engine is its own.
+    """The engine with a name; an `Engine` is returned as it is.
 
     Raises:
-        ConfigError: there is none; the nearest are offered.
+        ConfigError: no engine has the name; the nearest names are offered.
     """
     if isinstance(name, Engine):
         return name
@@ -222,7 +221,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, Device | None]:
-    """How layers compute, and whose codes quantizers store."""
+    """How layers compute, and the device whose codes quantizers store, None for the simulation."""
     if isinstance(execution, Engine) and execution.device is not None:
         execution = execution.device
     if isinstance(execution, Device):
@@ -244,9 +243,9 @@ def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, De
 def set_execution(model: Model, execution: Execution | Device | Engine | str, pattern: str = "*") -> Model:
     """Set how a prepared model computes, in place; the model is returned.
 
-    The name of an engine with an arithmetic, such as "qnn", lets quantizers store the codes that it stores: products
-    have exact sums, and the rule of the device rounds them. Gradients are those of the simulation. A trace, such as
-    that of `torch.compile` or of an export, sees the simulation.
+    With an engine that has an arithmetic, such as "qnn", quantizers store the codes of that engine: products are summed
+    exactly, and the rule of the device rounds the sums. Gradients are those of the simulation. A trace, such as that of
+    `torch.compile` or of an export, sees the simulation.
 
     Args:
         model: a prepared model.
@@ -307,7 +306,7 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
 
 @contextmanager
 def calling_quantizers(model: nn.Module) -> Iterator[None]:
-    """A context in which no layer multiplies integers, which calls no quantizer; a device stores its codes."""
+    """A context without integer execution, so that all layers call their quantizers; codes of a device stay in use."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
     with restore_after(attributes_of(layers, "execution")):
         for layer in layers:
@@ -317,7 +316,7 @@ def calling_quantizers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def simulated(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is simulated; its execution comes back."""
+    """A context in which a model is simulated; afterwards it computes as before."""
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     with calling_quantizers(model), restore_after(attributes_of(quantizers, "device")):
         for quantizer in quantizers:
@@ -327,7 +326,7 @@ def simulated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
-    """A context in which a model stores the codes of an engine; None where none of its quantizers has such codes."""
+    """A context in which quantizers store an engine's codes; gives its device, None if no quantizer has such codes."""
     device = None if target is None else find_engine(target).device
     held = quantizers(model).values()
     if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):

@@ -43,7 +43,7 @@ UNSEEN = ("error", "float", "siblings")
 
 
 def check_unseen(unseen: str) -> None:
-    """Raise a ConfigError unless it is one of "error", "float" and "siblings"."""
+    """Raise a ConfigError unless `unseen` is one of "error", "float" and "siblings"."""
     if unseen not in UNSEEN:
         raise ConfigError(f"unseen cannot be {unseen!r}{nearest(str(unseen), UNSEEN)}")
 
@@ -52,7 +52,7 @@ class Unseen:
     """The layers of a model that no batch called, or only with empty tensors.
 
     Args:
-        job: that ended.
+        job: the calibration, after its last batch.
         idle: layers that need no data, and that no batch called.
     """
 
@@ -161,7 +161,7 @@ class Unseen:
         return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
 
     def _merge(self, name: str, donors: list[str]) -> Range:
-        """The range of a quantizer by the calibrators of its siblings, which are merged into one of its own."""
+        """The range of a quantizer from the merged calibrators of its siblings, which becomes its calibrator."""
         merged = self.job.make(name)
         check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
@@ -185,7 +185,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _rules(self, layers: list[str]) -> str:
-        """Rules that leave layers in float, as they are written; one for a module with three of them and no other."""
+        """Rules, as code, that leave layers in float; one rule for a module with three or more layers, all of these."""
         total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
         whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
         parts = {name: (path for path in _around(name) if path in whole) for name in layers}
@@ -193,7 +193,7 @@ class Unseen:
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
     def share(self) -> None:
-        """Give quantizers that have one range, because an engine merges their layers, a calibrator of all they saw."""
+        """Merge the calibrators of quantizers that share a range, because an engine merges their layers."""
         groups: dict[str, list[str]] = {}
         for name, quantizer in self.job.found.items():
             if quantizer.range_group and observed(quantizer):
@@ -209,7 +209,7 @@ class Unseen:
                     quantizer.calibrator = merged
 
     def _siblings(self, name: str) -> list[str]:
-        """The quantizers that saw data, at the same place in other members of the innermost ModuleList around one."""
+        """The quantizers with data, at the same place in other members of the innermost ModuleList around `name`."""
         parts = name.split(".")
         for place in reversed(range(len(parts) - 1)):
             members = self.model.get_submodule(".".join(parts[:place]))
@@ -223,7 +223,7 @@ class Unseen:
 
 
 def leave_in_float(modules: list[nn.Module]) -> None:
-    """Take the quantizers of layers away. A module of another kind needs its own; those without a range turn off."""
+    """Remove the quantizers of layers, and turn off those without a range in sites, which need their quantizers."""
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
@@ -241,7 +241,7 @@ def observed(quantizer: Quantizer) -> bool:
 
 
 def _around(path: str) -> list[str]:
-    """The modules around one, the outermost first, without the model."""
+    """The paths of the modules around a path, the outermost first, without the model."""
     parts = path.split(".")
     return [".".join(parts[:place]) for place in range(1, len(parts))]
 
@@ -256,7 +256,7 @@ def _count(layers: list[str]) -> str:
 
 
 _JOINS = ("cat", "stack", "add")
-"""Functions whose operands have one scale in the result."""
+"""Functions whose operands share the scale of the result."""
 
 
 class _Vanishing(NamedTuple):
@@ -265,12 +265,12 @@ class _Vanishing(NamedTuple):
 
 
 class Vanishing:
-    """The largest values of what has one scale together with others, over the batches of a calibration.
+    """Finds operands and channels that a calibration rounds to 0, because larger values have the same scale.
 
-    These are the operands of functions, and the channels of what the model itself gets.
+    It notes the largest value of each operand of a function, and of each channel of the model's inputs, over batches.
 
     Args:
-        inputs: its input quantizers that get a range, by path.
+        inputs: the input quantizers that get a range, by path.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> None:
@@ -290,7 +290,7 @@ class Vanishing:
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
-        """A context in which calls are seen."""
+        """A context in which the calls of the model are watched."""
         handles: list[Any] = []
         with restore_after(lambda: [handle.remove() for handle in handles]):
             for path, site in self._sites.items():
@@ -321,7 +321,7 @@ class Vanishing:
         self._found[what] = _Vanishing(quantizers, largest.float())
 
     def warn(self) -> None:
-        """Say what the scales that were chosen round to nothing."""
+        """Warn of operands and channels that the chosen scales round to 0."""
         lost = []
         for what, (readers, largest) in self._found.items():
             fixed = [own.scale for own in readers if isinstance(own.spec.format, IntegerFormat)]
@@ -346,7 +346,7 @@ class Vanishing:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor has values here; those of transforms of torch.func and of several processes have none."""
+    """Whether a tensor has values to read: it is not empty, meta, nested, sharded or in a torch.func transform."""
     is_wrapped = torch._C._are_functorch_transforms_active() or is_traceable_wrapper_subclass(x)
     return not (is_wrapped or x.is_meta or x.is_nested) and x.numel() > 0
 
@@ -357,7 +357,7 @@ def is_chosen(name: str, pattern: str) -> bool:
 
 
 class ProcessPart(NamedTuple):
-    """What one process saw."""
+    """The result of one process of a calibration."""
 
     task: list[str]
     """What the process calibrates and how; the same on all processes."""
@@ -380,9 +380,9 @@ class Observation:
     pattern: str
     data: Batches
     make: Callable[[str], Calibrator]
-    """A fresh calibrator for the quantizer of a name."""
+    """Returns a new calibrator for the quantizer with a name."""
     processes: Ranks = field(default_factory=lambda: Ranks(None))
-    """Those that calibrate together."""
+    """The processes that calibrate together."""
     called: set[str] = field(default_factory=set)
     """Layers that a batch called, if only with empty tensors."""
     batches: int = 0
@@ -392,7 +392,7 @@ class Observation:
     def __post_init__(self) -> None:
         self.vanishing: Vanishing | None = None
         self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
-        # Dynamic ones too: that the quantizer of a weight is called tells that the layer is.
+        # Dynamic quantizers, too: a call of a weight's quantizer shows that its layer is called.
         weights = quantized_weights(self.model).items()
         self.weights = {name: weight for name, weight in weights if is_chosen(name, self.pattern)}
 
@@ -410,7 +410,7 @@ class Observation:
         def mode(_: str, quantizer: Quantizer) -> Mode:
             if quantizer in observing:
                 return Mode.OBSERVE
-            # Others quantize if a pattern chose and they can.
+            # With a pattern, other quantizers quantize if they have what they need.
             ready = self.pattern != "*" and (quantizer.dynamic or quantizer.calibrated)
             return quantizer.mode if ready else Mode.OFF
 
@@ -475,7 +475,7 @@ class Observation:
         )
 
     def _deferred(self) -> list[Exception]:
-        """What calibrators refuse from now on; the call goes on, because the other processes wait for its weights."""
+        """A list that gets the errors of calibrators from now on; the run goes on, as other processes wait for it."""
         failed: list[Exception] = []
 
         def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -530,7 +530,7 @@ class Observation:
             quantizer.calibrator = merged
 
     def leave_out_unused(self) -> list[str]:
-        """Take optional quantizers that their layers did without out of the job; their paths are returned."""
+        """Remove optional quantizers that their layers did not call from the job, and return their paths."""
         seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
         unused = []
         for name, quantizer in self.inputs.items():

@@ -1,4 +1,4 @@
-"""Where quantizers come in a model by what a recorded run shows.
+"""Where quantizers go in a model, by the data flow of a recorded run.
 
 A target's table is applied to the data flow. Without a target, layers with a forward of their own that computes one
 product of their weight get quantizers at this product.
@@ -63,8 +63,8 @@ class Target:
             over all that `keeps` names.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
-        symmetric: whether activations must be symmetric so that all products are integer ones; False where they must be
-            asymmetric, None where both are.
+        symmetric: which activations let the engine compute all products on integers: True symmetric ones, False
+            asymmetric ones, None both.
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
 
     Raises:
@@ -141,13 +141,13 @@ class Flow:
         return None if number is None else self.calls[number]
 
     def source(self, value: int, keeps: frozenset[str]) -> int:
-        """The value from which functions that keep scales made a value."""
+        """The first value of a chain of functions in `keeps` that ends in a value."""
         while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
             value = call.inputs[0]
         return value
 
     def comes_from(self, value: int, wanted: set[int], keeps: frozenset[str]) -> bool:
-        """Whether functions that keep scales make a value of wanted ones alone."""
+        """Whether functions in `keeps` compute a value from wanted values alone."""
         waiting, seen = [value], {value}
         while waiting:
             value = waiting.pop()
@@ -164,7 +164,7 @@ class Flow:
         return True
 
     def reached(self, values: Iterable[int], keeps: frozenset[str]) -> dict[int, None]:
-        """Values, and all that functions that keep scales make of them."""
+        """The values, and all that functions in `keeps` compute from them."""
         found, waiting = dict.fromkeys(values), [*values]
         while waiting:
             for consumer in self.consumers.get(waiting.pop(), []):
@@ -178,10 +178,10 @@ class Flow:
         return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
 
     def products_since_common(self, values: Sequence[int]) -> list[int]:
-        """For each of several values, the products on the way from the nearest value that all are computed from.
+        """For each of several values, the number of products on the way from their nearest common ancestor.
 
-        It is the longest way, and 0 where they have nothing in common. The walk back ends at a value from which all
-        others come: whatever lies before it has at least as many products.
+        The longest way counts; without a common ancestor the number is 0. The walk back ends at a value from which all
+        others come: from any value before it, the way has at least as many products.
         """
         depths = [{value: 0} for value in values]
         waiting = {value for value in values if self.producer(value) is not None}
@@ -208,10 +208,10 @@ Held = dict[str, SiteQuantizer]
 
 @dataclass
 class Placement:
-    """What a target makes of a model.
+    """The quantizers of calls and the rules of layers that a target's table gives a model.
 
     Attributes:
-        notes: what keeps the engine from computing on integers, and what to do.
+        notes: lines on what keeps the engine from computing on integers, and what to do.
     """
 
     sites: dict[FunctionCall, Held]
@@ -220,10 +220,10 @@ class Placement:
 
 
 class _Planner:
-    """Walks the data flow of one run with one table.
+    """Applies the table of a target to the data flow of a run.
 
     Args:
-        configs: how tensors are quantized, for every call that could be a site, the first of several visits.
+        configs: the rule for each call that could be a site; of several visits the call of the first.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class _Planner:
                     del self.held[first][name]
 
     def _share(self) -> None:
-        """One quantizer for all operands of a function such as `cat`, and for those that are joined further on."""
+        """Give all operands of a function such as `cat` one quantizer, the same for functions that join its result."""
         groups: dict[int, str] = {}  # of the results
         members: dict[str, list[tuple[FunctionCall, str]]] = {}
         for call in sorted(self.configs, key=lambda call: call.number):
@@ -392,7 +392,7 @@ class _Planner:
                 self.held[call][name] = shared
 
     def _outputs(self) -> None:
-        """Results that no other quantizer reaches."""
+        """Give quantizers to the results of functions in `outputs` that no other quantizer reaches."""
         for call in self.flow.calls:
             if call.function not in self.target.outputs or call.site in self.masked:
                 continue
@@ -455,7 +455,7 @@ class _Planner:
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:
-    """The quantizer of a range that is always the same; None where the format has no zero point."""
+    """The quantizer with the fixed range of an engine; None for a format that is not an integer format."""
     if config is None or not isinstance(config.spec.format, IntegerFormat):
         return None
     low, high = int(config.spec.format.quant_min), int(config.spec.format.quant_max)
@@ -471,8 +471,8 @@ def place(
     """The quantizers of functions and layers that a target wants, with the specifications of a configuration.
 
     Args:
-        config: its rules; of those that speak of no types and functions the last that matches a module holds for the
-            functions that the module calls.
+        config: of its rules without `layers` and `ops`, the last that matches a module is used for the functions that
+            the module calls.
     """
     names, rules = all_names(model), dict[str, Rule]()
     for rule in config.layer_rules:
@@ -491,10 +491,10 @@ def _without_input(rule: Rule) -> Rule:
 
 
 def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Arguments) -> set[Any]:
-    """The layers whose call gives the result of one linear function or convolution of their own weight and bias.
+    """The layers whose `forward` returns the result of one linear function or convolution with their weight and bias.
 
     Args:
-        layers: with their paths, each with the attributes of a torch layer of the kind.
+        layers: with their paths; each has the attributes of the layer of torch from which it inherits.
     """
     with restore_after(structure_of([model])), evaluating(model), torch.no_grad():
         for layer in layers:
@@ -507,7 +507,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
 
 
 def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
-    """The rules for layers whose class changes the `forward` of one with a quantized form, by path."""
+    """The rules for layers whose class overrides the `forward` of a class that has a quantized form, by path."""
     names = all_names(model)
     return {
         names[layer][0]: rule
@@ -520,7 +520,7 @@ def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
 
 
 def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module, recording: Recording) -> Config:
-    """The configuration with rules for the products of layers with a `forward` of their own, before all others."""
+    """The configuration with rules for the products of the layers in `own`, before all other rules."""
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     added = []
     for path, rule in own.items():

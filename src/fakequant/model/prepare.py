@@ -68,9 +68,9 @@ def prepare(
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
-    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are taken, and of subclasses that inherit all
-    that computes. Other subclasses may compute anything: with an example, the function that multiplies by their weight
-    gets the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
+    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are quantized, and of subclasses that compute as
+    these do. Other subclasses may compute anything: with an example, the function that multiplies by their weight gets
+    the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
 
     Where weights stay in float for lack of a quantized form, a `CoverageWarning` says which and how many, in one line.
     Rules that leave a layer in float end the warning for it.
@@ -83,14 +83,14 @@ def prepare(
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
-            What it computes in place of the configuration is taken, and said in one line. "onnxruntime", "tensorrt",
-            "openvino", "qnn" and "xnnpack" need an example: functions in the model's own `forward` get quantizers where
-            the engine wants them, and layers have none where it does not. A `fakequant.Target` says the latter alone.
-            None quantizes layers, the functions that rules name, and with an example the product of a layer whose class
-            has a `forward` of its own.
+            Where it computes otherwise than the configuration says, the model does, too, and a warning says so.
+            "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which functions in
+            the model's own `forward` and which layers get quantizers. A `fakequant.Target` decides this alone. With
+            None, layers get quantizers, the functions that rules name, and with an example the product of a layer
+            whose class has a `forward` of its own.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
-        rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
+        rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.
 
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, a layer cannot be quantized as its rule says
@@ -220,7 +220,7 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
     """A configuration with rules for what stays in float, and for what other presets quantize.
 
     Raises:
-        ConfigError: they have another form, or a preset is unknown.
+        ConfigError: `skip` or `rules` is of another type, or a preset is unknown.
     """
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
@@ -252,10 +252,10 @@ _LAZY = "its parameters get their shapes in the first call; run the model once f
 def _run_of(
     model: nn.Module, config: Config, target: Target | None, example: Any, inputs: Inputs | None, *, needed: bool
 ) -> Run | None:
-    """A call of a model with the example; None where nothing of it needs to be known: `needed` says that something is.
+    """A function that runs a model on the example; None if no run is needed. `needed` asks for a run in any case.
 
     Raises:
-        ConfigError: there is no example, and it is needed, or the model cannot run yet.
+        ConfigError: a run is needed and there is no example, or the model cannot run yet.
     """
     places = bool(config.site_rules) or target is not None
     if example is None and places:
@@ -293,7 +293,7 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
 
 
 def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
-    """The configurations of a layer's quantizers by attribute, with a rule's axes where the layer has them."""
+    """The configurations of a layer's quantizers by attribute, with a rule's axes mapped to those of its tensors."""
     configs = {attribute: _placed(rule, operand) for attribute, operand in quantized.operands(layer).items()}
     left = _too_small(quantized, layer, rule)
     return {name: config for name, config in configs.items() if config is not None and name not in left}
@@ -355,7 +355,7 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
 
 
 def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> None:
-    """Change a float layer's class to its quantized form, with quantizers at the given attributes."""
+    """Change a float layer's class to its quantized form, with a quantizer for each attribute in `configs`."""
     if not configs:
         return
     quantized = _quantized(layer)
@@ -382,11 +382,11 @@ PEAK = 44.0
 a step of peak / 127. MiniLM-L6 has 89, and keeps 15 dB of its output by `int8`, 23 by `int8_per_token`; a ViT, a byte
 transformer, Fracast-0, CREPE and a perceptron have at most 24, and keep 34 and more."""
 _FEWER = 2.0
-"""By how much the root mean square of the largest of each token must be lower, so that scales per token help: 6 dB."""
+"""The largest magnitude over the root mean square of the tokens' largest from which scales per token gain 6 dB."""
 
 
 class Peaks:
-    """The inputs of linear layers with one fixed scale of 8 bits, as a run shows them.
+    """Finds outliers in a run: linear layers whose inputs have one fixed scale of 8 bits and a few far larger values.
 
     >>> model = prepare(nn.Sequential(nn.Linear(2, 2)), "int8")
     >>> x = torch.ones(10_000, 2)
@@ -413,7 +413,7 @@ fixed scale of 8 bits loses much there, and "int8_per_token" loses less where th
 
     @contextmanager
     def watching(self) -> Iterator[Peaks]:
-        """A context in which the inputs of calls are looked at."""
+        """A context in which the inputs of linear layers are searched for outliers."""
         handles: list[Any] = []
 
         def remove() -> None:
@@ -437,7 +437,7 @@ fixed scale of 8 bits loses much there, and "int8_per_token" loses less where th
 
     @property
     def notes(self) -> list[str]:
-        """A line about them, if there are any."""
+        """A line on the inputs with outliers, in a list, which is empty where there are none."""
         if not self._found:
             return []
         worst = max(self._found, key=self._found.__getitem__)

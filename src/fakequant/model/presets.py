@@ -44,7 +44,7 @@ def _four_bits(name: str, weight: str) -> Config:
 
 
 def _mx(name: str, format: str) -> Config:
-    """Blocks of 32 under power-of-two scales, for weights and activations; activations take theirs anew."""
+    """Blocks of 32 with power-of-two scales, for weights and activations; the scales of activations are dynamic."""
     spec = f"{format} per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
     return _preset(name, weight=spec, input=spec, dynamic=True)
 
@@ -58,7 +58,7 @@ INT8_AFFINE = _preset("INT8_AFFINE", weight="int8 per_channel(0)", input="uint8"
 """W8A8 with asymmetric activations: what ONNX Runtime's and mobile CPUs' kernels run."""
 
 INT8_PER_TOKEN = _preset("INT8_PER_TOKEN", weight="int8 per_channel(0)", input="int8 per_token", dynamic=True)
-"""W8A8 with the range of every token taken anew: needs no calibration."""
+"""W8A8 with a dynamic range for every token: needs no calibration."""
 
 INT8_WEIGHT_ONLY = _preset("INT8_WEIGHT_ONLY", weight="int8 per_channel(0)")
 """W8: activations stay in float."""
@@ -115,7 +115,7 @@ NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
 FP8_TRAINING = _preset(
     "FP8_TRAINING", weight="float8_e4m3fn", input="float8_e4m3fn", dynamic=True, gradient=GradientConfig("float8_e5m2")
 )
-"""Training in FP8 by the range of every tensor: E5M2 for gradients, E4M3 for all others, as in Transformer Engine."""
+"""Training in FP8, a dynamic range per tensor: gradients in E5M2, all others in E4M3, as in Transformer Engine."""
 
 _MXFP8_CEIL = "float8_e4m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
 MXFP8_TRAINING = _preset(
@@ -144,8 +144,8 @@ NVFP4_TRAINING = _preset(
     dynamic=True,
     gradient=GradientConfig(f"{_NVFP4} stochastic", input=_NVFP4, hadamard=16),
 )
-"""Training in NVFP4: weights in squares of 16, which serve both products with them; gradients rounded stochastically;
-both operands of the weight's gradient rotated; arXiv 2509.25149. Its last layers stay in bfloat16: see `skip`."""
+"""Training in NVFP4: weights in squares of 16, for forward and backward products; gradients rounded stochastically;
+both operands of the weight's gradient rotated; arXiv 2509.25149. There the last layers stay in bfloat16: see `skip`."""
 
 INT4_GROUP32 = _four_bits("INT4_GROUP32", "int4 per_block(-1:32,pad)")
 """W4 in groups of 32 inputs: activations stay in float, embeddings have 8 bits."""
@@ -173,7 +173,7 @@ W4A8_EXECUTORCH = _preset(
     input="int8 per_token asymmetric reciprocal",
     dynamic=True,
 )
-"""W4A8 of linear layers as XNNPACK has it (8da4w): groups of 32 under bfloat16 scales, ranges of every token anew."""
+"""W4A8 of linear layers as in XNNPACK (8da4w): groups of 32 with bfloat16 scales, a dynamic range per token."""
 
 NVFP4_FOUR_OVER_SIX = _four_bits("NVFP4_FOUR_OVER_SIX", _NVFP4.replace("@", ":four_over_six@"))
 """W4 in NVFP4 with 4 or 6 for the largest value of a block: activations stay in float, embeddings have 8 bits."""
@@ -186,7 +186,7 @@ _GGUF_Q8_0 = "int8 per_block(-1:32,pad) scale=float16"
 
 
 def _gguf(name: str, weight: str) -> Config:
-    """A type of GGUF for weights: scales in float16; those of K-quants are integers under such ones."""
+    """The configuration of a GGUF type: weights as specified, embeddings in Q8_0, activations in float."""
     tables = replace(TABLES, weight=TensorConfig(_GGUF_Q8_0))
     return Config(f"GGUF_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
 
@@ -197,35 +197,35 @@ def _k_quant(name: str, codes: str, block: int, scales: str, *, offset: bool = F
 
 
 GGUF_Q8_0 = _gguf("Q8_0", _GGUF_Q8_0)
-"""8.5 bits: 8 in blocks of 32."""
+"""8.5 bits per weight: 8-bit codes in blocks of 32."""
 GGUF_Q4_0 = _gguf("Q4_0", "int4 per_block(-1:32,pad) scale=float16:signed")
-"""4.5 bits: 4 in blocks of 32; the value that is farthest from 0 has the code -8."""
+"""4.5 bits per weight: 4-bit codes in blocks of 32; the value that is farthest from 0 has the code -8."""
 GGUF_Q4_1 = _gguf("Q4_1", "uint4 per_block(-1:32,pad) scale=float16 offset=float16")
-"""5 bits: 4 in blocks of 32 with an offset."""
+"""5 bits per weight: 4-bit codes in blocks of 32 with an offset."""
 GGUF_Q5_0 = _gguf("Q5_0", "int5 per_block(-1:32,pad) scale=float16:signed")
-"""5.5 bits: 5 in blocks of 32; the value that is farthest from 0 has the code -16."""
+"""5.5 bits per weight: 5-bit codes in blocks of 32; the value that is farthest from 0 has the code -16."""
 GGUF_Q5_1 = _gguf("Q5_1", "uint5 per_block(-1:32,pad) scale=float16 offset=float16")
-"""6 bits: 5 in blocks of 32 with an offset."""
+"""6 bits per weight: 5-bit codes in blocks of 32 with an offset."""
 GGUF_Q2_K = _k_quant("Q2_K", "uint2", 16, "uint4", offset=True)
-"""2.625 bits: 2 in blocks of 16 with an offset."""
+"""2.625 bits per weight: 2-bit codes in blocks of 16 with an offset."""
 GGUF_Q3_K = _k_quant("Q3_K", "int3", 16, "int6")
-"""3.4375 bits: 3 in blocks of 16."""
+"""3.4375 bits per weight: 3-bit codes in blocks of 16."""
 GGUF_Q4_K = _k_quant("Q4_K", "uint4", 32, "uint6", offset=True)
-"""4.5 bits: 4 in blocks of 32 with an offset."""
+"""4.5 bits per weight: 4-bit codes in blocks of 32 with an offset."""
 GGUF_Q5_K = _k_quant("Q5_K", "uint5", 32, "uint6", offset=True)
-"""5.5 bits: 5 in blocks of 32 with an offset."""
+"""5.5 bits per weight: 5-bit codes in blocks of 32 with an offset."""
 GGUF_Q6_K = _k_quant("Q6_K", "int6", 16, "int8")
-"""6.5625 bits: 6 in blocks of 16."""
+"""6.5625 bits per weight: 6-bit codes in blocks of 16."""
 GGUF_IQ4_NL = _gguf("IQ4_NL", "iq4_nl per_block(-1:32,pad) scale=float16:signed")
-"""4.5 bits: a table of 16 values in blocks of 32."""
+"""4.5 bits per weight: codes for a table of 16 values, in blocks of 32."""
 GGUF_IQ4_XS = _k_quant("IQ4_XS", "iq4_nl", 32, "int6")
-"""4.25 bits: the table of IQ4_NL in blocks of 32."""
+"""4.25 bits per weight: codes for the table of IQ4_NL, in blocks of 32."""
 GGUF_TQ1_0 = _gguf("TQ1_0", "int2_narrow per_block(-1:256,pad) scale=float16")
-"""1.6875 bits in a file: -1, 0 and 1 in blocks of 256; train with it."""
+"""1.6875 bits per weight in a file: -1, 0 and 1 in blocks of 256; train with it."""
 GGUF_TQ2_0 = _gguf("TQ2_0", "int2_narrow per_block(-1:256,pad) scale=float16")
-"""2.0625 bits: the values of TQ1_0."""
+"""2.0625 bits per weight: the values of TQ1_0."""
 GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
-"""4.25 bits: FP4 in blocks of 32 under powers of two."""
+"""4.25 bits per weight: FP4 in blocks of 32 under powers of two."""
 
 # Layouts of MLX for weights and embeddings alike, as mlx_lm.convert has them; activations in float. Scales and offsets
 # are numbers of bfloat16, which files of any dtype hold.
@@ -237,15 +237,15 @@ def _mlx(name: str, weight: str) -> Config:
 
 
 MLX_4BIT = _mlx("4BIT", "uint4 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
-"""4.5 bits: 4 in groups of 64 with an offset, mlx-lm's default."""
+"""4.5 bits per weight: 4-bit codes in groups of 64 with an offset, mlx-lm's default."""
 MLX_6BIT = _mlx("6BIT", "uint6 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
-"""6.5 bits: 6 in groups of 64 with an offset."""
+"""6.5 bits per weight: 6-bit codes in groups of 64 with an offset."""
 MLX_8BIT = _mlx("8BIT", "uint8 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
-"""8.5 bits: 8 in groups of 64 with an offset."""
+"""8.5 bits per weight: 8-bit codes in groups of 64 with an offset."""
 MLX_MXFP4 = _mlx("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
-"""4.25 bits: FP4 in groups of 32 under powers of two."""
+"""4.25 bits per weight: FP4 in groups of 32 under powers of two."""
 MLX_NVFP4 = _mlx("NVFP4", "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn")
-"""4.5 bits: FP4 in groups of 16 under E4M3 scales, without a scale of the tensor."""
+"""4.5 bits per weight: FP4 in groups of 16 under E4M3 scales, without a scale of the tensor."""
 
 
 LLAMA_CPP_INPUTS = {
@@ -264,7 +264,7 @@ Add it by `with_rule`, and give `prepare` an example. Models of transformers com
 
 
 def presets() -> dict[str, Config]:
-    """All presets by name that serve every model.
+    """All presets that suit any model, by name.
 
     `GGUF_Q4_K_M` and others are the mixtures of `fakequant.delivery.mixture`. With `_A8` behind their name, all presets
     of GGUF also have llama.cpp's inputs of products.
@@ -276,7 +276,7 @@ def presets() -> dict[str, Config]:
 
 
 def with_llama_cpp_inputs(config: Config) -> Config:
-    """A configuration for types of GGUF with llama.cpp's inputs."""
+    """A GGUF configuration that also quantizes inputs as llama.cpp does; `_A8` is added to its name."""
     rules = list[Rule]()
     for rule in config.rules:
         if rule.weight is None:

@@ -40,10 +40,10 @@ class _RecordedCall(NamedTuple):
 
 
 class ReusedOutputs:
-    """The calls of a model's modules in one pass in float, for passes in which some layers are quantized.
+    """Records the module calls of a float pass; in later passes, modules with the same inputs return these outputs.
 
-    Only modules of torch and their quantized forms are looked at, which compute the same from the same inputs. All
-    inputs and outputs of the recorded pass are held.
+    Only modules of torch and their quantized forms take part, because they compute the same from the same inputs. All
+    inputs and outputs of the recorded pass stay in memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class ReusedOutputs:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """A context whose pass through the model replaces the recorded one."""
+        """A context in which a pass through the model is recorded, in place of an earlier recording."""
         self._calls, self._recording = {module: [] for module in self._modules}, True
         try:
             with self._watching():
@@ -70,7 +70,7 @@ class ReusedOutputs:
 
     @contextmanager
     def reuse(self) -> Iterator[None]:
-        """Run the model once; a module whose inputs are those of the recorded run returns its recorded output."""
+        """A context for one pass, in which a module with recorded inputs returns the recorded output."""
         self._next = dict.fromkeys(self._modules, 0)
         with self._watching():
             yield
@@ -125,10 +125,10 @@ def layer_sqnr(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> dict[str, float]:
-    """The signal-to-quantization-noise ratio in dB of every quantizer on its own tensors, by name.
+    """The signal-to-quantization-noise ratio in dB of every quantizer on the tensors that it quantizes, by name.
 
-    If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, each call counts as
-    a share of its own energy, and the ratio is that of their mean.
+    If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, the noise of each
+    call is divided by the energy of that call, and the ratio is that of the mean.
 
     Under the arithmetic of an engine, see `set_execution`, the noise is that of the codes that the engine stores.
     Layers that multiply integers are simulated.
@@ -174,11 +174,11 @@ class Sensitivity:
     Attributes:
         layer: its path.
         value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
-            noise at the model's output, inf where the output does not change. Of several outputs each counts as a share
-            of its own energy, and the mean of these shares is taken.
+            noise at the model's output, inf where the output does not change. Of several outputs, the noise of each is
+            divided by its energy, and the mean is taken.
         change: `value` minus the metric of the float model; by the default metric the same number as `value`.
-        output: of several outputs the one that it hurts most, "scores" for example; "" by a metric.
-        worst: dB of that output; None where there is none.
+        output: of several outputs the one with the most noise, "scores" for example; "" for one output or a metric.
+        worst: dB of that output; None if `output` is "".
     """
 
     layer: str
@@ -197,7 +197,7 @@ class Sensitivities(list[Sensitivity]):
 
     Attributes:
         in_decibels: whether the values are dB of signal to quantization noise, the default metric.
-        each: "layer" or "quantizer", what was on alone.
+        each: what was quantized alone, "layer" or "quantizer".
     """
 
     in_decibels: bool = True
@@ -260,7 +260,7 @@ def sensitivity(
     `each="quantizer"` measures each quantizer alone, to find which of the tensors of a layer, such as an LSTM, hurts.
 
     The quantized layer computes as `set_execution` says, also by the arithmetic of an engine. By the default metric,
-    what of a pass is as in the float model is not computed again: all activations of one batch are held.
+    modules whose inputs are as in the float pass are not run again: all activations of a batch stay in memory.
 
     Args:
         model: a calibrated model.
@@ -294,7 +294,7 @@ def sensitivity(
     warn_stale_scales(model)
     if each not in ("layer", "quantizer"):
         raise ConfigError(f'each is "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
-    held: dict[str, list[Quantizer]] = {}  # those that are on together
+    held: dict[str, list[Quantizer]] = {}  # quantizers that are on together
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLayer, Site)):
             own = {key: one for key, one in layer._modules.items() if isinstance(one, Quantizer)}
@@ -325,7 +325,7 @@ def sensitivity(
 
 
 def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Quantizer]]) -> dict[str, Distance]:
-    """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
+    """The distance of the outputs from the float outputs with one layer quantized alone, by layer."""
     distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
     passes = SeveralPasses(model)
     measured: int | None = None

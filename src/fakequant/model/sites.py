@@ -1,9 +1,8 @@
 """Which calls of functions in a model get quantizers: the plan, made from a recorded run, and carried out in place.
 
-The sites of a model in training mode, where owners may call other functions than in eval mode.
-
-A call is the same in both modes if it stands at the same place in the code and comes as often. Other calls stay in
-float in training mode: they are no part of the model that runs later, and no scale of another call would fit them.
+In training mode a module may call other functions than in eval mode. A call is the same in both modes if it stands at
+the same place in the code and comes as often. Other calls stay in float in training mode: they are no part of the model
+that runs later, and no scale of another call would fit them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class SiteQuantizer:
     Attributes:
         tensor: how it quantizes.
         kind: whether the operand is computed from the model's input, or from parameters alone.
-        group: the path of the quantizer that it is, where several share one; None for one of its own.
-        fixed: scale and zero point that nothing moves; None where calibration finds them.
+        group: the path of the quantizer that several operands share; None for a quantizer of this operand alone.
+        fixed: scale and zero point that neither calibration nor training changes; None where calibration finds them.
     """
 
     tensor: TensorConfig
@@ -65,8 +64,8 @@ class PlannedSite:
 
     Attributes:
         owner: the path of the module whose `forward` calls the function.
-        function: its canonical name.
-        index: how many calls of it come before in the same `forward`.
+        function: the canonical name of the function.
+        index: how many calls of the function come before in the same `forward`.
         operands: the arguments that are float tensors.
         quantizers: by operand.
         weights: the operands that are parameters which this call alone reads, with their paths in the owner.
@@ -99,8 +98,8 @@ class SitePlan:
     Attributes:
         sites: in the order of the run.
         steps: for every owner the functions that have sites in it, in the order of all their calls in one `forward`.
-        shielded: the modules that owners call, whose own calls are not theirs.
-        training_keys: the calls in training mode, of the owners in which they are others: see `Sites`.
+        shielded: the modules that owners call; calls of functions inside these are not the owner's.
+        training_keys: the keys of the calls in training mode, for owners that call other functions there: see `Sites`.
     """
 
     sites: tuple[PlannedSite, ...] = ()
@@ -128,7 +127,7 @@ def site_path(owner: str, key: str) -> str:
 
 
 Placed = Mapping[FunctionCall, dict[str, SiteQuantizer]]
-"""Quantizers by operand, for calls of a recorded run, each the first of those that differ by their visit alone."""
+"""Quantizers by operand, for calls of a recorded run; the first call of a site stands for those of later visits."""
 
 
 def path_of(call: FunctionCall) -> str:
@@ -137,15 +136,15 @@ def path_of(call: FunctionCall) -> str:
 
 
 def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
-    """The sites that the rules of a configuration say, and, where no rule speaks of a call, those of a target.
+    """The plan of sites: by the rules of a configuration, and for calls that no rule matches, by a target.
 
-    Owners that are called with different sequences have no sites, and a `CoverageWarning` says so.
+    A module that calls functions in another order in another call gets no sites, and a `CoverageWarning` says so.
 
     Args:
-        placed: the quantizers that a target places; none without a target.
+        placed: the quantizers that a target places; None without a target.
 
     Raises:
-        ConfigError: a rule matches no call, or an owner cannot be one.
+        ConfigError: a rule matches no call, or a module with sites has a `forward` of its own, such as a hook's.
     """
     modules, parameters = dict(model.named_modules()), list(model.parameters())  # a recording numbers these first
     found = candidates(model, recording)
@@ -189,7 +188,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
 
 
 def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCall]) -> dict[FunctionCall, Rule]:
-    """The rules that speak of calls, by call; the last that matches holds.
+    """The rule for each call that a rule with `ops` matches; of several rules the last one.
 
     Raises:
         ConfigError: a rule matches no call.
@@ -212,7 +211,7 @@ def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCal
 
 
 def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
-    """The calls that could be sites, of several visits the first one.
+    """The calls that could be sites; a call that comes in several visits is listed once, by the first visit.
 
     They have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
     """
@@ -231,7 +230,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """What the table or an equation says of an operand; one of a list without an equation is nothing special."""
+    """An operand as the table of functions or an equation describes it; a plain `SiteOperand` for tensors of a list."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
@@ -239,7 +238,7 @@ def operand_of(call: FunctionCall, name: str) -> SiteOperand:
 
 
 def operand_quantizer(recording: Recording, call: FunctionCall, name: str, rule: Rule) -> SiteQuantizer | None:
-    """The quantizer that a rule gives an operand of a call; None if it gives none."""
+    """The quantizer that a rule gives an operand of a call; None if the operand stays in float."""
     operand = operand_of(call, name)
     # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
     weight = Trait.PRODUCT in SITE_FUNCTIONS[call.function].traits and name in recording.constants(call)
@@ -379,9 +378,10 @@ _NAMED = 3
 def with_training(
     model: nn.Module, plan: SitePlan, recording: Recording, run: Callable[[], object]
 ) -> tuple[SitePlan, list[str]]:
-    """A plan with the sequences of training mode, and a line for the user where they differ.
+    """A plan with the calls of training mode, and in a list a line for the user, if they differ from eval mode.
 
-    A model that cannot run in training mode with the example, because it wants labels there, has the plan of eval mode.
+    A model that cannot run in training mode with the example, because it wants labels there, keeps the plan of eval
+    mode.
     """
     if not plan.steps:
         return plan, []

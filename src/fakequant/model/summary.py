@@ -69,12 +69,12 @@ class Operation:
 
 
 class Left(NamedTuple):
-    """What stays in float."""
+    """The modules and products of a prepared model that stay in float."""
 
     modules: dict[type[nn.Module], int]
-    """How many of each class, those with most parameters first."""
+    """The number of modules of each class, the classes with most parameters first."""
     parameters: float
-    """Their share of the model's parameters."""
+    """The share of these modules in the model's parameters."""
     products: dict[str, float]
     """The share of operations outside of quantized layers in the model's multiply-accumulates, the largest first."""
 
@@ -283,7 +283,7 @@ def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
 
 
 def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
-    """The parameters that quantizers get, or from which such a weight is computed: `self.base + self.a @ self.b`."""
+    """The parameters that are quantized, or from which a quantized weight is computed, as `self.a @ self.b`."""
     reached: set[int] = set()  # values
     for call in reversed(recording.calls):
         if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
@@ -299,7 +299,7 @@ _SEEN = "_seen_by_prepare"
 
 
 def note_floats(model: nn.Module) -> None:
-    """Mark the layers in float that have a quantized form: those that come later are not meant to be in float."""
+    """Mark the float layers that could be quantized, so that `warn_of_new_layers` finds layers that are added later."""
     for module in (model, *filter(_is_float, model.modules())):
         if not isinstance(module, torch.jit.ScriptModule):
             vars(module)[_SEEN] = True
@@ -393,7 +393,7 @@ class LayerSummary:
     why_simulated: str | None = None
     """Why a layer that is set to integer execution is simulated."""
     why_never_called: str | None = None
-    """Why the model does not call the layer with the example, if there is one."""
+    """Why the model does not call the layer with the example; None if it does, or without an example."""
     gradient: str = ""
     """How its gradients are quantized; empty where they are in float."""
 
@@ -414,17 +414,17 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
-    """Bytes with quantized weights as codes and scales."""
+    """Bytes of all parameters, if quantized weights are stored as codes and scales."""
     bits_per_weight: float = 0.0
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
     unsearched: int = 0
-    """The weights whose scales are those of their largest values, where `calibrate` would search nearer ones."""
+    """The number of weights whose scales follow from the largest values, where `calibrate` would search better ones."""
 
     left = renamed("left", "unquantized")
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The names of the columns; of outputs there is one if any is quantized."""
+        """The names of the columns; "output" is there only if an output is quantized."""
         outputs = ("output",) if any(_is_of_output(name) for layer in self.layers for name in layer.quantizers) else ()
         return ("layer", "type", "input", "weight", *outputs, "execution", "state")
 
@@ -463,7 +463,7 @@ class Summary:
         return html_result(self.header, self.rows(), self._lines())
 
     def _lines(self) -> list[str]:
-        """What is said below the table."""
+        """The lines below the table."""
         lines = [
             f"{module_name(layer.name)} is simulated: {layer.why_simulated}"
             for layer in self.layers
@@ -597,7 +597,7 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
 
 
 def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
-    """Whether all quantizers have what they need, except those that are off."""
+    """Whether no quantizer that is on still needs a calibration."""
     return not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values())
 
 

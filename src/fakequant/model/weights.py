@@ -37,12 +37,12 @@ from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name
 
 _KEPT = "mode", "last_weight"
-"""What comes back of a quantizer: its mode, and the version of its last weight, which calls in between set."""
+"""The attributes of a quantizer that contexts restore: its mode, and the version of its last weight, set by calls."""
 
 
 @contextmanager
 def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
-    """Set the mode of every quantizer by its name for a while."""
+    """A context in which each quantizer has the mode that `choose` returns for its name and itself."""
     found = quantizers(model)
     with restore_after(attributes_of(found.values(), *_KEPT)):
         for name, quantizer in found.items():
@@ -153,9 +153,9 @@ def training(model: nn.Module) -> Iterator[None]:
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _NAMED = 8
 _FEW_BITS = 4
-"""Below as many bits the largest magnitude says little of a scale. Of the energy of a trained CNN's weights its scale
-loses 0.9 to 7.3 (1 bit: more than zeros would), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits), the nearest one
-0.25 to 0.37, 0.08 to 0.16 and 0.01 to 0.05."""
+"""Below this number of bits, scales by the largest magnitude are poor. Of the energy of a trained CNN's weights they
+lose 0.9 to 7.3 (1 bit: more than zeros would), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits), the best scales 0.25 to
+0.37, 0.08 to 0.16 and 0.01 to 0.05."""
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
@@ -208,12 +208,12 @@ def _weight_hooks(weight: Product) -> list[Any]:
 
 
 def scaled_weights(model: nn.Module) -> dict[str, Product]:
-    """The weights of layers and of functions whose quantizer has parameters, by the path of the quantizer."""
+    """The weights of layers and of functions whose quantizer has scales, by the path of the quantizer."""
     return {name: weight for name, weight in quantized_weights(model).items() if weight.quantizer.calibrated}
 
 
 def mark_range_current(weight: Product) -> None:
-    """Record that the parameters of a weight's quantizer fit the weight as it is now; codes of other values go."""
+    """Record that the scales of a weight's quantizer fit the present weight; drop fixed codes of other values."""
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
         return
@@ -228,10 +228,10 @@ def mark_range_current(weight: Product) -> None:
 
 
 def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
-    """`mark_range_current` for all weights whose quantizer has parameters, as after loading a checkpoint or training.
+    """`mark_range_current` for all weights whose quantizer has scales, as after loading a checkpoint or training.
 
     Args:
-        stale: the paths of quantizers whose parameters do not fit, as a file says.
+        stale: the paths of quantizers whose scales do not fit, according to a file.
     """
     weights = scaled_weights(model)
     for weight in weights.values():
@@ -244,7 +244,7 @@ def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
 
 
 def give_values(model: nn.Module) -> None:
-    """Set weights whose codes stay in training to the values of these, before what writes a model reads them."""
+    """Set weights whose codes stay fixed in training to the values of these codes, before the model is written."""
     for weight in quantized_weights(model).values():
         if weight.quantizer.keeps_codes:
             mark_range_current(weight)
@@ -274,7 +274,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     that have no values here.
 
     Returns:
-        The paths of the quantizers, for `mark_ranges_current` of what loads the model.
+        The paths of the quantizers of these weights, which `mark_ranges_current` takes when the model is loaded.
     """
     warn_vanished(model)
     found = []
@@ -324,7 +324,7 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
 
 
 def is_searched(spec: QuantSpec, method: str | None) -> bool:
-    """Whether a weight calibrated by a method, None for the default, gets `nearest_params` in place of a range's.
+    """Whether a weight calibrated by `method` (None: the default) gets scales by `nearest_params`, not by its range.
 
     >>> is_searched(QuantSpec.parse("int2"), None), is_searched(QuantSpec.parse("int4"), None)
     (True, False)
@@ -335,7 +335,7 @@ def is_searched(spec: QuantSpec, method: str | None) -> bool:
 
 
 def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
-    """The parameters by `search_params`; groups whose scale is 0 have that of others, see `fill_empty_groups`.
+    """Scales and offsets by `search_params`; groups with scale 0 get the scale of others, see `fill_empty_groups`.
 
     >>> spec = QuantSpec.parse("int8 per_block(-1:2) scale=float16")
     >>> nearest_params(torch.tensor([[127.0, 1.0, 0.0, 0.0]]), spec).scale
@@ -473,7 +473,7 @@ def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
 
 
 def merged_layers(paths: Iterable[str]) -> list[list[str]]:
-    """The layers that engines merge, of some layers by their paths.
+    """The groups of layers that engines merge into one matrix, among the layers with these paths.
 
     >>> merged_layers(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"])
     [['0.q_proj', '0.k_proj', '0.v_proj']]
@@ -489,9 +489,9 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def group_ranges(model: nn.Module) -> None:
-    """Mark the quantizers with one number for a tensor that merged layers share: of weights, and of inputs of experts.
+    """Mark the per-tensor quantizers that share a range: of weights of merged layers, and of inputs of experts.
 
-    Other layers that are merged read one tensor, which has one range.
+    The inputs of other merged layers are one tensor, so that their ranges are equal already.
     """
     groups: dict[str, list[Quantizer]] = {}
     for path, quantizer in quantizers(model).items():
@@ -510,9 +510,9 @@ def group_ranges(model: nn.Module) -> None:
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:
-    """Give weights that engines merge the same scale of the tensor, where their scales are under it.
+    """Give weights that engines merge one per-tensor scale above their block scales, as NVFP4 has.
 
-    A merged matrix has one such scale. It follows from the largest magnitude of all. Weights with fixed codes stay.
+    It follows from the largest magnitude of all these weights. Weights with fixed codes stay.
 
     Args:
         names: the paths of the quantizers that get scales.
@@ -546,7 +546,7 @@ def share_learned(model: nn.Module) -> None:
 
 
 def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
-    """What is said of weights that layers share and quantize in different ways; None if there are none.
+    """A line on weights that layers share and quantize in different ways; None if there are none.
 
     Args:
         purposely: modules that a rule leaves in float.
@@ -590,7 +590,7 @@ class WeightBits(NamedTuple):
         return (self.codes + self.scales) / self.elements if self.elements else 0.0
 
     def plus(self, other: WeightBits) -> WeightBits:
-        """Both together."""
+        """The sum of two sizes."""
         return WeightBits(self.elements + other.elements, self.codes + other.codes, self.scales + other.scales)
 
 
@@ -672,7 +672,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
 
 
 def weight_bits(weight: Product) -> WeightBits | None:
-    """The bits of a weight that has a quantizer; None where it is computed, or has none."""
+    """The bits of a weight as codes and scales; None where the weight is computed, or has no quantizer."""
     if weight.quantizer is None or weight.parameter is None:
         return None
     return spec_bits(weight.quantizer.spec, tuple(weight.parameter.shape))

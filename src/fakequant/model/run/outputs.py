@@ -82,7 +82,7 @@ class Power:
     noise: float = 0.0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Add a tensor and its approximation; one of another shape, as of a detector, is infinitely far."""
+        """Add a tensor and its approximation; one of another shape, as of a detector, makes the noise infinite."""
         exact, approximate = exact.detach(), approximate.detach()
         if exact.shape != approximate.shape:
             self.noise = math.inf
@@ -111,7 +111,7 @@ def _energy(x: Tensor) -> float:
 
 
 class Distance:
-    """How far tensors are from their float values, each as a share of its own energy.
+    """The errors of tensors against their float values, each as a share of the float tensor's energy.
 
     So a tensor of small values counts as much as one of large values. Empty tensors do not count.
 
@@ -126,7 +126,7 @@ class Distance:
         self._powers: dict[Any, Power] = {}
 
     def add(self, exact: Mapping[Any, Tensor], approximate: Mapping[Any, Tensor]) -> None:
-        """Add tensors by name, and their approximations. One that is there only once is infinitely far."""
+        """Add tensors and their approximations by name; a name that one side lacks makes its noise infinite."""
         for name in {**exact, **approximate}:
             one, other = exact.get(name), approximate.get(name)
             if one is None or other is None:
@@ -168,7 +168,7 @@ class Distance:
 
 
 def decibels(share: float) -> float:
-    """Signal over noise, of noise over signal; inf without noise.
+    """The signal-to-noise ratio in dB of noise as a share of the signal; inf without noise.
 
     >>> decibels(0.001)
     30.0
@@ -177,12 +177,12 @@ def decibels(share: float) -> float:
 
 
 class OutputErrors(NamedTuple):
-    """How far outputs are from those of the float model.
+    """The errors of a model's outputs against those of the float model.
 
     Attributes:
         distance: by output, over all batches.
-        rows: of each row of each output, as a share of this output's energy, float64 on the CPU. A row is an example,
-            or with a mask a token. An output of another shape has one row, which is infinite.
+        rows: the error of each row of each output, as a share of this output's energy, float64 [rows] on the CPU. A row
+            is an example, or with a mask a token. An output of another shape counts as one row with an infinite error.
     """
 
     distance: Distance
@@ -192,14 +192,14 @@ class OutputErrors(NamedTuple):
 def check_again(
     model: nn.Module, batches: Batches, batch: Any, first: Mapping[Place, Tensor], mask: Tensor | None = None
 ) -> None:
-    """Warn if a second run of a model gives something else than the first: random numbers, or what a run leaves.
+    """Warn if a second run of a model returns other outputs: by random numbers, or by state that a run leaves.
 
-    The figures hold all the same: each pass over the batches starts from the same random numbers and values.
+    Figures are comparable all the same: each pass over the batches starts from the same random numbers and state.
 
     Args:
-        model: in the mode in which it gave the first outputs.
-        first: copies of what the model gave for it.
-        mask: the tokens of these that count.
+        model: in the mode in which it returned the first outputs.
+        first: copies of the outputs of the first run on `batch`.
+        mask: the tokens of the outputs that count.
     """
 
     def run() -> dict[Place, Tensor]:
@@ -239,11 +239,11 @@ def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float
 
 
 class OutputDistance:
-    """How far a model's outputs are from those of the float model.
+    """Measures how far the outputs of a model are from the float outputs, which it keeps.
 
     Args:
-        batches: those to compare on; the outputs of all of them are kept. By their mask masked tokens do not count,
-            except in outputs with other leading axes than [batch, tokens].
+        batches: to compare on; the float outputs for all of them are kept. Tokens that their mask leaves out do not
+            count, except in outputs with other leading axes than [batch, tokens].
 
     >>> from fakequant.data.batches import Batches
     >>> model = nn.Linear(2, 2)
@@ -329,12 +329,12 @@ def _unmasked(outputs: Mapping[Place, Tensor], mask: Tensor | None) -> dict[Plac
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
-    """Run a model in eval mode without gradients, and note what it calls; the model is as before.
+    """Run a model in eval mode without gradients, and record what it calls; the model is unchanged afterwards.
 
     Args:
         model: a float model, or a prepared one, whose quantizers only mark what they return.
-        run: calls it.
-        mode: the context in which it runs; `evaluating` or `training`.
+        run: calls the model.
+        mode: the context in which the model runs; `evaluating` or `training`.
 
     >>> class Residual(nn.Module):
     ...     def forward(self, x):
@@ -377,7 +377,7 @@ def watching(model: nn.Module) -> Iterator[Recording]:
 
 
 class _WholeRecorder(Recorder):
-    """Also counts products, looks at numbers, finds what could be a site, and takes quantizers for marks."""
+    """A recorder that also counts products, measures magnitudes, finds sites, and turns quantizers into marks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.followed: CodeType | None = None
@@ -387,7 +387,7 @@ class _WholeRecorder(Recorder):
 
     @contextmanager
     def recording_on(self) -> Iterator[None]:
-        """Calls belong to the module whose `forward` runs; those of hooks belong to none."""
+        """A context in which calls belong to the module whose `forward` runs, and calls of hooks to no module."""
         with restore_after(forwards_of(self.modules.values())):
             for path, module in self.modules.items():
                 follow = self._quantized(module) if quantizes(module) else self._followed(path, module.forward)
@@ -428,7 +428,7 @@ class _WholeRecorder(Recorder):
         return run
 
     def _quantized(self, quantizer: Any) -> Callable[[Tensor], Tensor]:
-        """A call of a quantizer, which gives a new value with the same numbers: it needs no range and no time."""
+        """A `forward` of a quantizer that returns a new tensor with the same numbers, so that it needs no range."""
 
         def run(x: Tensor) -> Tensor:
             if not quantizer.quantizes:

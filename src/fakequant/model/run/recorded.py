@@ -1,9 +1,7 @@
-"""The calls and values of a recorded run, and queries on them: see `recording.record`.
+"""The calls and values of a recorded run, and queries on them: see `outputs.record`.
 
-Which values of a recorded run carry the numbers of a mask, which no scale of the other numbers can hold.
-
-A mask adds -inf, or a number such as -10000 or the least float, where a softmax shall give 0. A range over such numbers
-and the scores rounds all scores to one value.
+`masked_values` finds the values with the numbers of a mask: -inf, -10000 or the least float, which are added where a
+softmax shall give 0. A range over such numbers and the scores rounds all scores to one value.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from fakequant.text import listed
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""
 TIMES_A_NUMBER = " times a number"
-"""The suffix of the names of sums whose second operand is multiplied, in runs of `watching`."""
+"""The suffix of the names of sums with `alpha`, which multiplies the second operand, in recordings of `watching`."""
 QUANTIZER, FAKE_QUANTIZE = "quantizer", "fake_quantize"
-"""The functions of calls that quantize: of a quantizer in a prepared model, and of this package's functions."""
+"""The names of recorded calls that quantize: by a quantizer of a prepared model, and by functions of this package."""
 QUANTIZED = frozenset({QUANTIZER, FAKE_QUANTIZE})
 EXTREME = 1e4
 """The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
@@ -53,7 +51,7 @@ class Value:
         shape: of the tensor.
         is_float: whether it holds floats or complex numbers.
         producer: the number of the call that made it; None for parameters, inputs and what no function made.
-        size: its largest magnitude, NaN where it has one; 0 for constants and where it holds no floats.
+        size: its largest magnitude, NaN if it holds NaN; 0 for constants and where it holds no floats.
     """
 
     number: int
@@ -80,8 +78,8 @@ class FunctionCall:
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
-        equation: the `einsum` that it computes, of a function whose axes depend on its arguments; empty of others.
-        factors: of a product, without its bias; empty for other functions.
+        equation: for a function whose axes depend on its arguments, the `einsum` that it computes; else empty.
+        factors: the values that a product multiplies, without its bias; empty for other functions.
     """
 
     number: int
@@ -99,7 +97,7 @@ class FunctionCall:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The inputs whose values it may read: `zeros_like` and `x.to(other)` ask for a shape or a dtype."""
+        """The inputs whose values the call may read: `zeros_like` and `x.to(other)` ask for a shape or a dtype."""
         name = self.function.partition(" ")[0]
         if name.endswith("_like") or name.startswith("new_"):
             return ()
@@ -112,7 +110,7 @@ class FunctionCall:
 
     @property
     def site(self) -> tuple[str | None, str, int]:
-        """What names the call in every run."""
+        """The owner, function and index of the call, which identify it in every run and visit."""
         return self.owner, self.function, self.index
 
 
@@ -123,9 +121,9 @@ class ModuleCall:
     Attributes:
         path: of the module, the first one where it has several.
         inputs: the values of all tensor arguments of its `forward`.
-        first: the number of the first function call that it may have made: it made `calls[first:last]`.
-        last: that of the first one after it.
-        end: its own calls of modules, and theirs, are `modules[number + 1 : end]`, where `number` is its own place.
+        first: the function calls within it are `calls[first:last]`.
+        last: see `first`.
+        end: the calls of modules within it are `modules[number + 1 : end]`, where `number` is its place in `modules`.
         output: the value of its result, as hooks leave it; None where it is no tensor.
         results: the values of all tensors of the result.
     """
@@ -161,7 +159,7 @@ class Recording:
         outputs: the values that the model returns.
         kept: the values of tensors that something still holds when the run ends.
         buffers: the values of buffers.
-        masks: the values of zeros and numbers as large as those of masks alone.
+        masks: the values that hold nothing but zeros and numbers as large as those of masks.
     """
 
     calls: list[FunctionCall] = field(default_factory=list)
@@ -176,7 +174,7 @@ class Recording:
     masks: set[int] = field(default_factory=set)
 
     def is_constant(self, call: FunctionCall) -> bool:
-        """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
+        """Whether a call computes with parameters alone: engines compute it once, and quantize its result."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
 
     def numbers(self, model: nn.Module) -> dict[nn.Parameter, int]:
@@ -207,7 +205,7 @@ class Recording:
 
     @cached_property
     def same(self) -> dict[tuple[str | None, str, int], list[FunctionCall]]:
-        """The calls of a complete run that differ by their visit alone, by what names them in every run."""
+        """The calls of a complete run by their `site`: a list of the calls that differ by their visit alone."""
         found: dict[tuple[str | None, str, int], list[FunctionCall]] = {}
         for call in self.calls:
             found.setdefault(call.site, []).append(call)
@@ -220,7 +218,7 @@ class Recording:
 
     @cached_property
     def consumers(self) -> dict[int, list[FunctionCall]]:
-        """The calls of a complete run that make something of a value, each once."""
+        """For each value of a complete run, the calls that compute something from it, each call once."""
         found: dict[int, list[FunctionCall]] = {}
         for call in self.calls:
             for value in dict.fromkeys(call.inputs if call.outputs else ()):  # others give a number, a text or a shape
@@ -323,7 +321,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
 
 
 def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each of these modules that a run calls, the ones with the same first inputs in all calls, itself among them.
+    """For each path that a run calls, the paths whose modules get the same first inputs in all calls, itself included.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
@@ -522,7 +520,7 @@ class _NoModules(ModuleTracker):
 
 
 _STILL_LARGE = EXTREME / 100
-"""What is left of a mask behind a temperature or a factor."""
+"""The least size of a mask's numbers after they were multiplied by a factor or a temperature."""
 
 
 def masked_values(recording: Recording) -> set[int]:

@@ -1,8 +1,8 @@
-"""What a run of a model calls: every torch function and every module, and the data flow.
+"""Records a run of a model: every call of a torch function or a module, and the data flow.
 
-Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
-is known by the identity of the tensor; no tensor is kept alive for it. A write to a tensor makes a new value of it, and
-of all tensors that share the memory. A function that returns its argument unwritten is no call: `x.float()`.
+Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. The call that made a
+tensor is known by the identity of the tensor, which is not kept alive. A write to a tensor makes a new value of this
+tensor and of all that share its memory. A call that returns its argument unwritten, as `x.float()` may, is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADDED = 1000  # tensors after which dead ones are dropped; as many as living on
 
 
 class Tensors:
-    """The tensors of a run by identity and by the memory that they are in. None is kept alive.
+    """The numbers of the tensors of a run, by the identity of a tensor and by its memory. No tensor is kept alive.
 
     >>> found, x = Tensors(), torch.zeros(4)
     >>> views = x[:2], x[2:]
@@ -63,7 +63,7 @@ class Tensors:
         self._left = _ADDED
 
     def add(self, tensor: Tensor, number: int) -> None:
-        """Note a tensor, or another number of a known one."""
+        """Give a tensor a number, which replaces an earlier number of the same tensor."""
         self._left -= 1
         if not self._left:
             self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
@@ -78,16 +78,16 @@ class Tensors:
         self._by_memory.setdefault(memory_of(tensor), {})[id(tensor)] = one
 
     def number(self, tensor: Tensor) -> int | None:
-        """The last number of a tensor; None for an unknown one."""
+        """The last number of a tensor; None for an unknown tensor."""
         one, number = self._held.get(id(tensor), (None, None))
         return number if one is not None and one() is tensor else None
 
     def numbers(self) -> frozenset[int]:
-        """The last numbers of all tensors that something still holds."""
+        """The last numbers of all tensors that are still alive."""
         return frozenset(number for one, number in self._held.values() if one() is not None)
 
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
-        """The other tensors that share memory with one, and the share of their elements that is in its memory."""
+        """The other tensors that overlap `written` in memory, each with the share of its elements that do."""
         memory = memory_of(written)
         held = [] if memory is None else [one() for one in self._by_memory.get(memory, {}).values()]
         others = [x for x in held if x is not None and x is not written]
@@ -110,12 +110,12 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of a tensor among the marks of its memory."""
+    """The marks of a tensor's elements, as a view of the marks [elements of the storage]."""
     return marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude in a float tensor, NaN where it has one; 0 for others, and where torch finds none.
+    """The largest magnitude in a float tensor, NaN if it holds NaN; 0 for other tensors and kinds without `aminmax`.
 
     >>> largest(torch.tensor([1.0, -torch.inf])), largest(torch.ones(2, dtype=torch.int64))
     (inf, 0.0)
@@ -142,14 +142,14 @@ def holds_mask(tensor: Tensor, extreme: float) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """A tensor without the wrappers of vmap, which let no values out."""
+    """The tensor inside wrappers of vmap, whose values cannot be read."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 class Detail(NamedTuple):
-    """Attributes that only calls that can be quantized have: see `FunctionCall`."""
+    """The attributes of a `FunctionCall` that only functions that can be quantized have."""
 
     operands: dict[str, int]
     where: tuple[tuple[CodeType, int], ...]
@@ -162,9 +162,9 @@ _NOT_IN_PLACE = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 
 
 class Recorder(TorchFunctionMode):
-    """Fills a recording while a model runs as it is.
+    """Fills a recording while a model runs unchanged.
 
-    Modules that the model calls in other threads are noted without their functions, which torch shows no other thread.
+    Modules that the model calls in other threads are noted without their functions, which this thread does not see.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class Recorder(TorchFunctionMode):
         self.tensors = Tensors()
         self.running: list[tuple[str | None, int]] = []
         self.branching: list[tuple[str | None, int]] | None = None
-        """The call of the module that runs control flow of torch; None outside of it."""
+        """The module call that runs `torch.cond` or a loop of torch; None outside of these."""
         self.open: list[ModuleCall] = []
         self.paused = self.over = False
         self.thread = get_ident()
@@ -242,7 +242,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
-        """What a function is in the table of sites, if the call could be one, and its name in the recording."""
+        """The entry of a function in the table of sites, None if the call cannot be a site; and its recorded name."""
         called = called_as(func)
         name = name_of(func) if called is None else called.function.name
         return called, name if kwargs.get("alpha", 1) == 1 else name + TIMES_A_NUMBER
@@ -259,7 +259,7 @@ class Recorder(TorchFunctionMode):
         return 0.0
 
     def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What `torch.cond` or a loop of torch calls, recorded; calls of the owner itself cannot be sites."""
+        """A function for `torch.cond` or a loop of torch, recorded; calls in it cannot be sites of the owner."""
         branching = self.running[-1:]
 
         def run(*args: Any) -> Any:
@@ -286,7 +286,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def value_of(self, tensor: Tensor) -> int:
-        """The number of a tensor's value as it is now; a tensor that vmap wraps is the one within."""
+        """The number of a tensor's present value; for a tensor that vmap wraps, the number of the tensor inside."""
         number = next((known for own, name, known in self.elsewhere if own[name] is tensor), None)
         number = self.tensors.number(tensor) if number is None else number
         number = self.tensors.number(unwrapped(tensor)) if number is None else number
@@ -303,7 +303,7 @@ class Recorder(TorchFunctionMode):
         return number
 
     def _hook(self, path: str, module: nn.Module, keep: Callable[[Any], None]) -> None:
-        """Put hooks around the calls of a module. They are lambdas: a copy of it that a model makes would copy methods.
+        """Put hooks around the calls of a module: lambdas, because a model that copies the module would copy methods.
 
         Args:
             keep: gets the handle of each hook at once, so that an interrupt between two leaves none.
@@ -316,14 +316,14 @@ class Recorder(TorchFunctionMode):
         keep(module.register_forward_hook(lambda _, __, y: self.leave(y), always_call=True))
 
     def is_here(self) -> bool:
-        """Whether the run goes on, in this thread."""
+        """Whether the run has not ended, and the caller is in its thread."""
         return not self.over and get_ident() == self.thread
 
     def _pause(self) -> None:
         self.paused = self.paused or self.is_here()
 
     def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
-        """Note the call of a quantizer as one call; one that observes returns its input."""
+        """Note the call of a quantizer as one call; a quantizer that observes returns its input, and makes no value."""
         if self.is_here():
             self.paused = False
             made = [] if result is args[0] or not isinstance(result, Tensor) else [result]
@@ -342,7 +342,7 @@ class Recorder(TorchFunctionMode):
             modules.append(ModuleCall(path, (), len(calls), len(calls), len(modules) + 1))
 
     def leave(self, result: Any) -> None:
-        """Note that the last call of a module that has begun ends."""
+        """Note that the innermost running call of a module ends."""
         if self.is_here():
             self.running.pop()
             one = self.open.pop()

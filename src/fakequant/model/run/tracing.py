@@ -41,7 +41,7 @@ _TRACEBACKS = "torch._subclasses.fake_tensor"
 def traced_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_shapes: Any = None
 ) -> ExportedProgram:
-    """`torch.export.export`, not strict. A decoder that returns a cache by default is called without one.
+    """A model traced by `torch.export.export`, not strict; a decoder that returns a cache is traced without the cache.
 
     Raises:
         ExportError: the model returns something that torch.export does not know, holds a scripted module, or fails on
@@ -81,7 +81,7 @@ def traced_program(
 
 @contextmanager
 def _constants_said(model: nn.Module) -> Iterator[None]:
-    """A context for a trace, after which a model is as before; says which plain values `forward` writes."""
+    """A context for a trace: it restores the model, and warns of Python values that `forward` writes to attributes."""
     forward, written = model.forward, dict[str, str]()
 
     @wraps(forward)
@@ -107,7 +107,7 @@ def _constants_said(model: nn.Module) -> Iterator[None]:
 
 
 def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -> None:
-    """Say for which lengths of dynamic axes a graph is another function than the model, whose `forward` asks for them.
+    """Warn where a graph is right for some lengths of dynamic axes alone, because `forward` asks for these lengths.
 
     torch checks these conditions when its own program runs; a graph and a file have no place for them.
     """
@@ -129,7 +129,7 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
 
 
 def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
-    """Whether a condition of torch holds where axes of a length have another one."""
+    """Whether a condition of torch still holds when axes have other lengths, as `lengths` maps them."""
 
     def sized(tensor: Tensor) -> Any:
         return SimpleNamespace(size=lambda: [lengths.get(n, n) for n in tensor.shape])
@@ -190,7 +190,7 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
 
 @contextmanager
 def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
-    """Turn an error of torch's tracing into one that names shapes and layer, if the model itself fails on the example.
+    """A context that turns an error of tracing into one with shapes and layer, if the model fails on the example, too.
 
     Raises:
         ExportError: a call of the model with the example fails, too. Other errors stay.
@@ -270,15 +270,15 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
-    """Replace every call of a part with a mode of its own by the operations of that part, in place.
+    """Replace every subgraph that torch exported with its own gradient or autocast mode by its operations, in place.
 
     Where the program has gradients, a part without them reads detached tensors: no gradient passes, and kernels are
     chosen as where gradients are off. A part under autocast stays.
 
     Args:
-        program: exported where gradients are enabled, so that each part that has a mode of its own is without them, or
-            where they are not, and their modes say nothing.
-        gradients: which of both.
+        program: exported with gradients enabled, where each such part must be without gradients, or with gradients
+            disabled, where the modes of parts mean nothing.
+        gradients: whether it was exported with gradients enabled.
 
     Raises:
         GraphError: a part has gradients where the model has none.
@@ -302,7 +302,7 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
 
 
 def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:
-    """The names of the results before and after."""
+    """Replace one call of a subgraph by its operations; returns the new names of its results by the old names."""
     is_mode = node.target is _GRADIENTS
     body, *inputs = cast("list[Any]", list(node.args[1 if is_mode else 4 :]))
     if is_mode and gradients and node.args[0]:

@@ -52,14 +52,14 @@ def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
     What can be checked is checked before the model changes; what fails later is undone, for which the values of the
-    model are kept on the CPU for the time of the call. A model on the meta device has none: it gets memory on torch's
-    default device, and no second copy is made; tensors that share memory still do. Each process of a model that
-    `fully_shard` or `parallelize_module` shares out keeps its part: all of them call this, and an error of one is
-    raised in all.
+    model are kept on the CPU for the time of the call. A model on the meta device has no values: it gets memory on
+    torch's default device, without a second copy; tensors that share memory share it afterwards, too. Of a model that
+    `fully_shard` or `parallelize_module` splits, each process keeps its part: all processes call this, and an error of
+    one is raised in all.
 
     Raises:
-        CheckpointError: a state of another architecture, scales, zero points or codes that no call would take, blocks
-            that a border of processes cuts, a prepared model, or a tensor of the meta device that the state lacks.
+        CheckpointError: a state of another architecture, scales, zero points or codes that no quantizer accepts, blocks
+            that are split between processes, a prepared model, or a tensor on the meta device that the state lacks.
         Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only")
@@ -73,11 +73,11 @@ def apply(model: Model, state: QuantizedState) -> Model:
 
 @accepts_wrapped_model
 def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]]) -> Model:
-    """`apply` of a state that is read here, so that an error of one process is raised in all.
+    """`apply` with a function that reads the state, so that an error of one process in reading is raised in all.
 
     Args:
-        read: gives the state, and a text that differs where its values do, if that is known; its argument says whether
-            this process is the first one, which may check more.
+        read: returns the state, and a digest of its values or "". Its argument is True in the first process, which may
+            check more.
 
     Raises:
         CheckpointError: the processes read different checkpoints, and see `apply`.
@@ -151,7 +151,7 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
 
 
 def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
-    """A text that differs where two states do, by all but their values."""
+    """A digest of a plan and of the names, dtypes and shapes of tensors, without their values."""
     held = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items() if isinstance(one, Tensor)}
     return hashlib.sha256(json.dumps([plan, held]).encode()).hexdigest()
 
@@ -216,10 +216,10 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def finish_loading(model: nn.Module, plan: Plan) -> None:
-    """Finish a model that has a plan, and whose tensors something else has loaded.
+    """Finish a model from `restore_plan` after another loader has set its tensors: check ranges, share learned ones.
 
     Raises:
-        CheckpointError: scales or zero points that no call would take.
+        CheckpointError: scales or zero points that no quantizer accepts.
     """
     share_learned(model)
     check_ranges(dict(model.named_modules()), plan, model.state_dict(), is_wide(model))
@@ -233,7 +233,7 @@ def _note(model: nn.Module, plan: Plan) -> None:
 
 
 def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[str, Placed]:
-    """The state dict of a state, checked; its tensors are read when they are used."""
+    """The checked state dict for `load_state_dict`; each tensor is read from the state when it is copied."""
     modules = dict(model.named_modules())
     tensors = {name: lazy(state.tensors, name) for name in state.tensors}
     coded = {name: uncoded(state.weights, name) for name in state.weights if name not in tensors}
@@ -278,7 +278,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
 
 
 class _Codes:
-    """Weights as codes, each made once for its values and its codes, which are asked for one after the other."""
+    """Keeps the last weight as codes, so that its values and its integers, read one after the other, are made once."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))

@@ -59,10 +59,10 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 MANIFEST = "fakequant.json"
-"""The name of the file."""
+"""The name of the file with the manifest of a checkpoint."""
 
 VERSION = 1
-"""The version of the file that is written and read."""
+"""The version of manifests that are written and read."""
 
 _ORDER = ("tensors", "previous", "shared", "versions", "layers", "sites", "packed", "stale")
 _OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
@@ -90,7 +90,7 @@ class PackedEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Plan):
-    """What a checkpoint says of itself.
+    """The content of `fakequant.json`: a plan, and which file and which form its tensors have.
 
     Attributes:
         tensors: the file of the tensors.
@@ -103,7 +103,7 @@ class Manifest(Plan):
     packed: dict[str, PackedEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """The manifest as JSON."""
         values = plain_of(self)
         written = [name for name in _ORDER if name in values and (name != "sites" or self.sites.owners)]
         written = [name for name in written if name != "stale" or self.stale]
@@ -111,7 +111,7 @@ class Manifest(Plan):
 
 
 def tensor_file_name(sha256: str) -> str:
-    """The name of a file of tensors by its content.
+    """The name of a file of tensors, from the SHA-256 of its content.
 
     >>> tensor_file_name("0123456789abcdef" * 4)
     'model-0123456789abcdef.safetensors'
@@ -130,7 +130,7 @@ def named_files(folder: Path) -> list[str]:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, and its folder if nothing else is in it; also what a process that was killed left."""
+    """Remove a checkpoint, files that a killed process left, and the folder if nothing else is in it."""
     with suppress(OSError):
         remove_abandoned(folder)
         if held := named_files(folder):
@@ -143,7 +143,7 @@ def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
     """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before.
 
     Args:
-        known: the names of those that a manifest named; of others the content must have the digest in the name.
+        known: names that an earlier manifest had; another file is removed if its name has the digest of its content.
     """
     named, known = named_files(folder), {*known}
     for path in list(folder.iterdir()):
@@ -161,10 +161,10 @@ def _digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself, read whole.
+    """The manifest of a checkpoint, checked.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of a later version.
+        CheckpointError: the file is missing, damaged, or of another version.
     """
     path = folder / MANIFEST
     try:
@@ -195,14 +195,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 _CHUNK = 1 << 18
-"""Codes whose bits are spread at once, of a multiple of 8 so that each chunk ends with a byte."""
+"""Codes that are packed to bits at once: a multiple of 8, so that each chunk ends with a whole byte."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
 _DTYPES["bfloat16"] = torch.bfloat16
 _NAMED = 4
 
 
 class Encoded(NamedTuple):
-    """The tensors of a file, and what its manifest says of those that are codes."""
+    """The tensors of a file, and the entries of its manifest for weights that are stored as codes."""
 
     tensors: dict[str, Tensor | LazyTensor]
     packed: dict[str, PackedEntry]
@@ -222,14 +222,14 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     for name in weights:
         weight = uncoded(state.weights, name)
         held = {"scale": weight.scale, "zero_point": weight.zero_point}
-        # Once: those of its quantizers are left out.
+        # The codes of the weight are stored once: those of its quantizers are left out.
         for path, (key, value) in product(weight.quantizers, held.items()):
             if value is not None:
                 tensors.setdefault(f"{path}.{key}", value)
             tensors.pop(f"{path}.{KEY}", None)
         codes: dict[str, Tensor] = {}
         if weight.scale.dtype is torch.float32 and weight.spec.scale.format is not None:
-            with suppress(QParamsError):  # their own format would lose something
+            with suppress(QParamsError):  # a scale is no value of the format
                 codes = {key: _bytes_of(rule, getattr(weight, key)) for key, rule in _rules(weight.spec).items()}
         path = weight.quantizers[0]
         tensors |= {f"{path}.{key}": value for key, value in codes.items()}
@@ -254,7 +254,7 @@ def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
 
 
 def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
-    """Codes as their storage has them; those with shared scales as bits, and these behind them."""
+    """Scales as bytes: codes in their storage dtype, or with scales of scales packed to bits, and then these scales."""
     codes, shared = rule.split(values.cpu())
     if rule.format is None or shared is None:
         return codes.contiguous().view(torch.uint8)
@@ -263,7 +263,7 @@ def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
 
 
 def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], spec: QuantSpec) -> Tensor:
-    """The values of `_bytes_of`, float32 [groups, axes kept]."""
+    """The scales or offsets that `_bytes_of` stored, float32 in the shape `groups`."""
     if stored is None or stored.dtype is not torch.uint8 or not stored.dim() or not str(rule):
         kind = "no scales" if stored is None else f"scales of {stored.dtype}"
         raise _BadCodes(f"have {kind}, which {spec} does not store")
@@ -324,7 +324,7 @@ class PackedWeights(Mapping[str, WeightCodes]):
     """Weights that a file holds as codes, made at each access and not kept.
 
     Args:
-        entries: what the manifest says of each, and its specification.
+        entries: the entry of the manifest and the specification of each weight.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class PackedWeights(Mapping[str, WeightCodes]):
             raise CheckpointError(f"{self._source} is damaged: the codes of {name} {error}") from error
 
     def uncoded(self, name: str) -> WeightCodes:
-        """A weight with codes on the meta device, without the time that its codes take."""
+        """A weight as codes whose codes are a meta tensor: shape and scales, without reading the codes."""
         entry, spec = self._entries[name]
         return self._with(name, torch.empty(entry.shape, dtype=spec.format.storage, device="meta"))
 
@@ -361,7 +361,7 @@ class PackedWeights(Mapping[str, WeightCodes]):
 
 
 class _BadCodes(Exception):
-    """Codes that are not what a manifest says."""
+    """Stored codes that do not fit the manifest."""
 
 
 def _to_bytes(codes: Tensor, format: Format) -> Tensor:
@@ -509,7 +509,7 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
     Raises:
         CheckpointError: no checkpoint there, a damaged one, one of another architecture or of a later version, scales
-            or zero points that no call would take, blocks that a border of processes cuts, or safetensors is missing.
+            or zero points that no quantizer accepts, blocks split between processes, or safetensors is missing.
         Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> from tempfile import TemporaryDirectory
@@ -536,7 +536,7 @@ def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
         checked: whether the content is compared with the SHA-256, for which all of it is read.
 
     Raises:
-        CheckpointError: there is none, or a damaged one.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     require_safetensors()
     manifest = read_manifest(folder)

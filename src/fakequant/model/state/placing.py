@@ -1,4 +1,4 @@
-"""Where a model wants the tensors of a state: each is read when it is put there, the part of this process alone."""
+"""The places of a state's tensors in a model: a tensor is read when it is copied there, this process's part alone."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ _OUTLINE = frozenset(
     ]
     + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__]
 )
-"""What needs no values."""
+"""Functions that need no values of a tensor."""
 _READS = frozenset([Tensor.copy_, Tensor.clone, torch.clone, torch.empty_like])
-"""What reads values, and gives nothing that has their memory."""
+"""Functions that read values, and return nothing that shares their memory."""
 
 
 class Placed(Tensor):
-    """A lazy tensor where a model wants it: its values are read when they are copied, and not kept.
+    """A lazy tensor on the device of its place in a model: its values are read when they are copied, and not kept.
 
-    Every other operation, as a module's hook may call, works on a copy, which stays: it may be written into.
+    Every other operation, as a module's hook may call, works on a copy, which is kept, because it may be written into.
 
     Args:
-        source: shape, dtype, and how the whole is read.
-        device: where the values come.
-        make: reads what the model holds of it, by default the whole.
+        source: shape, dtype, and how the whole tensor is read.
+        device: of the values.
+        make: reads the part that the model holds, by default the whole tensor.
     """
 
     source: LazyTensor
     error: Exception | None
-    """What the last read raised."""
+    """The exception of the last read."""
     _make: Callable[[], Tensor]
     _own: Tensor | None
 
@@ -74,7 +74,7 @@ class Placed(Tensor):
         super().__init__()
 
     def values(self) -> Tensor:
-        """The values; of a tensor that processes share, a DTensor."""
+        """The values on the device; a DTensor if the tensor of the model is sharded."""
         if self._own is not None:
             return self._own
         try:
@@ -84,7 +84,7 @@ class Placed(Tensor):
             raise
 
     def own(self) -> Tensor:
-        """The values as a copy, which later operations get too."""
+        """A copy of the values, made once: later operations get the same copy."""
         if self._own is None:
             self._own = self.values().clone()
         return self._own
@@ -104,23 +104,23 @@ class Placed(Tensor):
 
 
 def copy_kept(model: nn.Module) -> None:
-    """Give modules that kept a tensor of the state itself, as their own `set_extra_state` may, a copy of its values."""
+    """Replace each `Placed` that a module stored as it is, as its `set_extra_state` may, by a copy of its values."""
     for module in model.modules():
         for held in (vars(module), module._parameters, module._buffers):
             held |= {key: value.own() for key, value in held.items() if isinstance(value, Placed)}
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds; the whole tensor if it is not sharded."""
     values = tensor.values() if isinstance(tensor, Placed) else tensor
     return cast("Any", values).to_local() if is_sharded(values) else values
 
 
 class Places:
-    """Where the tensors of a state belong in a float model.
+    """The devices and shards of a float model for the tensors of a state.
 
     Args:
-        weights: where it holds the weights of quantizers, by the paths of these.
+        weights: the path of the weight that each quantizer quantizes, by the path of the quantizer.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, str]) -> None:
@@ -133,10 +133,10 @@ class Places:
                 self._devices.setdefault(".".join(name.split(".")[:end]), _home(tensor))
 
     def check(self, plan: Plan) -> None:
-        """Raise where processes share layers out in a way in which these cannot be quantized.
+        """Raise where layers are split over processes in a way in which they cannot be quantized.
 
         Raises:
-            CheckpointError: they cut through blocks, or the layer has what works on the whole input alone.
+            CheckpointError: the split cuts through blocks, or the layer transforms its input, which takes the whole.
         """
         for path, _, entry in plan.quantizers():
             name = self._weights.get(path, "")
@@ -155,7 +155,7 @@ class Places:
                 )
 
     def placed(self, name: str, source: LazyTensor) -> Placed:
-        """A tensor of the state as the model takes it."""
+        """A tensor of the state on the device of its place in the model, and sharded as the model's tensor."""
         path, _, key = name.rpartition(".")
         weight = self._weights.get(path, "") if key == KEY else ""
         own = self._own.get(weight if weight in self._parallel else name)
@@ -170,7 +170,7 @@ class Places:
 
 
 def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
-    """A tensor as one that is shared out like another; this process reads its own part."""
+    """A DTensor of `source` with the shards of `own`; this process reads its part alone."""
     from torch.distributed.tensor import DTensor
 
     (chunk,) = own.__create_chunk_list__()
@@ -182,7 +182,7 @@ def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
 
 
 def _home(tensor: Tensor) -> torch.device:
-    """The device of a tensor; of one on the meta device, the one on which it gets memory."""
+    """The device of a tensor; for a meta tensor, the device on which it gets memory."""
     if not tensor.is_meta:
         return tensor.device
     if is_sharded(tensor):
@@ -191,10 +191,10 @@ def _home(tensor: Tensor) -> torch.device:
 
 
 def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a model would have tensors on the meta device after it got those of a state.
+    """Raise where a model has tensors on the meta device that a state does not replace.
 
     Raises:
-        CheckpointError: it has others there.
+        CheckpointError: names these tensors.
     """
     empty = [(join(path, key), tensor) for path, _, key, tensor in _empty(model)]
     if any(_home(tensor).type == "meta" for _, tensor in empty):
@@ -221,7 +221,7 @@ def check_attributes(model: nn.Module) -> None:
     """Raise where modules hold tensors on the meta device that no load set, beside their parameters and buffers.
 
     Raises:
-        CheckpointError: they do.
+        CheckpointError: names the attributes.
     """
     held = ((path, name, value) for path, one in model.named_modules() for name, value in _attributes(one).items())
     left = [
@@ -269,14 +269,14 @@ def give_memory(model: nn.Module) -> bool:
 
 
 def _empty(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Tensor]]:
-    """The parameters and buffers on the meta device: the path of a module, what holds them there, and their key."""
+    """The parameters and buffers on the meta device: the path of the module, its dict with the tensor, and the key."""
     modules = model.named_modules(remove_duplicate=False)
     held = ((path, own) for path, module in modules for own in (module._parameters, module._buffers))
     return [(path, own, key, one) for path, own in held for key, one in own.items() if one is not None and one.is_meta]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module but its parameters, buffers and modules."""
+    """The attributes of a module except its parameters, buffers and submodules."""
     return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
 
 
@@ -285,7 +285,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """The memory that a tensor on the meta device would have, and where it begins and ends there in bytes."""
+    """The storage of a meta tensor, by its id, and where the tensor begins and ends in it, in bytes."""
     if not _has_storage(tensor):
         return id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -341,15 +341,15 @@ def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str
 
 
 def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[str, Tensor], wide: bool) -> None:
-    """Check what a state holds for quantizers.
+    """Check the scales, zero points, learned ranges and codes of quantizers in a state.
 
     Args:
-        tensors: of the state; a weight that it has as codes may be any tensor of its shape.
+        tensors: of the state; for a weight stored as codes, any tensor of its shape.
         wide: whether the model computes in float64.
 
     Raises:
-        CheckpointError: a tensor that no call would take, that does not fit the layer's weight, or that belongs to
-            nothing.
+        CheckpointError: a tensor that the quantizer does not accept or does not have, or that does not fit the layer's
+            weight.
     """
     by_quantizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -471,7 +471,7 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
 
 
 def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
-    """Check a shape where the tensor that it belongs to is known, or cannot exist."""
+    """Raise a ShapeError where `value` [groups] does not fit the weight, or, without a weight, fits no tensor."""
     if isinstance(weight, Tensor):
         expected = spec.granularity.group_shape(weight.shape)
         if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):

@@ -35,7 +35,7 @@ ALWAYS = {"always": True}
 
 
 class UnexpectedValue(ValueError):
-    """A value that is not what is expected at its place."""
+    """A value in a file that has another type or range than its place requires."""
 
 
 def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
@@ -48,21 +48,21 @@ def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
 
 
 def mapping_of(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-    """An object with every value read by a function of the value and its place."""
+    """A JSON object as a dict, each value of which is read by `read(value, place)`."""
     if not isinstance(values, dict):
         raise UnexpectedValue(f"{place} is {values!r:.80}, not an object")
     return {key: read(value, f"{place}.{key}") for key, value in values.items()}
 
 
 def text(value: Any, place: str) -> str:
-    """A text."""
+    """The value, checked to be a text."""
     if not isinstance(value, str):
         raise UnexpectedValue(f"{place} is {value!r:.80}, not a text")
     return value
 
 
 def number(value: Any, place: str) -> int:
-    """A whole number of at least 0."""
+    """The value, checked to be a whole number of at least 0."""
     if type(value) is not int or value < 0:
         raise UnexpectedValue(f"{place} is {value!r:.80}, not a number of at least 0")
     return value
@@ -77,10 +77,10 @@ def member(value: Any, place: str, kind: type[E]) -> E:
 
 
 def value_of(value: Any, place: str, kind: Any) -> Any:
-    """A value of a type: a dataclass, or a text, number or None, or a list, tuple or mapping of such.
+    """A value of JSON as an object of `kind`: a dataclass, text, number, None, or a list, tuple or mapping of these.
 
-    Floats may be the texts "inf", "-inf" and "nan", because JSON has none. The keys of a mapping may be names of an
-    enumeration, a value that of its member. A class with a method `parse` is read from a text.
+    Floats may be the texts "inf", "-inf" and "nan", which JSON lacks. A member of an enumeration is read from its
+    value, as a key of a mapping from its name. A class with a method `parse` is read from a text.
 
     >>> value_of({"a": [1, "inf"]}, "values", Mapping[str, Sequence[float]])
     {'a': [1.0, inf]}
@@ -172,10 +172,10 @@ class ByValueEntry:
 
     @classmethod
     def of(cls, quantizer: Quantizer) -> ByValueEntry | None:
-        """That of a quantizer; None for one range.
+        """The entry of a quantizer; None if it has a single range.
 
         Raises:
-            ConfigError: a function chooses, which no file holds.
+            ConfigError: a function chooses the range, which a file cannot store.
         """
         own = quantizer.by_value
         if own is None:
@@ -190,7 +190,7 @@ class ByValueEntry:
 
 @dataclass(frozen=True)
 class QuantizerEntry:
-    """One quantizer."""
+    """How one quantizer quantizes: specification, mode, and how its range is learned or chosen."""
 
     tensor: TensorConfig
     mode: Mode = field(default=Mode.QUANTIZE, metadata=ALWAYS)
@@ -203,7 +203,7 @@ class QuantizerEntry:
         return self.learned is None and not self.tensor.dynamic
 
     def make_by_value(self) -> ByValue | None:
-        """What chooses the range; None where there is one."""
+        """What chooses among several ranges; None for a single range."""
         return None if self.by_value is None else ByValue(self.by_value.by, self.by_value.boundaries)
 
     def make_learned(self) -> LearnedRange | None:
@@ -235,7 +235,7 @@ class LayerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteQuantizerEntry(QuantizerEntry):
-    """One quantizer of a site, the path of the one that it is, where several share one, and whether it is pinned."""
+    """One quantizer of a site: its kind, its first path if several operands share it, and whether it is pinned."""
 
     kind: Kind
     group: str | None = field(default=None, metadata=ALWAYS)
@@ -273,7 +273,7 @@ class SitesEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that a quantized model says of itself beside its tensors; see `QuantizedState` for the fields."""
+    """All data of a quantized model except its tensors; `QuantizedState` describes the fields."""
 
     shared: dict[str, str] = field(default_factory=dict, metadata=ALWAYS)
     versions: dict[str, Natural] | None = field(default=None, metadata=ALWAYS)
@@ -298,10 +298,10 @@ class Plan:
 
 
 def read_plan(values: Any, kind: type[P], source: object) -> P:
-    """A plan from values of JSON, every one of which is checked.
+    """A plan from JSON, every value of which is checked.
 
     Raises:
-        CheckpointError: it is damaged; the source is named.
+        CheckpointError: a value is damaged or unknown; the source is named.
     """
     try:
         plan: P = value_of(values, "", kind)
@@ -338,10 +338,10 @@ def quantizer_values(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def layer_entry(layer: QuantizedLayer) -> LayerEntry:
-    """What a plan says of a layer.
+    """The entry of a layer in a plan.
 
     Raises:
-        ConfigError: a layer that exists while the model trains alone.
+        ConfigError: the layer folds a batch normalisation, which it does only for training.
     """
     if isinstance(layer, FoldedLayer):
         raise ConfigError(
@@ -360,7 +360,7 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
 
 
 def sites_entry(model: nn.Module) -> SitesEntry:
-    """What a manifest says of the sites of a model."""
+    """The entry of a model's sites in a plan."""
     plan = site_plan(model)
     trained = {path: list(keys) for path, keys in plan.training_keys.items()}
     owners = {
@@ -382,7 +382,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
-    """Raise a CheckpointError where a model's modules by path are not what a manifest says of its sites."""
+    """Raise a CheckpointError where the modules of a model, by path, do not fit the sites of a plan."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
         raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
     for path, owner in entry.owners.items():
@@ -425,7 +425,7 @@ def restore_sites(model: nn.Module, plan: Plan) -> None:
     first: dict[nn.Module, SiteQuantizerEntry] = {}
     for path, _, held in plan.quantizers():
         if isinstance(held, SiteQuantizerEntry):
-            first.setdefault(module_at(model, path), held)  # functions may share one
+            first.setdefault(module_at(model, path), held)  # functions may share a quantizer
     for quantizer, held in first.items():
         assert isinstance(quantizer, Quantizer)
         quantizer.mode, quantizer.pinned, quantizer.by_value = held.mode, held.pinned, held.make_by_value()

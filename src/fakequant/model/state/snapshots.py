@@ -58,7 +58,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
-        """One of the shape and dtype of a tensor, by default that tensor itself."""
+        """A lazy tensor with the shape and dtype of a tensor, which it returns if there is no `make`."""
         return cls(tuple(tensor.shape), tensor.dtype, make or (lambda: tensor))
 
     def part(self, region: Region) -> Tensor:
@@ -97,7 +97,7 @@ class LazyTensors(Made[Tensor]):
 
 
 def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
-    """A tensor of a mapping, which may make it at each access, as one that is not kept."""
+    """The lazy tensor of a name in a mapping; the mapping is asked for the values when they are needed."""
     if isinstance(tensors, LazyTensors):
         return tensors.lazy[name]
     return LazyTensor.of(tensors[name], None if isinstance(tensors, dict) else partial(tensors.__getitem__, name))
@@ -107,8 +107,8 @@ def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
 class QuantizedState(Plan):
     """A quantized model as data, from `snapshot` or a file; `fakequant.apply` puts it into a float model.
 
-    A weight in `tensors` has these values; one that is in `weights` alone has those of its codes, and the quantizers
-    that read it have their scales. Of a live model both hold it, and a file stores either.
+    A weight in `tensors` has the values there. A weight in `weights` alone has the values of its codes, and the
+    quantizers that read it have the scales of the codes. A live model has a weight in both, a file in one of them.
 
     Attributes:
         tensors: parameters and buffers by their name in the state dict, without tied names.
@@ -141,12 +141,12 @@ class QuantizedState(Plan):
 
     @property
     def in_float(self) -> Mapping[str, str]:
-        """The quantized weights of a live model that have no codes, each with the reason."""
+        """For each quantized weight of a live model that has no codes, the reason, by the name of the weight."""
         return self.weights.in_float if isinstance(self.weights, QuantizedWeights) else {}
 
     @property
     def others(self) -> list[str]:
-        """The names in `tensors` beside those of `weights` and of the scales, zero points and codes of these."""
+        """The names in `tensors` without the weights in `weights`, their scales, zero points and codes."""
         own = set(self.weights)
         for name in self.weights:  # not `values()`: two weights would be alive at once
             own |= {f"{path}.{key}" for path in self.weights[name].quantizers for key in ("scale", "zero_point", KEY)}
@@ -190,7 +190,7 @@ def snapshot(model: nn.Module) -> QuantizedState:
 
     Codes are made when they are asked for, of weights that hooks of Accelerate keep elsewhere too, so that a model
     larger than memory can be written weight by weight. A tensor that is sharded over processes is gathered when it is
-    asked for: all of these must ask, in one order.
+    asked for: all processes must ask for the same tensors, in the same order.
 
     Raises:
         CheckpointError: the model is not prepared.
@@ -488,7 +488,7 @@ def codec(name: str) -> Codec:
     """The functions of a format that was registered.
 
     Raises:
-        CheckpointError: it was not.
+        CheckpointError: no format with this name was registered.
     """
     if name not in _codecs:
         known = ", ".join(sorted({"fakequant", *_codecs}))
@@ -502,7 +502,7 @@ def decoded(name: str, folder: Path) -> QuantizedState:
     """The state in the files of a folder, by a format that was registered.
 
     Raises:
-        CheckpointError: it was not, or its `decode` fails on the files.
+        CheckpointError: no format with this name was registered, or its `decode` fails on the files.
     """
     decode = codec(name).decode
     try:

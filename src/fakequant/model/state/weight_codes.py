@@ -1,4 +1,4 @@
-"""The weights of a quantized model as codes: made when asked for, and a reason where a weight has none."""
+"""The weights of a quantized model as codes, made at each access, and the reason where a weight has no codes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fakequant.text import listed
 
 @dataclass(frozen=True, eq=False)
 class WeightCodes:
-    """A weight as codes: all that is needed for its values.
+    """A weight as codes, with all that `values` needs to compute the float weight.
 
     Attributes:
-        codes: in the storage of the format, as `fakequant.quantize` gives them; in the shape of the weight.
-        scale: one for each group, see `Granularity.group_shape`.
-        zero_point: as the scale, int32; of a specification with an offset that, in units of x; None if it is symmetric.
+        codes: in the storage dtype of the format, as `fakequant.quantize` returns them; in the shape of the weight.
+        scale: a scale for each group, see `Granularity.group_shape`.
+        zero_point: in the shape of the scale: int32, or the offset in units of x if `spec` has one; None if symmetric.
         spec: how the weight is quantized.
-        shape: that of the weight.
-        dtype: that of the weight.
-        quantizers: the paths of the quantizers that read the weight, all with this scale; () where it is not known.
+        shape: of the weight.
+        dtype: of the weight.
+        quantizers: the paths of the quantizers that read the weight, all with this scale; () where they are not known.
 
     >>> spec = QuantSpec("int8", PerChannel(0))
     >>> codes, scale = torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[0.5]])
@@ -61,7 +61,7 @@ class WeightCodes:
         return dequantize(self.codes, QParams(self.scale.reshape(groups), zero_point), self.spec, dtype=self.dtype)
 
     def check(self) -> None:
-        """Raise where the codes are none of the format, or of another shape; scales are checked by `apply`.
+        """Raise where codes or scale are missing, or the codes do not fit format or shape; `apply` checks the scales.
 
         Raises:
             ShapeError: codes of another shape.
@@ -75,15 +75,15 @@ class WeightCodes:
 class QuantizedWeights(Mapping[str, WeightCodes]):
     """The codes of a model's weights by the name of the parameter, made at each access and not kept.
 
-    A weight without scales yet gets those of its next call, which are kept while it is the same. The first access looks
-    at all weights, one after the other, for those that codes do not give the same bits.
+    A weight without scales gets the scales that its next call would use, kept until the weight changes. The first
+    access checks every weight, one after the other, for whether its codes give the same bits.
 
     Args:
-        shared: tied names, each with the name of the first one.
-        weights: those of `quantized_weights`.
+        shared: tied names, each with the first name of the same tensor.
+        weights: what `quantized_weights` returns.
 
     Attributes:
-        dtype: to which weights are rounded before; None for their own.
+        dtype: the dtype to which weights are rounded before they are quantized; None keeps the dtype of each weight.
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str], weights: Mapping[str, Product]) -> None:
@@ -99,7 +99,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
                 first = shared.get(name, name)
                 self._held[first] = held
                 path, _, own = name.rpartition(".")
-                readers.setdefault(first, set()).add((id(module_at(model, path)), own))  # of two names, one layer
+                readers.setdefault(first, set()).add((id(module_at(model, path)), own))  # a layer with two names once
                 paths.setdefault(first, []).append(path)
         self._left = {
             f"{layer_of(path)}.{weight.name}".lstrip("."): "it is computed when the layer is called"
@@ -121,7 +121,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @cached_property
     def in_float(self) -> dict[str, str]:
-        """The quantized weights that have no codes, each with the reason."""
+        """For each weight that has a quantizer and no codes, the reason, by the name of the weight."""
         found = {name: self._left.get(name) or _reason(held) for name, held in self._held.items()}
         return {name: reason for name, reason in {**found, **self._left}.items() if reason}
 
@@ -147,7 +147,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @torch.no_grad()
     def uncoded(self, name: str) -> WeightCodes:
-        """A weight with codes on the meta device, without the time that its codes take."""
+        """A weight as codes whose codes are a meta tensor: shape and scales, without computing the codes."""
         weight, quantizer = self.scaled(name)
         shape, params = tuple(weight.shape), quantizer.qparams(weight)
         codes = torch.empty(shape, dtype=quantizer.spec.format.storage, device="meta")
@@ -155,12 +155,12 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @torch.no_grad()
     def params(self, name: str) -> QParams:
-        """Scale and zero point of a weight alone, without the time that its codes take."""
+        """Scale and zero point of a weight, without computing its codes."""
         weight, quantizer = self.scaled(name)
         return quantizer.qparams(weight)
 
     def scaled(self, name: str) -> tuple[Tensor, Quantizer]:
-        """A weight, and its quantizer with scales."""
+        """A weight, and a quantizer with its scales: the layer's, or a new one with the scales of the next call."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer
         if self.dtype not in (None, weight.dtype):
@@ -175,13 +175,13 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
 
 def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
-    """A weight with codes on the meta device where the mapping can do without them."""
+    """A weight with codes on the meta device if the mapping has a method `uncoded`; otherwise the weight as codes."""
     made = getattr(weights, "uncoded", None)
     return weights[name] if made is None else made(name)
 
 
 def _reason(held: Mapping[str, Product]) -> str:
-    """Why the codes of a weight cannot stand for it, or an empty text."""
+    """Why codes cannot replace a weight to the bit; an empty text where they can."""
     (_, first), *_ = held.items()
     weight = first.tensor
     if is_sharded(weight):
@@ -210,7 +210,7 @@ def _reason(held: Mapping[str, Product]) -> str:
 
 @torch.no_grad()
 def _fixed(quantizer: Quantizer, weight: Tensor) -> Quantizer:
-    """A quantizer with scales: that of a weight, or while it has none, another with those of its next call."""
+    """The quantizer of a weight if it has scales, else a new quantizer with the scales of the weight's next call."""
     if quantizer.calibrated:
         return quantizer
     fixed = Quantizer(quantizer.spec, kind=quantizer.kind)

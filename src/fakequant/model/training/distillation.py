@@ -26,14 +26,14 @@ from fakequant.restore import restore_after
 _IGNORED = -100
 """The label that the losses of torch leave out."""
 _MUCH = 2**30
-"""Bytes of kept outputs at which a warning comes if none was asked for again."""
+"""Bytes of kept outputs at which a warning comes if no batch came again."""
 _MASK = "attention_mask"
 """The key of the mask in batches of tokenizers."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a model learns from a teacher, and how much that counts.
+    """A loss by the distance of a model's outputs from a teacher's, and its weight beside the user's loss.
 
     The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. That is the
     Kullback-Leibler divergence of the softmax of the logits, or with `features` the mean squared error of the outputs
@@ -42,7 +42,7 @@ class Distillation:
     Args:
         teacher: a module that takes the same batches; "self" is the trained model with its quantizers off. That takes
             no memory, and its weights move with the training. It computes in eval mode and without gradients.
-        weight: above 0 to 1.
+        weight: of the distance in the loss, above 0 and at most 1.
         temperature: by which logits are divided; the divergence is multiplied by its square, so that gradients keep
             their size (Hinton et al., arXiv 1503.02531).
         features: names of modules that the model and the teacher both have.
@@ -54,13 +54,13 @@ class Distillation:
             count either. By default these are left out, and where there are none those of "attention_mask" in a batch.
             An output with other leading axes than the mask counts as a whole. Where the loss of a causal model compares
             an output with the next label, that label counts here too.
-        keep: whether what the teacher gives for a batch is kept in memory, whole and as it is, for when the same batch
-            comes again. A batch is known by the digest of what the teacher gets, so that a loader that shuffles or
-            changes its samples finds nothing: give a list of batches. Weights that are written through `.data` are not
-            seen to change. A warning comes at 1 GiB, if no batch came again by then.
+        keep: whether the teacher's outputs for a batch are kept in memory, for when the same batch comes again. A batch
+            is recognised by a digest of the teacher's inputs, so that a loader that shuffles or changes its samples
+            finds nothing: give a list of batches. A change of the teacher's weights through `.data` is not noticed. A
+            warning comes at 1 GiB, if no batch came again by then.
 
     Raises:
-        ConfigError: a weight, temperature or teacher out of these, or `keep` with the teacher "self".
+        ConfigError: a weight or temperature out of range, another kind of teacher, or `keep` with the teacher "self".
 
     >>> Distillation("self", weight=0.9, temperature=2.0).weight
     0.9
@@ -99,7 +99,7 @@ class Distillation:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
     def masks(self, batch: Any) -> list[Tensor]:
-        """The masks of a batch, bool: that of its tokens [batch, tokens]."""
+        """The mask of a batch's tokens, bool [batch, tokens], in a list, which is empty where the batch has no mask."""
         found = []
         if self.mask is not None:
             found.append(TokenMask(self.mask).mask(batch))
@@ -135,10 +135,10 @@ class Distillation:
         masks: Sequence[Tensor] = (),
         labels: Any = None,
     ) -> Tensor:
-        """The distance of a trained model from its teacher, by what it gave for a batch already.
+        """The distance from the teacher of tensors that the trained model already returned for a batch.
 
         Args:
-            own: what `compared` found in its outputs.
+            own: the tensors of the trained model, from `compared`.
             forward: calls a model with the batch.
             masks, labels: as for `student`.
 
@@ -203,7 +203,7 @@ class Distillation:
             yield found
 
     def compared(self, outputs: Any, seen: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors that are compared, of the outputs of a model and of what `watched` saw in that call."""
+        """The tensors to compare: the logits in the outputs of a model, or the features that `watched` saw."""
         if self.logits is not None and not self.features:
             return [self.logits(outputs)]
         if not self.features:
@@ -227,7 +227,7 @@ class Distillation:
         return outputs, self.compared(outputs, seen)
 
     def _wanted(self, teacher: nn.Module, forward: Callable[[nn.Module], Any]) -> list[Tensor]:
-        """What the teacher gives for a batch, or gave for it before."""
+        """The tensors of the teacher for a batch: computed now, or with `keep` in an earlier call."""
         if not self.keep:
             return self._run(teacher, forward)[1]
         asked = _Asked(teacher)
@@ -275,7 +275,7 @@ class Distillation:
 
 
 class _Asked(nn.Module):
-    """Stands for a model to see with what it is called."""
+    """A stand-in for the teacher that notes the arguments of its calls, and computes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any:
-    """The labels that a model's own loss compares with its outputs, each at the place of its output.
+    """The labels that a model's own loss compares with its outputs, each at the position of its output.
 
     Args:
         shifted: the argument `shift_labels`, if there is one, whose labels are in place already.

@@ -50,8 +50,8 @@ class Fusions:
     """The batch normalisations of a model by path: those that can be fused, and those that stay.
 
     Attributes:
-        fused: the path of the layer that each is fused into.
-        left: why each of the others stays.
+        fused: by the path of a normalisation, the path of the layer that it is fused into.
+        left: by the path of a normalisation that stays, the reason.
     """
 
     fused: dict[str, str]
@@ -148,7 +148,7 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
     """Which batch normalisations `fuse_batch_norm` fuses into which layer, and why the others stay.
 
     Args:
-        model: as for `fuse_batch_norm`, which has the other arguments and errors, too; it is not changed.
+        model: it is not changed; all arguments and errors are those of `fuse_batch_norm`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
     >>> print(find_fusions(model))
@@ -161,7 +161,7 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
 
 
 def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
-    """What `find_fusions` finds, in a float model or a prepared one.
+    """The fusions that `find_fusions` returns, for a float model or a prepared one.
 
     Args:
         arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
@@ -262,7 +262,7 @@ def is_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def why_other(norm: nn.Module, axes: int) -> str | None:
-    """Why a module may compute something else than a batch normalisation and then the modules inside it.
+    """Why a module may compute something else than batch normalisation followed by its submodules; None if it cannot.
 
     A copy of a class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and
     torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
@@ -294,7 +294,7 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
 
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
-    """Why a batch normalisation itself cannot be fused into whatever is before it."""
+    """Why a batch normalisation cannot be fused into any layer; None if it can."""
     if why := why_other(norm, axes):
         return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:
@@ -305,7 +305,7 @@ def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
 
 
 def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: Counter[int]) -> str | None:
-    """Why a batch normalisation cannot be fused into the layer before it."""
+    """Why a batch normalisation cannot be fused into the layer before it; None if it can."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if flow.calls[layer] != 1:
         return f"the layer before it is called {flow.calls[layer]} times"
@@ -326,7 +326,7 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, by these, under all their names."""
+    """Replace each module that is a key of `new` by its value, under all names."""
     for old, module in new.items():
         module.train(old.training)
     for parent in [*model.modules()]:
@@ -336,7 +336,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def left_text(found: Fusions, done: str) -> str:
-    """One line that says which batch normalisations stay, by reason, and how many are done."""
+    """One line that says how many batch normalisations are `done`, as "fused", and which stay, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(module_name(name))

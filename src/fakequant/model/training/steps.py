@@ -1,4 +1,4 @@
-"""What happens at each step of a training with quantizers, in whatever loop or trainer it runs."""
+"""A training with quantizers as steps that any loop or trainer can call."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Scales(Enum):
     """When scales may move during fine-tuning."""
 
     FIXED = "fixed"
-    """Never: those found by calibration stay, as NVIDIA advises; what was learned is fixed."""
+    """Never: scales of calibration stay, as NVIDIA advises; learned scales are fixed at their present values."""
     EPOCH = "epoch"
-    """Those of weights are taken from the weights anew at the start of every epoch. The first one starts with the codes
-    that `fakequant.ptq` chose."""
+    """Scales of weights are computed from the weights at the start of every epoch. The first epoch starts with the
+    codes that `fakequant.ptq` chose."""
     LEARNED = "learned"
-    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale is what
-    rounding changes: a frozen weight that has the codes of `fakequant.ptq` already gives it none."""
+    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale comes from the
+    rounding error: a frozen weight that already has the values of its codes gives none."""
     ONLY = "only"
-    """As LEARNED, while the codes of weights stay as they are, which `fakequant.ptq.reconstruct` chose for example: the
-    gradient of a scale is the codes'. `finetune` and `Training` train nothing else, and end with fixed scales."""
+    """As LEARNED, with fixed codes of weights, for example those of `fakequant.ptq.reconstruct`: the derivative of a
+    weight by its scale is its code. `finetune` and `Training` train nothing else, and end with fixed scales."""
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -79,24 +79,24 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """What takes the place of `train` of a frozen normalisation: modules inside it follow the mode."""
+    """Replaces `train` of a frozen normalisation, which stays in eval mode; modules inside it follow the mode."""
     for module in norm.children():
         module.train(mode)
     return norm
 
 
 def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
-    """Bring the quantizers of a model to a policy for their scales; static weight ranges are fixed from the weights.
+    """Set when the scales of a model's quantizers may move; static weight scales that are missing are set now.
 
     Args:
         scales: when scales may move.
-        method: how, with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
+        method: how scales are learned with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
         options: of the method.
 
     Raises:
-        ConfigError: the model has no quantizers; or LEARNED or ONLY for one that has no range yet, or by a method that
-            cannot serve its specification; then nothing is changed. LEARNED for a model that is wrapped in
-            DistributedDataParallel or sharded by fully_shard already.
+        ConfigError: the model has no quantizers; LEARNED or ONLY for a quantizer without a range, or by a method that
+            does not support its specification; LEARNED for a model that is wrapped in DistributedDataParallel or
+            sharded by fully_shard already. Nothing is changed then.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> set_scales(model, Scales.LEARNED, "lsq")
@@ -132,7 +132,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
         if learn:
             fixed = _fix_codes(model) if scales is Scales.ONLY else []
             for quantizer in static:
-                if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+                if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others have zero weights
                     quantizer.learn(method, **options)
             for quantizer in fixed:
                 quantizer.keep_codes()
@@ -192,7 +192,7 @@ class Training:
         calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}. All processes of
             torch.distributed calibrate together, unless it has another "group".
         scales: when scales may move.
-        method: how they are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
+        method: how scales are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
         learn_after: share of the steps after which learned scales begin to move.
         freeze_batch_norm_after: share of the steps after which batch statistics are frozen; 1.0 never freezes.
         teacher: a float model, "float" for a frozen copy of the model from before `prepare`, "self" for the model with
@@ -298,10 +298,10 @@ class Training:
         """Start to watch the calls of the model; `at` does it, too.
 
         Args:
-            optimizers: to see that they move the learned scales.
+            optimizers: checked to hold the learned scales.
 
         Raises:
-            ConfigError: they do not, or another training watches the model.
+            ConfigError: an optimizer lacks learned scales, or another training watches the model.
         """
         model = self._prepared()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -331,7 +331,7 @@ class Training:
             self._watch = stack.pop_all()
 
     def at(self, progress: float, epoch: int = 0) -> None:
-        """Do what is due before a step, once or more often.
+        """Call this before each step, once or more often: it moves or holds scales, and freezes batch normalisations.
 
         Args:
             progress: the share of the optimizer's steps that are done.
@@ -356,14 +356,14 @@ class Training:
         self._freeze()
 
     def loss(self, value: Tensor, share: float | Tensor = 1.0) -> Tensor:
-        """The loss of a batch with the distance from the teacher, see `Distillation`; without a teacher the same one.
+        """The loss of a batch with the distance from the teacher, see `Distillation`; without a teacher, `value`.
 
         Args:
-            value: the loss.
-            share: of this batch in a step of several batches, where the loss has it already.
+            value: the loss of the model.
+            share: the share of this batch in a step of several batches, if `value` is already multiplied by it.
 
         Raises:
-            ConfigError: the model was not called for it.
+            ConfigError: the model was not called for this loss.
         """
         if self._distillation is None:
             return value
@@ -377,10 +377,10 @@ class Training:
         return (1 - self._distillation.weight) * value + self._distillation.weight * distance
 
     def end(self, *, finish: bool = True) -> None:
-        """End the training: the model is left in eval mode, and `finish` gets it.
+        """End the training: the model is put in eval mode, and the function `finish` is called with it.
 
         Args:
-            finish: whether this process calls it.
+            finish: whether this process calls the function.
         """
         if self._watch is None:
             return
@@ -397,7 +397,7 @@ class Training:
 
     @property
     def watches(self) -> bool:
-        """Whether it watches the calls of the model."""
+        """Whether the training watches the calls of the model."""
         return self._watch is not None
 
     def leave_if_over(self) -> None:
@@ -424,7 +424,7 @@ class Training:
         return {"settings": self._settings, "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was written.
+        """Continue at the epoch of a checkpoint.
 
         Raises:
             CheckpointError: the checkpoint was written with other settings (says which).
@@ -440,7 +440,7 @@ class Training:
         self._epoch = int(state_dict["epoch"])
 
     def drop_held(self) -> None:
-        """Take the gradients of scales that do not move yet from the optimizer, which may decay what has one."""
+        """Set the gradients of scales that do not move yet to None, so that the optimizer does not decay them."""
         if self._held:
             for parameter in learned_scales(self._prepared()):
                 parameter.grad = None
@@ -458,7 +458,7 @@ class Training:
             module.training = False
 
     def _hold(self, *, held: bool) -> None:
-        """Let the gradients of learned scales be zero, or what they are."""
+        """Make the gradients of learned scales zero by hooks, or remove these hooks."""
         # Not `requires_grad`: DistributedDataParallel waits for the gradients of all that it was made with.
         if held and not self._held:
             self._held = [parameter.register_hook(_zeros) for parameter in learned_scales(self._prepared())]
@@ -494,7 +494,7 @@ class Training:
         return self._with_distance(outputs, kwargs)
 
     def _with_distance(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the model returns instead; None for the same."""
+        """Outputs with the distance from the teacher, which the model returns instead; None for unchanged outputs."""
 
     def _forget(self) -> None:
         self._distances.clear()
@@ -503,7 +503,7 @@ class Training:
 
 
 def learned_scales(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all learned ranges of a model, those that quantizers share once."""
+    """The parameters of all learned ranges of a model; a range that several quantizers share is listed once."""
     found = (quantizer.learned for quantizer in quantizers(model).values())
     return [parameter for learned in dict.fromkeys(found) if learned is not None for parameter in learned.parameters()]
 
