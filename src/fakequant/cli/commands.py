@@ -40,19 +40,19 @@ PRESETS, METHODS = tuple(name.lower() for name in named_presets()), tuple(calibr
 
 
 def one_of(help: str, *words: str) -> Any:
-    """An option with words that the shell completes; this does not check the value."""
+    """An option with words that the shell completes; other values are not refused here."""
     return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
 
 
 def _written(incomplete: str) -> list[str]:
-    """The formats that `deliver` writes; not imported before a shell asks, which takes 0.6 s."""
+    """The formats that `deliver` writes, for a shell's completion; imported here, because that takes 0.6 s."""
     from fakequant.delivery.format import delivery_formats
 
     return [name for name, one in delivery_formats().items() if one.writes and name.startswith(incomplete)]
 
 
 def _engines(incomplete: str) -> list[str]:
-    """The engines that `advise` knows; imported when a shell asks, too."""
+    """The known engines, for a shell's completion; imported here, too."""
     from fakequant.model.engine import known_engines
 
     return [name for name in sorted(known_engines()) if name.startswith(incomplete)]
@@ -84,7 +84,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceba
 
 @contextmanager
 def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool, task: str) -> Iterator[Recipe]:
-    """The recipe, in a context that tells counts and other lines on the error stream."""
+    """A context with the recipe, in which counts and other lines are printed on the error stream."""
     from fakequant.cli.recipe import load_recipe
     from fakequant.data.batches import counting
 
@@ -128,19 +128,19 @@ def advise(  # noqa: PLR0913  the command's options
 
 
 def _said(recipe: Recipe, task: str) -> list[str]:
-    """What was measured of a folder, or why nothing was, unless the user said so."""
+    """A list with the sentence on the measure of a folder; [] for a recipe, or if the user asked for no measure."""
     return [recipe.task.said] if recipe.task.said and task != "none" else []
 
 
 def _floor(recipe: Recipe, floor: float | None) -> float | None:
-    """What the metric must reach; the user gives the figure that is shown."""
+    """The floor of the metric; the user gives the figure as it is shown, which may be negated."""
     return floor if floor is None or recipe.metric is None else recipe.metric.shown(floor)
 
 
 def _code(
     advice: Advice, model: nn.Module, loaded: Recipe, text: Path | None, trust: bool, recipe: str, task: str
 ) -> str:
-    """How to make what was found: by `fakequant quantize` where this makes the same model, else in Python."""
+    """The code of the advised model: `fakequant quantize` if that makes the same model, else Python."""
     import copy
 
     from fakequant.cli.job import Job

@@ -30,7 +30,7 @@ _OPTIONS = {
     r"\bpacked=True\b": "--packed",
     r"\b(blocks|load)=": r"\1= of fakequant.improve_folder",
 }
-"""What functions call their arguments, and what commands do."""
+"""Patterns of arguments in messages of functions, and the options of commands that replace them."""
 
 
 class Commands(TyperGroup):
@@ -62,7 +62,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """A context that prints warnings without a place, which is in this command, unless it is in a recipe."""
+    """A context that prints warnings as lines without a file and line number, except those of a recipe."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -77,7 +77,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def with_options(text: str) -> str:
-    """A message of a function for users of a command, whose options it names.
+    """A message of a function, with options of the command in place of arguments of the function.
 
     >>> with_options("skip=['head'] leaves it in float, rules={name: 'int8'} is finer")
     "--float 'head' leaves it in float, --rule name=int8 is finer"
@@ -126,9 +126,9 @@ class Steps:
 
     @contextmanager
     def step(self, what: str, done: bool = False) -> Iterator[bool]:
-        """Print the step when it begins, and its time when it ends without an error; gives whether to work.
+        """Print the step when it begins, and its time when it ends without an error; yields whether to work.
 
-        There is no work where an earlier run did it (`done`).
+        There is no work if an earlier run did the step (`done`).
         """
         self.begun += 1
         if done:
@@ -153,7 +153,7 @@ class Steps:
         self._line_is_open = False
 
     def note(self, text: str) -> None:
-        """Print lines of their own."""
+        """Print a text on new lines, after the line of the present step."""
         self._close_line()
         self.console.print(Text(visible(text, keep="\n")), soft_wrap=True)  # a path in a pipe stays whole
 

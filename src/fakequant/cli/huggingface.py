@@ -27,7 +27,7 @@ from fakequant.text import listed
 
 _ROWS, _TOKENS = 8, 128
 LINES = 256
-"""How many lines of a text calibrate."""
+"""The most lines of a text that are used for calibration."""
 
 
 def folder_functions(folder: Path, text: Path | None, trust: bool | None = False) -> dict[str, Callable[..., Any]]:
@@ -98,13 +98,13 @@ def improve_by_text(
 
 
 def lines_of(text: Path, first: int = 0) -> list[str]:
-    """At most `LINES` lines of a text that are not empty, from one on."""
+    """At most `LINES` lines of a text that are not empty, from the line `first` of these on."""
     lines = [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()]
     return lines[first : first + LINES]
 
 
 def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
-    """The tokenizer in a folder, which pads by the end of a text without a padding; a RecipeError if it is damaged."""
+    """The tokenizer in a folder; without a padding token it pads by the end token. A RecipeError if it is damaged."""
     from transformers import AutoTokenizer
 
     with reading(folder, "tokenizer", trust):
@@ -116,7 +116,7 @@ def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
 
 @contextmanager
 def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
-    """Turn what transformers raises for a folder, of many kinds, into a RecipeError of one line."""
+    """A context that turns any error of transformers for a folder into a RecipeError of one line."""
     try:
         yield
     except Exception as error:  # files that are damaged, tokenizers and code of the folder raise any kind
@@ -149,10 +149,10 @@ class FolderTask:
     """A measure of a model.
 
     Attributes:
-        label: what is measured; "" where nothing is.
+        label: what is measured; "" if nothing is measured.
         on: the data, in words.
         evaluate: takes a model, returns a number, larger is better.
-        smaller: whether `evaluate` gives the negative of a figure of which smaller is better.
+        smaller: whether `evaluate` returns a negated figure, because smaller is better.
     """
 
     label: str = ""
@@ -169,19 +169,19 @@ class FolderTask:
 
     @property
     def said(self) -> str:
-        """What is measured on what, or why nothing is, as a sentence; "" for the function of a recipe."""
+        """A sentence that names the measure and its data, or says why there is none; "" for a recipe's function."""
         return f"Measured: {self.label} on {self.on}." if self.on else self.why_not
 
 
 def task_of(task: str, folder: Path, text: Path, trust: bool, model: Callable[[], nn.Module]) -> FolderTask:
-    """What is measured of the model in a folder; all faults are found here, before the work.
+    """The measure of the model in a folder; raises for all faults, before the work.
 
     Args:
         task: of `TASKS`, or "NAME=FILE". "auto" is perplexity for a model that generates text, else cosine.
-        text: the lines for calibration. Without FILE those behind the ones that calibrate, or these if there are none.
+        text: the lines for calibration. Without FILE, the lines after these are measured, or these if there are none.
 
     Raises:
-        RecipeError: no such task, the file does not fit it, or the model does not. For "auto" `why_not` says so.
+        RecipeError: no such task, or a file or model that does not fit it. For "auto", `why_not` has the reason.
     """
     name, equals, path = task.partition("=")
     if name not in TASKS or (equals and (not path or name in TASKS[:2])):
@@ -259,7 +259,7 @@ def _task(
 
 
 def _known(kind: str) -> Sequence[str]:
-    """The classes of transformers for a kind of model."""
+    """The names of the classes of transformers for a kind of model."""
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values()
@@ -301,7 +301,7 @@ def _batches(tokenizer: Any, texts: list[str], longest: int, alone: bool) -> lis
 
 
 def _outputs(net: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """The first output of each text (texts, values) in float32; that of tokens is the mean over the mask."""
+    """The first output of each text [texts, values] in float32; outputs of tokens are averaged over the mask."""
 
     def each() -> Iterator[Tensor]:
         device = next(net.parameters()).device

@@ -121,7 +121,7 @@ def preset_lines() -> list[str]:
 
 
 def _brief(config: TensorConfig) -> str:
-    """The format, and what shares a scale.
+    """The format of a tensor, and the values that share a scale, as text.
 
     >>> _brief(TensorConfig("int4 per_block(-1:32,pad)"))
     'int4 block 32'

@@ -1,6 +1,6 @@
 """Run a recipe: calibrate and fine-tune its float model, export and verify an ONNX file, write a report.
 
-What a job leaves while it runs: a page after every step, and a checkpoint from which the same command goes on.
+While it runs, a job writes a page after every step, and a checkpoint from which the same command goes on.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Job:
         return repr(found)
 
     def command(self, *, float: str | None = None, rule: str | None = None, folds: bool = False, **changed: Any) -> str:
-        """The command of this job, with other settings."""
+        """The command line of this job, with changed settings."""
         floats, rules = (*self.floats, *filter(None, [float])), (*self.rules, *filter(None, [rule]))
         job = replace(self, floats=floats, rules=rules, **changed)
         words = ["fakequant", "quantize", str(job.recipe), "--out", str(job.out)]
@@ -201,26 +201,26 @@ class Job:
         return replace(config, name=config.name + ending)
 
     def example(self, config: Config, model: nn.Module, recipe: Recipe) -> Any:
-        """The example by which the target places quantizers; None where it does not."""
+        """The example with which the engine of the target places quantizers; None if it places none."""
         placed = places(self.target) and self.target_for(config) is not None
         return example_of(model, recipe.first_batch()) if placed else None
 
     @property
     def executor(self) -> str | None:
-        """The engine whose arithmetic measures, where it is known; None where layers multiply integers."""
+        """The engine whose arithmetic is used for measuring; None without a target, or if layers multiply integers."""
         return self.target if as_execution(self.execution) is Execution.SIMULATE else None
 
     def target_for(self, config: Config) -> str | None:
-        """The target as `prepare` gets it for a configuration."""
+        """The target that `prepare` gets for a configuration, see `Preparation.target_for`."""
         return Preparation(target=self.target).target_for(config)
 
     def unknown_gain(self) -> str:
-        """A sentence where the target is not known to run a preset of the job."""
+        """A sentence that names presets of the job that the target is not known to run; "" if there are none."""
         presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
         return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
 
     def exceptions(self) -> list[str]:
-        """Lines for the report: which layers the preset does not hold for."""
+        """Lines for the report that name the layers in float, and those with other presets."""
         left = [f"In float: {', '.join(self.floats)}."] if self.floats else []
         return [*left, f"Other presets: {', '.join(self.rules)}."] if self.rules else left
 
@@ -236,7 +236,7 @@ _STATE = ".fakequant-job.json"
 
 
 def folder_in(out: Path) -> Path:
-    """The folder `unfinished` in that of the results; with a number where others made what has this name."""
+    """The folder `unfinished` in the folder of the results; with a number if another program made that name."""
     names = chain([_FOLDER], (f"{_FOLDER}-{number}" for number in count(2)))
     folders = (out / name for name in names)
     return next(one for one in folders if (one / _STATE).is_file() or not os.path.lexists(one))
@@ -253,11 +253,11 @@ class Unfinished:
 
     @property
     def has_state(self) -> bool:
-        """Whether an earlier call left something to go on from."""
+        """Whether an earlier call left a state to go on from."""
         return (self.folder / _STATE).is_file()
 
     def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """The model as an earlier call with the same `settings` left it; None if there is none that can be read."""
+        """The model as an earlier call with the same `settings` left it; None without a readable one."""
         self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
             state = json.loads(read_whole(self.folder / _STATE))
@@ -292,7 +292,7 @@ class Unfinished:
         write_whole(writable_file(self.folder / _STATE), json.dumps(state).encode())
 
     def remove(self) -> None:
-        """Remove what this command wrote: the results are in their place, or the job starts anew."""
+        """Remove the files of this command, once the results are in their place, or if the job starts anew."""
         if not self.has_state:
             return
         remove_checkpoint(self.folder / CHECKPOINT)
@@ -304,7 +304,7 @@ class Unfinished:
 
 
 def held_before(out: Path, source: str, title: str) -> str:
-    """A line on what a folder held before this run; "" of an earlier call of this command and of an empty folder."""
+    """A line on what a folder held before this run; "" if it was empty, or held results of the same job."""
     ours = {Path(part).parts[0] for part in PARTS}
     names = sorted(path.name for path in out.iterdir() if path != folder_in(out) and not path.name.startswith("."))
     if (out / RESULTS).is_file():
@@ -387,7 +387,7 @@ class _Progress:
         )
 
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context that adds the batch's name to its error, unless the user wants the traceback."""
+        """A context that names the batch in an error of a model, unless the user wants the traceback."""
         return failures_named(model, self.job.verbose)
 
 

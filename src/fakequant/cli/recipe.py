@@ -1,4 +1,4 @@
-"""Recipes: a Python file, a module or a folder that gives the model and its data; and one to start from."""
+"""Recipes: a Python file, a module or a folder that defines the model and its data; and a recipe to start from."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Recipe:
 
     @property
     def source(self) -> str:
-        """The absolute path."""
+        """The absolute path of the recipe."""
         return str(self.path.resolve())
 
     @property
     def content(self) -> str:
-        """The text of the file and of the files that it imported from its folder; a folder's path, and its task."""
+        """The text of the file and of files imported from its folder; for a folder, its path and its task."""
         if not self.path.is_file():
             return f"{self.source}\0{self.task.content}"
         modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def metric(self) -> NamedMetric | None:
-        """`evaluate` if the file defines it, as what its task names."""
+        """`evaluate` under the name of its task; None if the recipe does not define it."""
         return NamedMetric(self.evaluate, self.task.name, self.task.smaller) if self.offers("evaluate") else None
 
     def model(self) -> nn.Module:
@@ -70,7 +70,7 @@ class Recipe:
         return model
 
     def calibration_batches(self) -> Iterable[Any]:
-        """Return the batches for calibration; a RecipeError if they are none, or twice the same generator."""
+        """Return the calibration batches; a RecipeError for another type, or if one generator is returned twice."""
         batches = self.functions["calibration_batches"]()
         if not isinstance(batches, Iterable):
             raise self._wrong("calibration_batches()", batches, "a list, a data loader or a generator of batches")
@@ -119,9 +119,9 @@ def load_recipe(
 ) -> Recipe:
     """Execute a recipe file as `python FILE` does: it can import the files in its folder.
 
-    In place of a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
-    `train(model)`, it may be `package.module:function`, whose function makes the model and whose module defines the
-    others, or a folder that `save_pretrained` of Hugging Face wrote.
+    A recipe is a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
+    `train(model)`; or `package.module:function`, whose function makes the model and whose module defines the others; or
+    a folder that `save_pretrained` of Hugging Face wrote.
     """
     file = Path(path)
     if (file / "config.json").is_file():

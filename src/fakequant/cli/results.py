@@ -30,8 +30,8 @@ NOT_WHOLE = b"This run ended while its files were moved here, and some are of th
 def results_folder(directory: Path) -> Iterator[Path]:
     """Create the folder of the results if it does not exist, and check before any work that it can be written.
 
-    One process at a time has it; temporary folders of processes that were killed are removed. If the work fails, new
-    folders that are still empty are removed.
+    One process at a time has the folder; temporary folders of processes that were killed are removed. If the work
+    fails, new folders that are still empty are removed.
     """
     made = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     try:
@@ -63,7 +63,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Replace the files of the previous run; other files stay, and all where the disk is full.
+    """Replace the files of the previous run by new ones; other files stay, and all files if the disk is full.
 
     A file of an earlier run that the new run does not have is removed. A symbolic link is followed: its target is
     written. An existing file keeps its permissions.

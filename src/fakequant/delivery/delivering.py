@@ -58,13 +58,13 @@ from fakequant.text import listed
 _IN_FLOAT = 32
 """Bits of a tensor that is not quantized, for distances."""
 _KIND = 8
-"""Bits by which a dynamic range is farther than a fixed one."""
+"""Bits that a dynamic range in place of a fixed one adds to the distance."""
 _AXES = 0.01
-"""Bits by which other groups of the same number are farther."""
+"""Bits that another granularity adds to the distance."""
 
 
 def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
-    """What is quantized in a model: each layer once for each of its weights, and each call of a function."""
+    """The quantized parts of a model: each layer once for each of its weights, and each call of a function."""
     found: list[Part] = []
     for path, entry in state.layers.items():
         layer, held = module_at(model, path), _quantizing(entry.quantizers)
@@ -92,7 +92,7 @@ def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
 
 
 def _quantizing(entries: Mapping[str, QuantizerEntry | None]) -> dict[str, TensorConfig]:
-    """How quantizers quantize, without those that are switched off."""
+    """The configurations of the quantizers that are not switched off, by name."""
     return {name: one.tensor for name, one in entries.items() if one is not None and one.mode is Mode.QUANTIZE}
 
 
@@ -135,7 +135,7 @@ def refuse(
 
 
 def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, with_ranges: bool) -> str | None:
-    """What no file of another program holds; `unfixed` are quantizers that lack the scale of the tensor."""
+    """The reason why no format can hold a part, or None; `unfixed`: quantizers that lack the scale of the tensor."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
@@ -214,11 +214,11 @@ _MODULES, _GENERATION = "modules.json", "generation_config.json"
 
 
 def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
-    """The small files of the folder that a model was loaded from, also of one in the cache of Hugging Face.
+    """The small files of the folder that a model was loaded from, also if it is in the cache of Hugging Face.
 
     Returns:
-        By name the files to be copied, of a module of sentence-transformers with its folder; and the missing ones, a
-        sentence for each.
+        By name, the files to copy, those of a module of sentence-transformers with its folder; and a text for each
+        missing file.
     """
     given = str(getattr(model, "name_or_path", "") or "")
     generation: Any = getattr(model, "generation_config", None)
@@ -311,7 +311,7 @@ def _known_in(folder: Path, patterns: Collection[str]) -> list[str]:
 
 
 def folder_of(model: Any) -> Path | None:
-    """The folder that a model was loaded from: a local one with a model of its type, or that of the cache."""
+    """The folder that a model was loaded from: a local one with its type of model, or that of the cache; else None."""
     given = str(getattr(model, "name_or_path", "") or "")
     own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
     if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
@@ -333,7 +333,7 @@ def _json(path: Path) -> Any:
 
 
 def _named_code(model: Any) -> list[str]:
-    """The Python files that `auto_map` names; those of other repositories are loaded from there."""
+    """The Python files that `auto_map` names, without those of other repositories."""
     named = getattr(getattr(model, "config", None), "auto_map", None) or {}
     texts = [text for one in named.values() for text in (one if isinstance(one, (list, tuple)) else [one])]
     texts = [text for text in texts if isinstance(text, str) and "--" not in text]
@@ -370,8 +370,8 @@ def deliver(
 
     All that the format cannot hold is refused before anything is written. Files are made one tensor after the other,
     and appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer and other
-    small files from the folder that it was loaded from, or from the cache of Hugging Face. It replaces files of an
-    earlier delivery alone.
+    small files from the folder that it was loaded from, or from the cache of Hugging Face. Only files of an
+    earlier delivery are replaced.
 
     Args:
         model: prepared and calibrated.
@@ -421,7 +421,7 @@ def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) ->
 
 
 def format_for(format: str | None, target: str | Engine | None) -> str:
-    """The name of a format, or of that which an engine loads."""
+    """The name of the format, or of the format that the engine `target` loads; a ConfigError if there is none."""
     if (format is None) is (target is None):
         raise ConfigError(f"give a format, such as {_CALL}, or the engine in its place: target='vllm'")
     if target is None:
@@ -474,7 +474,7 @@ def deliver_state(
 
 
 def refuse_undeliverable(format: str, model: nn.Module) -> None:
-    """Raise an ExportError if a format cannot hold a model as it is prepared; names that are none have no say."""
+    """Raise an ExportError if a format cannot hold a model as it is prepared; unknown names of formats are ignored."""
     chosen = delivery_formats().get(format)
     if chosen is not None:
         state = snapshot(model)
@@ -490,7 +490,7 @@ def weights_in(folder: Path) -> list[str]:
 
 
 def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str]) -> None:
-    """Raise where the folder `path`, or that of the file, has files of these names that no delivery wrote."""
+    """Raise OutputError if the folder `path`, or that of the file, has files of these names that no delivery wrote."""
     folder = path.parent if chosen.suffix else path
     if (there := sorted(name for name in names if (folder / name).exists())) and not chosen.wrote(path):
         raise OutputError(
@@ -500,7 +500,7 @@ def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str])
 
 
 def _refuse_others(chosen: DeliveryFormat, folder: Path, names: Collection[str]) -> None:
-    """Raise where a folder holds weights that a loader may take for those of this model, or files of the user."""
+    """Raise OutputError if a folder holds files of the user, or weights that a loader may take for this model's."""
     if not chosen.suffix and (left := sorted({*weights_in(folder)} - {*names})):
         raise OutputError(
             f"cannot write to {folder}: it holds weights of another model, {listed(left)}, which programs may load "
@@ -518,7 +518,7 @@ class DeliveredTensors(LazyTensors):
 
     Attributes:
         lazy: the tensors with shapes and dtypes, without making them.
-        config: what `config.json` says of quantization.
+        config: the quantization in `config.json`.
         metadata: the texts in the header of the file.
     """
 
@@ -593,7 +593,7 @@ def encode(
 
 
 def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held: Collection[str]) -> set[str]:
-    """The names in files, of `held`, that some names and patterns say."""
+    """The names in files, of `held`, that match names and patterns; weights that servers merge come together."""
     if wrong := [one for one in only if not isinstance(one, str)]:
         raise ConfigError(f"only= takes names of layers or tensors, got {shown(wrong[0])}")
     exact, patterns, used = {*only}, [one for one in only if _PATTERN & {*one}], set[str]()

@@ -22,17 +22,17 @@ _NOT_TAKEN = (
     *("quantization_config", "compression_config", "auto_map", "attn_implementation", "_attn_implementation"),
     *("experts_implementation", "_experts_implementation", "quantization"),
 )
-"""Keys of a configuration that a model is built without: of other files, or names of code, also in the network."""
+"""Keys of a configuration that a model is built without: they name other files, or code, also code to download."""
 _COUNTED, _COUNTS, _EXPERTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 22, 1 << 14, 256
-"""Keys that count something, the largest count that is taken, that of experts, and that of layers in any file."""
+"""A pattern of keys with counts, and the largest counts: of anything, of experts, and of layers for any file."""
 _CODES, _BUFFERS = 8, 1 << 30
-"""The weights that a byte of a file may hold, and bytes of buffers that no file has, as masks."""
+"""The most weights in a byte of a file, and the most bytes of buffers that files lack, such as masks."""
 _MARK = "fakequant"
 """The key in the header of a file of tensors that says that `deliver` wrote it, so that the next one may replace it."""
 
 
 def config_file(model: nn.Module, quantization: Mapping[str, Any], dtype: torch.dtype) -> bytes:
-    """The `config.json` of a model with its quantization and dtype; of one without a configuration, the former."""
+    """The bytes of `config.json`: the model's configuration with its dtype, if it has any, and the quantization."""
     config: Any = getattr(model, "config", None)
     values = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
     if values:
@@ -41,7 +41,7 @@ def config_file(model: nn.Module, quantization: Mapping[str, Any], dtype: torch.
 
 
 def check_shard_size(limit: int) -> None:
-    """Raise if the largest size of a file is no number of bytes."""
+    """Raise ExportError if the largest size of a file is no positive number of bytes."""
     if not isinstance(limit, int) or limit < 1:
         raise ExportError(f"max_shard_size is a number of bytes, such as 5 * 10**9, got {shown(limit)}")
 
@@ -75,7 +75,7 @@ def sharded(files: Files, limit: int, beside: Mapping[str, str]) -> dict[str, Co
 
 
 def written_in(folder: Path) -> dict[str, str] | None:
-    """The digests of the files beside the tensors of a folder, see `sharded`; None if others wrote such tensors."""
+    """The digests of the files beside the tensors of a folder, see `sharded`; None if other programs wrote them."""
     found: dict[str, str] | None = None
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -196,13 +196,13 @@ def build(path: Path) -> nn.Module:
 
 
 def _plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what names other packages or code."""
+    """A configuration without the keys that name other packages or code."""
     parts = {key: value for key, value in values.items() if key not in _NOT_TAKEN}
     return {key: _plain_config(one) if isinstance(one, dict) else one for key, one in parts.items()}
 
 
 def check_counts(values: Any, tensors: int, path: Path) -> None:
-    """Raise where a configuration has more layers than its files have tensors, or another count that no model has."""
+    """Raise CheckpointError if a configuration has more layers than files have tensors, or another impossible count."""
     named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
     for key, value in named.items():
         check_counts(value, tensors, path)
@@ -212,7 +212,7 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
 
 
 def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
-    """A model that a function makes, of which the files can hold the weights; before, it is made without memory.
+    """The model that a function makes, after a check, on the meta device, that the files can hold its weights.
 
     A CheckpointError if the configuration is of a larger model, or damaged.
     """
@@ -229,12 +229,12 @@ def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, which says by itself how it is stored."""
+    """Whether a model is of transformers, by its attribute `config_class`."""
     return hasattr(model, "config_class")
 
 
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Why a folder cannot hold layers of a model of transformers: its class makes others there, and loads these.
+    """By path, why a folder cannot hold a layer of a model of transformers: the model's class makes another one there.
 
     Args:
         layers: quantized, by path.
@@ -276,10 +276,10 @@ def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module
 
 
 class FileNames:
-    """How files of an architecture hold the tensors of a model: of stacked experts one for each.
+    """Converts tensors of a model to tensors of files and back: of stacked experts, files have one tensor for each.
 
     Args:
-        held: the names in a file, where it is read: that of a model with a head has the base model below a prefix.
+        held: the names in a file that is read: a file of a model with a head has the base model below a prefix.
 
     Attributes:
         prefix: of the names in the file.
@@ -292,7 +292,7 @@ class FileNames:
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The pieces of a tensor of a model in files; codes and scales in the axes of a weight go the same way."""
+        """The pieces of a model's tensor by their names in files; codes and scales are split along a weight's axes."""
         if self._model is None:
             return {name: tensor}
         from transformers.core_model_loading import revert_weight_conversion
@@ -301,7 +301,7 @@ class FileNames:
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
-        """A tensor of a model from what files hold; `channels`: in a stack [experts, ...] the axis of rows."""
+        """A model's tensor from its pieces in files; `channels`: in a stack [experts, ...] the axis of rows."""
         (first, *others) = pieces.values()
         if not others:
             return first

@@ -1,4 +1,4 @@
-"""What a format of files says of itself: what it can hold, how states become files and back, programs that load it."""
+"""The interface of file formats: what a format can hold, how states become files and back, programs that load them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
 
 
 def in_rows(spec: QuantSpec, shape: tuple[int, ...], operand: Operand) -> tuple[QuantSpec, tuple[int, ...]]:
-    """The specification and shape of a weight, those of the transposed one for a matrix [in, out]."""
+    """The specification and shape of a weight; of a matrix [in, out], those of the transposed matrix."""
     return (TensorConfig(spec).placed(_TURNED).spec, shape[::-1]) if is_turned(operand, shape) else (spec, shape)
 
 
@@ -63,15 +63,15 @@ def turned(weight: WeightCodes) -> WeightCodes:
 
 @dataclass(frozen=True)
 class Part:
-    """A layer with one of its weights, or a call of a function, as a format is asked for it.
+    """A layer with one of its weights, or a call of a function: what a format holds or refuses as a unit.
 
     Attributes:
         path: of the layer, or of the module whose `forward` calls the function.
         kind: the class of the float layer, or the function.
         module: at the path.
-        operands: what is quantized, by name: "input", "weight" and "output" of a layer, those of the function.
-        paths: of their quantizers.
-        places: of a layer, where these tensors have their axes.
+        operands: the quantized tensors by name: "input", "weight" and "output" of a layer, operands of the function.
+        paths: of the quantizers of these tensors.
+        places: of a layer, the axes of these tensors.
         call: the function among those that the module calls, as "sdpa_0"; "" of a layer.
     """
 
@@ -95,7 +95,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """The shape of the weight; () without a weight."""
         return tuple(self.module.get_parameter(self.places["weight"].weight).shape) if self.weight else ()
 
     @property
@@ -115,7 +115,7 @@ class Part:
 
     @property
     def in_rows(self) -> tuple[QuantSpec, tuple[int, ...]]:
-        """How the weight is quantized, and its shape, as files have them: see `in_rows`."""
+        """The specification and shape of the weight in files: see the function `in_rows`."""
         return in_rows(self.operands["weight"].spec, self.shape, self.places["weight"])
 
     @property
@@ -134,12 +134,12 @@ class Part:
 
 @dataclass(frozen=True)
 class LoadedFile:
-    """A delivered file as another program has it.
+    """A delivered file as another program loads it.
 
     Attributes:
         name: of the program, with its version.
         weights: the values of the weights by their name in the model; {} where the program does not show them.
-        model: what is called as the model is, and gives its outputs; None where nothing runs.
+        model: a callable with the arguments and outputs of the model; None if the program does not run it.
         tolerance: how far an output may be from the model's, relative to its largest magnitude.
         notes: what was not compared, and why, one sentence each.
         as_it: a context in which the model computes as the program does.
@@ -162,20 +162,20 @@ class DeliveryFormat(ABC):
     suffix: ClassVar[str] = ""
     """The suffix of its file; "" where it is a folder."""
     writes: ClassVar[bool] = True
-    """Whether it is written, or only read."""
+    """Whether `deliver` writes the format; else it is only read."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """What `engines` imports."""
+    """The packages that `engines` imports."""
 
     @abstractmethod
     def why_not(self, part: Part) -> str | None:
-        """Why the format cannot hold a part; None if it can. Presets are tried by it, too, so it reads no values."""
+        """The reason why the format cannot hold a part, None if it can; reads no values: presets are tried, too."""
 
     def refuses(self, model: nn.Module) -> str | None:
-        """Why the format holds no part of a model, however it is quantized; None if it may. It is asked first."""
+        """The reason why the format can hold no part of a model, None if it may; called before `why_not`."""
         return None
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        """Why a format cannot hold parts together, each of which it could hold alone, by their names."""
+        """By name of a part, why the format cannot hold the part together with the others."""
         return {}
 
     @abstractmethod
@@ -189,7 +189,7 @@ class DeliveryFormat(ABC):
         """
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files | None:
-        """The files of `encode` with tensors that the model does not load; None where they cannot hold any.
+        """The files of `encode` with tensors that the model does not load; None if the format cannot hold any.
 
         The tensors are in float, by the names that the model's source has.
         """
@@ -208,11 +208,11 @@ class DeliveryFormat(ABC):
         """The state in a file or folder.
 
         Args:
-            path: what `recognizes` said yes to.
-            model: the model, in float or prepared: its names, classes and shapes are asked, no values.
+            path: a file or folder that `recognizes` returned True for.
+            model: the model, in float or prepared: its names, classes and shapes are read, no values.
 
         Raises:
-            CheckpointError: damage, or what this reader does not know. Any other error is taken for damage.
+            CheckpointError: damage, or contents that this reader does not know. Other errors count as damage.
         """
 
     def build(self, path: Path) -> nn.Module:
@@ -220,7 +220,7 @@ class DeliveryFormat(ABC):
         raise CheckpointError(f"{path} does not say which model it is of; give one: fakequant.read(path, model)")
 
     def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
-        """The programs that load the file, one after the other; `packages` are there."""
+        """The file as each program loads it, one after the other; called only if `packages` are installed."""
         return ()
 
 
@@ -291,13 +291,13 @@ def format_of(path: Path) -> DeliveryFormat:
 
 
 class WeightSlot(NamedTuple):
-    """A weight of a layer.
+    """A weight of a layer that can be quantized.
 
     Attributes:
-        classes: that class and its bases, by name; for a stack of experts, that of a single expert.
+        classes: the names of the layer's class and its bases; for a stack of experts, that of a single expert.
         attribute: the name of the weight's quantizer.
-        input: the name of the quantizer of what it multiplies; "" where there is none.
-        operand: where it has its axes.
+        input: the name of the quantizer of the input that the weight multiplies; "" without a quantizer.
+        operand: the axes of the weight.
     """
 
     path: str
@@ -326,7 +326,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
-    """The quantizers of weights, each with that of the input that it multiplies; "" where none belongs to it alone."""
+    """By weight quantizer, the quantizer of the input that the weight multiplies; "" if these do not come in pairs."""
     weights, inputs = (
         [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
     )
@@ -351,10 +351,10 @@ def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: which field of a weight it is, its shape and dtype, and how the one becomes the other.
+    """A tensor of a file: the field of a weight that it stores, its shape and dtype, and functions that convert it.
 
-    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "scale_codes" and "shared" of scales that have one of
-    their own, and "values".
+    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "scale_codes" and "shared" of scales under a scale
+    of their own, and "values".
     """
 
     field: str
@@ -365,13 +365,13 @@ class Stored(NamedTuple):
 
 
 def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
-    """Parts whose weights are floats with the values of their codes: tables, and what is tied by `shared` names."""
+    """Parts whose weights are floats with the values of their codes: tables, and weights tied by `shared` names."""
     tied = {*shared, *shared.values()}
     return [part for part in parts if part.weight and (part.is_table or part.weight in tied)]
 
 
 def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """Why files cannot hold stacks of weights piece by piece: a scale that belongs to several pieces."""
+    """By name of a part, why files cannot hold its stack piece by piece: a scale belongs to several pieces."""
     names, reasons = FileNames(model), dict[str, str]()
     for part in (one for one in parts if one.is_stack and "weight" in one.operands):
         grid = part.operands["weight"].spec.granularity
@@ -390,7 +390,7 @@ def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
 
 
 class LayeredWriter:
-    """The tensors of a model by their names in files, of stacked experts one for each.
+    """Makes the tensors of files from a state, by their names in files: of stacked experts, one tensor for each.
 
     Args:
         stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
@@ -398,9 +398,9 @@ class LayeredWriter:
 
     Attributes:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
-            floats, and what is tied.
+            floats, and tied weights.
         pieces: for each coded weight the names that it has in files.
-        under: of some weights, the scale of the tensor that is above the others.
+        under: by weight, the scale of the tensor above its scales, where weights are merged.
         ignored: layers in float, by their names in files, and in the model where they differ: transformers looks for
             modules of the model.
     """
@@ -482,9 +482,9 @@ class LayeredWriter:
         return found.reshape(part.operands["weight"].spec.granularity.group_shape(part.shape))
 
     def merge_scales(self, names: Sequence[str]) -> None:
-        """Write scales of several weights that are under a scale of the tensor all under the largest, unchanged.
+        """Write the scales of several weights, unchanged, under the largest of their scales of the tensor.
 
-        An ExportError if the scales are no numbers under it.
+        An ExportError if the scales cannot be expressed under the largest one.
         """
         spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
         if not spec.scale.is_under_a_tensor:
@@ -543,7 +543,7 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
 
 @torch.no_grad()
 def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
-    """The state of a float model with the values of a state."""
+    """The state of a float model with the dequantized values of a quantized state."""
     found = {name: state.tensors[name] for name in float_names(model) if name in state.tensors}
     slots = weight_slots(model)
     for name in state.weights:

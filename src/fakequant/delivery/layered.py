@@ -53,11 +53,11 @@ class CodedWeight:
     Attributes:
         codes: in the storage of the format.
         scale: [out, groups].
-        zero_point: the same; None without one.
+        zero_point: [out, groups]; None without zero points.
         input: the quantization of the layer's input; None for float.
         output: the quantization of the layer's output; None for float.
         ranges: the tensors of these quantizers, as "input.scale" or "output.zero_point".
-        transform: the kind and the buffers of the input's transform; None without one.
+        transform: the kind and the buffers of the input's transform; None without a transform.
     """
 
     spec: QuantSpec
@@ -78,7 +78,7 @@ class LayerTensors:
         shape: of the weight, [out, in].
         classes: the names of the layer's class and its bases; for experts, those of a single expert.
         is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
-        experts: how many the tensor has where the file has a whole stack; else 0.
+        experts: the number of experts in the tensor if the file has a whole stack as one tensor; else 0.
         inputs_first: whether the model has the inputs of such a stack before its outputs.
         used: the names of the tensors that were read.
     """
@@ -100,7 +100,7 @@ class LayerTensors:
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
-        """What reads a tensor in the first shape; a CheckpointError if it is missing, or of another dtype or shape."""
+        """A function that reads a tensor in the first shape; a CheckpointError if it is missing, or not as expected."""
         key, allowed = join(self.base, end), (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder.path} lacks {key}; it is damaged, or of another model or version")
@@ -113,7 +113,7 @@ class LayerTensors:
         return lambda: self.tensors[key].reshape(tuple(shapes[0]))
 
     def powers(self, end: str, shape: Sequence[int]) -> Read:
-        """What reads powers of two, of which a file has the exponents as bytes."""
+        """A function that reads powers of two, of which a file stores the exponents as bytes."""
         flat = [(), (1,)] if set(shape) == {1} else []
         exponents = self.get(end, (torch.uint8, torch.float8_e8m0fnu), shape, *flat)
         if bool((exponents().view(torch.uint8) == 255).any()):
@@ -123,7 +123,7 @@ class LayerTensors:
         )
 
     def fours(self, end: str, rows: int, columns: int) -> Read:
-        """What reads numbers of 4 bits [rows, columns], two inputs in a byte, the first one in its low bits."""
+        """A function that reads 4-bit numbers [rows, columns]; a byte has two inputs, the first one in its low bits."""
         packed = self.get(end, torch.uint8, (rows, -(-columns // 2)))
         return lambda: unpack(packed(), 4, columns).to(torch.uint8)
 
@@ -138,15 +138,15 @@ class LayerTensors:
         return Groups(given, -(-columns // given), PerBlock({-1: given}, pad=columns % given != 0))
 
     def in_order(self, groups: Groups, index: Tensor | None) -> tuple[Tensor, PerBlock, Tensor | slice]:
-        """What makes groups contiguous whose inputs lie anywhere.
+        """The permutation of inputs that makes groups contiguous, where a file has their inputs anywhere.
 
-        Groups of one input each say any order, where a permutation cannot.
+        Groups of one input each express any order, where a permutation cannot.
 
         Args:
             index: the group of each input; None where they are in order.
 
         Returns:
-            The order of the inputs, their groups in it, and the stored group of each of these.
+            The order of the inputs, the granularity of groups in this order, and the stored group of each group.
         """
         plain = torch.arange(self.shape[1], device="cpu")
         if index is None:
@@ -169,12 +169,12 @@ class LayerTensors:
 
 
 def permutation(order: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """The transform of a layer's input that puts it in an order; None where it is in order."""
+    """The transform that permutes a layer's input into an order; None for the identity."""
     return None if bool((order == torch.arange(len(order), device="cpu")).all()) else ("permutation", {"order": order})
 
 
 class LayeredFormat(DeliveryFormat):
-    """A format that `config.json` names as the method of quantization; one is only read unless it says otherwise."""
+    """A format that `config.json` names as the method of quantization; only read, unless a subclass sets `writes`."""
 
     writes = False
     with_tables: ClassVar[bool] = False
@@ -182,7 +182,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The weight as the file codes it, None for float; a CheckpointError for unknown tensors."""
+        """The codes and scales of a weight in the file, None for float; a CheckpointError for unknown tensors."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(
@@ -378,7 +378,7 @@ class _LayeredReader:
 
 
 def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
-    """Codes, scales and zero points with the largest scale in place of 0, and the code of 0 there; values stay."""
+    """Codes, scales and zero points; a scale of 0 becomes the largest one, with codes of the value 0: values stay."""
     spec, codes, scale = one.spec, one.codes(), one.scale().float().contiguous()
     kind, empty = torch.int32 if spec.offset is None else torch.float32, scale == 0
     point = None if one.zero_point is None else one.zero_point().to(kind)

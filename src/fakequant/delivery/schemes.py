@@ -38,7 +38,7 @@ from fakequant.text import listed
 _parser: Any = re._parser if hasattr(re, "_parser") else import_module("sre_parse")  # type: ignore[attr-defined]  # before Python 3.11
 Args = dict[str, Any]
 ROLES = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-"""What a scheme calls the operands of a layer."""
+"""The names in a scheme of the operands of a layer."""
 PACKED = "pack-quantized"
 LAYOUTS = {
     (4, 16, "torch.float8_e4m3fn"): "nvfp4-pack-quantized",
@@ -54,11 +54,11 @@ FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 HEADS = "attn_head"
 """The strategy of keys, values and queries [batch, heads, tokens, width] whose heads have a scale each."""
 LOCAL = "local"
-"""How dynamic inputs are whose blocks have their own scales under the fixed scale of the tensor."""
+"""The value of `dynamic` for inputs whose blocks have dynamic scales under a fixed scale of the tensor."""
 HALF_RANGE = "dynamic INT8 by transformers of "
-"""Before the name of a layer in the header of a file, where the model computes its inputs as transformers does."""
+"""The prefix of a key in a file's header, before a layer's name: its inputs are computed as in transformers."""
 EXACT = "exact global scale of "
-"""Before the name of a layer in the header of a file: the number whose rounded reciprocal the file has."""
+"""The prefix of a key in a file's header, before a layer's name: the number whose rounded reciprocal the file has."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
@@ -241,7 +241,7 @@ def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
 
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
-    """A scheme of a file with the defaults of omitted arguments; a CheckpointError if this reader does not know one."""
+    """A scheme of a file with the defaults of omitted arguments; a CheckpointError for an unknown argument."""
     scheme: Args = {"targets": [str(target) for target in group["targets"]]}
     for role in ROLES.values():
         if (given := group.get(role)) is None:
@@ -313,7 +313,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer: a target with its name has priority over a pattern, and a pattern over its class."""
+    """The scheme of a layer, None for float: targets with its name come before patterns, and patterns before classes."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -330,7 +330,7 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of a file, whose work is bounded: no repeats of what repeats, and few choices."""
+    """The compiled pattern of a file; a CheckpointError if its search is not bounded: nested repeats, many choices."""
     try:
         if len(pattern) > _LONG:
             raise CheckpointError(f"{len(pattern)} characters")
@@ -450,7 +450,7 @@ def missed_cache(modules: Iterable[nn.Module]) -> str:
 def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection[str]) -> SitesEntry:
     """The calls of attention of a language model, with quantizers of some operands.
 
-    A float model runs once with two tokens, by which its calls are found; a prepared one has them.
+    A float model runs once with two tokens to find its calls; a prepared model already has them.
     """
     if quantizers(model):
         return sites_entry(model)
@@ -477,7 +477,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
 
 
 def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """Why files of compressed-tensors cannot hold some keys and values beside others, by the name of the part."""
+    """By name of a part, why files of compressed-tensors cannot hold its keys and values beside those of others."""
     calls = {part.path: part for part in parts if part.call}
     classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
     others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
@@ -497,7 +497,7 @@ OTHER_RULE = (
 
 
 def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
-    """Whether transformers loads the same weights only where it dequantizes them at once."""
+    """Whether transformers loads the same weights only with `dequantize=True`."""
     weights = [one for one in schemes if ROLES["weight"] in one]
     if dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights)):
         return True
@@ -508,7 +508,7 @@ def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | L
 
 
 def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
-    """Whether the package has a weight in bfloat16 for models of any dtype; under powers of two it is exact."""
+    """Whether compressed-tensors decompresses a weight in bfloat16, whatever the dtype of the model."""
     return "scale_dtype" in scheme["weights"]
 
 
@@ -544,7 +544,7 @@ def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[
 
 @contextmanager
 def computed_by_transformers(model: nn.Module) -> Iterator[None]:
-    """The model with dynamic INT8 by the rule of transformers in place of the rule of servers."""
+    """A context in which a model computes dynamic INT8 by the rule of transformers, not by that of servers."""
     held = _computed_by_servers(model)
     rule = ScaleSpec(None, ScaleRounding.HALF_RANGE)
     with restore_after(attributes_of(held, "spec")):

@@ -48,7 +48,7 @@ class DeliveryReport(VerifyReport):
 
     @property
     def passed(self) -> bool:
-        """Whether programs load the file, and nothing differs but outputs as far as a program promises."""
+        """Whether programs load the file, all codes and values are equal, and outputs are within their tolerance."""
         return self.exact and not self.far and not self.failed
 
     @property
@@ -129,7 +129,7 @@ def verify_delivery(
 
 
 def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
-    """The inputs that a model of transformers has as examples, and where they are from; or none, and why."""
+    """The `dummy_inputs` of a model of transformers as a batch, and their source as text; or [], and the reason."""
     batch = getattr(model, "dummy_inputs", None)
     if not isinstance(batch, Mapping):
         return [], "the model has no inputs of its own"
@@ -144,7 +144,7 @@ def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
 
 @contextmanager
 def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
-    """Report the error of another program, so that what was compared before is not lost."""
+    """A context that adds an error of another program to the report, so that earlier comparisons are kept."""
     try:
         yield
     except Exception as error:  # a program of others raises any, as transformers does OSError, KeyError, RuntimeError
@@ -208,7 +208,7 @@ def _compare_states(
 
 
 class _Alone(Row):
-    """What one of file and model has alone."""
+    """A row for a tensor or quantizer that only the file or only the model has."""
 
     @property
     def note(self) -> str:
@@ -271,7 +271,7 @@ def _compare_outputs(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """The float outputs of a call, without caches; of logits the rows, of which the largest values are compared."""
+    """The float outputs of a call, on the CPU; of a result with logits, these alone as [rows, vocabulary]."""
     if isinstance(result, Mapping) and "logits" in result:
         return [result["logits"].flatten(0, -2).cpu()]
     return [one.cpu() for one in pytree.tree_leaves(result) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Engines, a file each: where they want quantizers, what they compute of a preset, what they load and how they run."""
+"""Engines, a file each: their placement of quantizers, their variant of a preset, the files they load, their rules."""
 
 from importlib import import_module
 from pkgutil import iter_modules

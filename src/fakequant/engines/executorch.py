@@ -1,7 +1,7 @@
 """ExecuTorch on XNNPACK, as its quantizer annotates: products, sums and concatenations, in and out.
 
 A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
-has the quantizers of what it reads and of what reads it: behind it alone, the sum in front would stay in float.
+has only the quantizers of the functions around it: with one behind the mean alone, a sum before it stays in float.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ _PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv_transpose2d", "addmm"
 
 
 def placement() -> Target:
-    """Where XNNPACK wants quantizers."""
+    """The placement of quantizers that XNNPACK wants."""
     return Target(
         name="xnnpack",
         inputs=_PRODUCTS | {"add", "mul", "cat"},
@@ -33,7 +33,7 @@ def placement() -> Target:
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """Codes of inputs by the reciprocal of the scale, and scales of groups of weights in bfloat16."""
+    """The configuration of a tensor, with inputs encoded by the scale's reciprocal, and group scales in bfloat16."""
     spec = config.spec
     if not isinstance(spec.format, IntegerFormat):
         return config

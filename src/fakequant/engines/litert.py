@@ -12,7 +12,7 @@ from fakequant.nn.device import CodeGrid, Device, Operands, Sums
 
 
 def placement() -> Target:
-    """Where LiteRT wants quantizers."""
+    """The placement of quantizers that LiteRT wants."""
     return replace(executorch.placement(), name="litert")
 
 
@@ -48,7 +48,7 @@ def convolution(parts: Sums, to: CodeGrid) -> Tensor:
 
 
 def linear(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a linear layer by the reference kernels, which round it once, half up."""
+    """Codes of a linear layer by the reference kernels, which round once, half up."""
     sums, ratio = _sums(parts, to)
     multiplier, exponent = _multiplier(ratio)
     right = 31 - exponent

@@ -1,7 +1,7 @@
 """ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
 
-A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
-is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then. Quantizers
+A convolution, or a linear layer with a bias, runs on integers only if its result is quantized, too. A ReLU after it
+is fused if the quantizer behind the ReLU is asymmetric: the zero point is the smallest code then. Quantizers
 move back to a product over functions that give one tensor another shape (`qdq_propagation.cc`), but over no Split,
 Gather, Slice or Resize.
 """
@@ -20,7 +20,7 @@ from fakequant.model.placement import (
 
 
 def placement() -> Target:
-    """Where ONNX Runtime wants quantizers."""
+    """The placement of quantizers that ONNX Runtime wants."""
     return Target(
         name="onnxruntime",
         inputs=products()
@@ -43,8 +43,8 @@ def placement() -> Target:
     )
 
 
-# It multiplies codes with zero points in every layer; those of tokens were not counted, and convolutions with them
-# compute in float.
+# ONNX Runtime multiplies codes with zero points in every layer; products with scales of tokens were not counted, and
+# convolutions with scales of tokens compute in float.
 register_engine(
     Engine(
         "onnxruntime",

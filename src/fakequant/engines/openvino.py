@@ -5,7 +5,7 @@ from fakequant.model.placement import ATTENTION, POOLS, Target, after_products, 
 
 
 def placement() -> Target:
-    """Where OpenVINO wants quantizers."""
+    """The placement of quantizers that OpenVINO wants."""
     return Target(
         name="openvino",
         inputs=products()

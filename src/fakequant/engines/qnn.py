@@ -33,7 +33,7 @@ _ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
 
 
 def placement() -> Target:
-    """Where QNN wants quantizers."""
+    """The placement of quantizers that QNN wants."""
     keeps = moves() | {"maximum", "minimum"}
     inputs = frozenset(SITE_FUNCTIONS) - keeps - {"batch_norm", "relu", "relu6", "hardtanh"}
     return Target(
@@ -54,7 +54,7 @@ def placement() -> Target:
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """Unsigned activations with zero points: signed integers are refused when a session starts."""
+    """The configuration of a tensor, with unsigned activations: a session refuses signed integers when it starts."""
     spec = config.spec
     if field == "weight" or config.dynamic or not isinstance(spec.format, IntegerFormat) or not spec.symmetric:
         return config
@@ -87,7 +87,7 @@ def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
 def product_of_16_bits(parts: Sums, to: CodeGrid) -> Tensor:
     """Codes of a product whose input has 16 bits: the last 8 bits of sums are cut off, then a multiplier of 11 bits.
 
-    The sums are those of codes with their zero point. Its share is taken off behind the cut, rounded by itself; bias
+    The sums are those of codes with their zero point, whose share is subtracted after the cut, rounded by itself; bias
     and zero point of the result are added there, rounded down. Of 5,760 channels 3 had a constant that differs by 1.
     """
 
@@ -110,7 +110,7 @@ def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
 
 
 def _ratio_and_constant(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
-    """What sums are multiplied by, and what bias and zero point add to them: float32 numbers, as float64."""
+    """The factor of sums, and the constant of bias and zero point that is added to sums: float32 numbers in float64."""
     of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
@@ -142,7 +142,7 @@ def add(parts: Operands, to: CodeGrid) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _addition(*numbers: tuple[float, int]) -> tuple[float, float, FixedPoint]:
-    """The multipliers of two tensors, and what follows, from scale and zero point of both and of the result."""
+    """The multipliers of two tensors, and the rule for their sum, from scale and zero point of both and the result."""
     scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32, device="cpu").double()
     of_a, of_b, of_result = (zero_point for _, zero_point in numbers)
     ratios = scales[:2] / scales[2]

@@ -1,7 +1,7 @@
 """TensorRT with explicit quantization: the inputs of layers that have kernels for INT8 and FP8, as late as possible.
 
 A convolution, its batch normalisation, the residual sum after it and the ReLU are one kernel. A quantizer between them
-keeps them apart, so that a residual sum has one on the identity branch alone. Softmax, sigmoid and norms stay in float.
+would split the kernel, so only the identity branch of a residual sum has one. Softmax, sigmoid and norms stay in float.
 """
 
 from fakequant.model.engine import Engine, register_engine
@@ -9,7 +9,7 @@ from fakequant.model.placement import ATTENTION, POOLS, Target, after_products, 
 
 
 def placement() -> Target:
-    """Where TensorRT wants quantizers."""
+    """The placement of quantizers that TensorRT wants."""
     return Target(
         name="tensorrt",
         inputs=products() | ATTENTION | POOLS | {"add"},

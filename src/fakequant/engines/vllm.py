@@ -11,7 +11,7 @@ from fakequant.numerics.spec import Arithmetic
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """Scales of MX inputs rounded to even, and dynamic INT8 encoded by the reciprocal of the scale."""
+    """The configuration of a tensor, with scales of MX inputs rounded to even, and INT8 inputs by the reciprocal."""
     spec = config.spec
     if field == "weight" or not config.dynamic:
         return config

@@ -47,7 +47,7 @@ class Accuracy:
         value: the metric; larger is better.
         note: a remark on this row.
         margin: half the width of the 95 % interval of the change from the first row; None if it is not known.
-        negated: whether it is shown with the other sign, as the figure of which smaller is better.
+        negated: whether the value is shown negated, because smaller is better.
     """
 
     format: str
@@ -78,7 +78,7 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
 
 
 class Checked(NamedTuple):
-    """What a verification compared: its name, specification, elements, differing elements, and another fault or ""."""
+    """A quantizer or output that was compared: its name, specification, elements, differing elements, other fault."""
 
     name: str
     spec: str
@@ -88,14 +88,14 @@ class Checked(NamedTuple):
 
 
 def verdict_of(checks: Sequence[VerifyReport]) -> str:
-    """Whether all files are exact, and run as they are, in three words at most."""
+    """The verdict on all files: "exact", "not as deployed" or "not the model"."""
     if all(check.passed for check in checks):
         return "exact"
     return "not as deployed" if all(check.exact for check in checks) else "not the model"
 
 
 def checked_in(check: VerifyReport) -> list[Checked]:
-    """All that a verification compared, and what it could not compare."""
+    """A row for each quantizer or output that a verification compared, or could not compare."""
     rows = [Checked(row.quantizer, row.spec, row.elements, row.differing, row.note) for row in check.rows]
     rows += [Checked(name, "", 0, 0, "belongs to no quantizer of the file") for name in check.uncovered]
     rows += [Checked(name, "", 0, 0, "is an input that the file does not read") for name in check.ignored]
@@ -113,7 +113,7 @@ class Layer:
         weight: how its weights are quantized; "" for float or no weight.
         alone: the signal-to-noise ratio in dB of the model's output with only this layer quantized; None if it was not
             measured.
-        input_sqnr: the ratio of its quantized inputs in dB, that of the worst of several.
+        input_sqnr: the ratio of its quantized inputs in dB, of several the worst.
         weight_sqnr: the same of its weights.
         elements: the number of quantized weights.
         bytes: their codes and scales.
@@ -141,10 +141,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Clip:
-    """What a range does to the values of a tensor.
+    """The cost of a range for the values of a tensor.
 
     Args:
-        share: the share of the values that lie outside.
+        share: the share of the values that lie outside of the range.
         sqnr: signal over all noise of this range in dB, clipping and rounding together.
     """
 
@@ -183,7 +183,7 @@ class Channels:
         name: the layer.
         lowest, highest: one value for each channel or for each few neighbours.
         channels: the number of channels.
-        spread: the largest magnitude of a channel over the median of them.
+        spread: the largest magnitude of a channel over the median magnitude of all channels.
     """
 
     name: str
@@ -211,20 +211,20 @@ class ReportData:
         summary: sentences below the heading: the model, the data and the steps.
         metric: the name of the metric in `accuracy`, for example "accuracy on held-out digits, %".
         accuracy: measurements; the first is the float model, the baseline of the others.
-        reported: which of them is of the model that the report is about; the last by default.
+        reported: the index in `accuracy` of the model that the report is about; the last by default.
         layers: the quantized layers in the order in which they run.
         alone_on: the examples on which layers are measured alone, as a sentence.
         distributions: the histograms of inputs.
         channels: the weights of layers by channel.
-        improvement: what choosing weights by their error gained, by layer.
-        curve: forms of the model to compare; None for none.
+        improvement: the results of choosing weights by their error, by layer.
+        curve: a comparison of forms of the model, or None.
         sizes: the sizes of files and weights.
         unquantized: operations that compute in float, by model; an empty list means none.
-        verifications: the comparisons of the exported models; each is called as the file in its path.
+        verifications: the comparisons of the exported models, each under the name of its file.
         environment: versions and machine.
-        advice: what was tried on the model; None where nothing was.
+        advice: the changes that were tried on the model; None if none were tried.
         next: what to do next, in one sentence.
-        code: the lines of code for it.
+        code: the lines of code for the next step.
         unfinished: the step that a running or interrupted job has reached; "" for a complete report.
         missing: the reason for each empty section.
         source: the recipe of a job, as an absolute path.
@@ -268,7 +268,7 @@ DECIBELS = "signal over noise of the output, dB"
 
 
 def to_json(data: ReportData) -> str:
-    """The content as JSON; infinite numbers are the texts "inf" and "-inf", because JSON has none.
+    """The content of a report as JSON; infinite numbers are the texts "inf" and "-inf", because JSON has none.
 
     >>> from_json(to_json(ReportData("A model", environment={"torch": "2.13"}))).environment
     {'torch': '2.13'}
@@ -286,7 +286,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class _Read(VerifyReport):
-    """A verification from a file: of an export or of a delivery, and `verdict` where the first form lacks figures."""
+    """A verification of an export or a delivery, read from a file; `verdict`: that of a file of the first form."""
 
     far: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -312,7 +312,7 @@ def from_json(text: str) -> ReportData:
     """The content that `to_json` wrote, of this release or an earlier one.
 
     Raises:
-        ValueError, RecursionError: another text.
+        ValueError, RecursionError: a text that `to_json` did not write.
     """
     values = mapping_of(json.loads(text), "the file", lambda item, place: item)
     form = values.pop("fakequant_report", None)
@@ -371,7 +371,7 @@ def read_results(path: Path) -> ReportData:
     """Read the content of a report from its JSON file, from a page beside such a file, or from the folder of a job.
 
     Raises:
-        OutputError: there is none; says what to do.
+        OutputError: there is no such file, or it is damaged; says what to do.
     """
     file = path / RESULTS if path.is_dir() else path.with_suffix(".json")
     if not file.is_file():

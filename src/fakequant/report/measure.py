@@ -95,7 +95,7 @@ def distribution_of(
 ) -> Distribution | None:
     """The picture of a histogram, with the ranges and what each of them costs; None if all values are equal.
 
-    The range of `params`, those of the model, is shown as "chosen".
+    The range by `params`, the parameters of the model, is shown as "chosen".
     """
     lowest, highest = histogram.range.lo.min().double().item(), histogram.range.hi.max().double().item()
     if lowest == highest:
@@ -175,7 +175,7 @@ _POINTS = 48
 
 @dataclass
 class Measured:
-    """What `measure` found: the layers in the order in which they run, and pictures of their tensors."""
+    """The result of `measure`: the layers in the order in which they run, and pictures of their tensors."""
 
     layers: list[Layer] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
@@ -187,13 +187,13 @@ class Measured:
 
     @property
     def worst(self) -> list[str]:
-        """The paths of the layers, the one first with which the output is worst, and then those not measured so."""
+        """The paths of the layers, the one with the lowest `Layer.worst` first."""
         return [layer.name for layer in sorted(self.layers, key=lambda layer: layer.worst)]
 
 
 @dataclass
 class _Watched:
-    """What one quantizer saw."""
+    """The errors of a quantizer, and counts of its inputs, over all batches."""
 
     quantizer: Quantizer
     distance: Distance = field(default_factory=Distance)

@@ -1,4 +1,4 @@
-"""The report of a model in one call, with what to do next: its code to paste, and what it says was tried."""
+"""The report of a model in one call, with the next step, which was tried, and its code to paste."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 
 def comparison_of(comparison: Comparison | str | os.PathLike[str]) -> Comparison:
-    """What `fakequant.compare` returned, or the rows that it wrote to a path.
+    """The Comparison itself, or that of a file that `fakequant.compare` wrote.
 
     Raises:
         ConfigError: the file cannot be read or holds no rows.
@@ -143,12 +143,12 @@ def report(  # noqa: PLR0913  all but the first four by name
     the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many. All figures
     are those of the arithmetic of an engine where `set_execution` has set it.
 
-    What the page advises next was tried: changed by every second of the first eight batches, and judged by the error of
-    the output on the others, of a single batch on that one. What lowers the error there must do so with the two parts
-    exchanged. It is compared with the model calibrated by its own method on the same batches, and is said with the
-    figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost that takes a
-    run or two of these batches, else about two dozen, and where ranges and presets do not halve the error once or twice
-    the time of `improve(..., "fast")`.
+    The page advises a change that was tried: made by every second of the first eight batches, and judged by the error
+    of the output on the others; a single batch does both. A change that lowers the error must do so with the two parts
+    exchanged, too. It is compared with the model calibrated by its own method on the same batches, and the page shows
+    it, with the figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost, trials
+    take a run or two of these batches, else about two dozen, and, where ranges and presets do not halve the error, once
+    or twice the time of `improve(..., "fast")`.
 
     Args:
         model: a calibrated model.
@@ -157,7 +157,7 @@ def report(  # noqa: PLR0913  all but the first four by name
         metric: called as metric(model), larger is better; measured in float and quantized.
         results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
         comparison: what `compare` returned, or the path of the rows that it wrote, for a curve over bits per weight.
-        advise: whether to try changes of the model, which is as it was afterwards.
+        advise: whether to try changes of the model, which is restored afterwards.
 
     Returns:
         The path of the page.
@@ -242,9 +242,9 @@ def advised(
     """The report of a model with the next step, which is tried on the model first; see `ptq/next_step.py`.
 
     Args:
-        model: calibrated; it is as it was afterwards.
-        data: the measurements.
-        measured: those of its layers.
+        model: calibrated; it is restored afterwards.
+        data: the report so far.
+        measured: the measurements of its layers.
         metric: of the last row of `data.accuracy`, called as metric(model).
         inputs, forward: as for `calibrate`.
         known: the command and the target, for a page that a command writes.
@@ -269,7 +269,7 @@ def advised(
 
 
 def with_advice(data: ReportData) -> ReportData:
-    """The report with the next step, unless it has one; what was tried is in its `advice`."""
+    """The report with the next step that follows from its `advice`; unchanged if it has a next step."""
     if data.next:
         return data
     text, code = _next(data)
@@ -277,7 +277,7 @@ def with_advice(data: ReportData) -> ReportData:
 
 
 def _wrong(check: VerifyReport) -> str:
-    """What is wrong with a file, or with what runs it, and what to do; "" where it passed."""
+    """A sentence on the fault of a file, or of the program that runs it, and what to do; "" if it passed."""
     title = Path(check.path).name
     if not check.exact:
         names = [row.name or "its root" for row in checked_in(check) if row.differing or row.fault]
@@ -293,7 +293,7 @@ def _wrong(check: VerifyReport) -> str:
 
 
 def _next(data: ReportData) -> tuple[str, str]:
-    """What to do next, and its code."""
+    """The next step as text, and its code or ""."""
     export = "" if data.source else _EXPORT  # a command exports by itself
     if said := next(filter(None, map(_wrong, data.verifications)), ""):
         return said, export

@@ -168,7 +168,7 @@ def verdict(data: ReportData) -> str:
 
 
 def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
-    """A tile; the figure is HTML."""
+    """The HTML of a tile; `figure` is HTML, the other texts are escaped."""
     shown = f"<p>{breakable(note)}</p>" if note else ""
     return f'<div class="tile {kind}"><p class="what">{escape(what)}</p><b>{figure}</b>{shown}</div>'
 
@@ -295,7 +295,7 @@ _HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B less A, dB")
 
 
 def render_pair(first: ReportData, second: ReportData) -> str:
-    """The page of two runs: A, and B against it.
+    """The HTML page of two runs, A and B, side by side.
 
     >>> page = render_pair(ReportData("one"), ReportData("other"))
     >>> "A: one" in page, "B: other" in page
@@ -320,7 +320,7 @@ def render_pair(first: ReportData, second: ReportData) -> str:
 
 
 def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
-    """Each layer in both runs, by one measure: alone only if both runs measured that."""
+    """A table of all layers in both runs, each by the same ratio: of the layer alone only if both runs measured it."""
     if not first and not second:
         return ""
     own, other = ({layer.name: layer for layer in layers} for layers in (first, second))

@@ -1,4 +1,4 @@
-"""The sections of a page; each gives HTML, or "" if it has nothing to show."""
+"""The sections of a page; each function returns HTML, or "" if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAIR_LOSS, BAD_LOSS = 0.01, 0.05
 _LONGEST = 60.0
 _HEADER = ("layer", "type", "input; weight", "alone, dB", "input, dB", "weight, dB", "bits", "share")
 _WORTH = 1.0
-"""Decibels by which the whole range must be better than the chosen one before that is said."""
+"""Decibels by which the whole range must be better than the chosen range before the page says so."""
 
 
 def histogram(shown: Distribution) -> str:
@@ -59,12 +59,12 @@ def histogram(shown: Distribution) -> str:
 
 
 def curve(points: Sequence[tuple[str, float, float]], best: Sequence[str], metric: str, sign: float) -> str:
-    """The metric over bits per weight; the best forms, which no other one beats in both, are joined by a line.
+    """A plot of the metric over bits per weight; a line joins the Pareto-optimal forms.
 
     Args:
         points: name, bits and metric of each form.
         best: the names of the best forms, by bits.
-        sign: by which a figure of the metric is shown.
+        sign: -1 if figures of the metric are shown negated, else 1.
     """
     wide, high, left, bottom = 420, 220, 46, 30
     values = [value for _, _, value in points if math.isfinite(value)]
@@ -166,7 +166,7 @@ def ranked(data: ReportData) -> list[Layer]:
 
 
 def folded(layers: Sequence[Layer], render: Callable[[Sequence[Layer]], str]) -> str:
-    """Layers in their order; those of a block that repeats are folded under its name."""
+    """The HTML of layers in their order; the layers of a block are folded under the name of the block."""
     block = blocks([layer.name for layer in layers])
     parts = []
     for name, some in groupby(layers, key=lambda layer: block[layer.name]):
@@ -205,7 +205,7 @@ def measured(value: float | None) -> str:
 
 
 def grade(value: float) -> str:
-    """The colour of a ratio in dB."""
+    """The CSS class for the colour of a ratio in dB."""
     return "bad" if value < BAD else "fair" if value < FAIR else "good"
 
 
@@ -294,7 +294,7 @@ def _improvement(data: ReportData) -> str:
 
 
 def _curve(data: ReportData) -> str:
-    """The rows of a comparison over bits: their metric, or where one lacks it, the error of all outputs in decibels."""
+    """A plot and a table of a comparison over bits: the metric, or, if a row lacks it, the output's error in dB."""
     if data.curve is None:
         return ""
     succeeded = [row for row in data.curve.rows if not row.failed]

@@ -1,4 +1,4 @@
-"""The blocks of a model that run one after the other, what they are called with, and the folder of finished ones."""
+"""The blocks of a model that run one after the other, the arguments of their calls, and a folder of finished blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fakequant.text import listed
 from fakequant.version import __version__
 
 BlockFunction = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""Gets the number of a block and the arguments of a call; returns the block's output."""
+"""A function of a block's number and the arguments of a call; returns the block's output."""
 
 
 Place = int | str
@@ -36,13 +36,13 @@ Place = int | str
 
 
 class BlockCall:
-    """A call of a block: the hidden states that it gets, and its other arguments.
+    """The arguments of a call of a block: the hidden states, and the others.
 
     Args:
         mask: the unmasked tokens, bool [batch, tokens]; None if all count.
 
     Attributes:
-        output: what the block gave when it ran last.
+        output: the result of the last run of the block with this call.
     """
 
     output: Any = None
@@ -59,7 +59,7 @@ class BlockCall:
         return BlockCall(hidden, self.place, self.args, self.kwargs, self.mask)
 
     def run(self, block: nn.Module) -> Any:
-        """What a block gives; it may write into its hidden states."""
+        """The result of a block; the hidden states are copied, because the block may write into them."""
         hidden = self.hidden.clone()
         args = [hidden if at == self.place else value for at, value in enumerate(self.args)]
         return block(*args, **{name: hidden if name == self.place else value for name, value in self.kwargs.items()})
@@ -70,7 +70,7 @@ def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Place, Any]:
 
 
 def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
-    """The items of the list of modules that holds most parameters, or of a named one, by their paths.
+    """By path, the items of the list of modules that holds most parameters, or of the list at a path.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
     >>> list(blocks_of(model, None))
@@ -91,7 +91,7 @@ def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
 
 
 class _Substitute(nn.Module):
-    """Stands in the place of a block; other attributes are those of the block."""
+    """Replaces a block: a call runs a function, and other attributes are those of the block."""
 
     def __init__(self, number: int, block: nn.Module, see: BlockFunction) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ _CHANGED = (
 
 
 def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, to_the_end: bool = True) -> Calls:
-    """The calls of each block for all batches; blocks do not run, and each returns hidden states of its own.
+    """The calls of each block for all batches; no block runs: new hidden states stand for its output.
 
     Args:
         to_the_end: whether the first batch runs the modules after the blocks, too, which may call blocks again.
@@ -200,8 +200,8 @@ class _Recorder:
 
     Attributes:
         as_tuple: whether a block returns a tuple.
-        learned: whether the last run found another place.
-        failed: the error that ended the last run behind a block.
+        learned: whether the last run found another place of the hidden states.
+        failed: the error that ended the last run after the call of a block.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], batches: KeptBatches) -> None:
@@ -216,7 +216,7 @@ class _Recorder:
     failed: BatchError | None
 
     def run(self, number: int, *, to_the_end: bool = False) -> bool:
-        """Record the calls for a batch; whether each block gets what the one before it returns."""
+        """Record the calls for a batch; returns whether each block gets the output of the block before it."""
         self._order.clear()
         self._present, self._fits, self._to_the_end, self._given = number, True, to_the_end, None
         self.learned, self.failed, hooks = False, None, []
@@ -272,7 +272,7 @@ _PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size, 
 
 
 def _check_plain(path: str, value: Any) -> None:
-    """Raise where an argument may keep values of a call, as a cache does."""
+    """Raise ConfigError for an argument that may keep values of a call, such as a cache of keys."""
     if isinstance(value, tuple):
         for item in value:
             _check_plain(path, item)
@@ -305,12 +305,12 @@ class Work:
     """A folder with the finished blocks of a run, and with the hidden states before the next one.
 
     Args:
-        folder: is made. It is new or empty, or an earlier call has left its files there.
-        rank: of this process; each has hidden states of its own, and the first one keeps the blocks.
+        folder: a new or empty folder, which is made, or the folder of an earlier call.
+        rank: of this process; each process stores its hidden states, and the first one stores the blocks.
 
     Raises:
         CheckpointError: the folder holds files that are not of this class.
-        OutputError: it cannot be written.
+        OutputError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -325,7 +325,7 @@ class Work:
 
     @staticmethod
     def is_begun(folder: Path) -> bool:
-        """Whether a folder holds a run: a file says so that comes first and goes last."""
+        """Whether a folder holds a run, by a file that is written first and removed last."""
         for path in folder.glob("run-*.json"):
             with suppress(CheckpointError):
                 if _OWN.fullmatch(path.name) and _MARK in _read(path, _Run):
@@ -333,7 +333,7 @@ class Work:
         return False
 
     def mark(self) -> None:
-        """Say that the folder holds a run, if it does not."""
+        """Write the file that marks the folder of a run, if there is none."""
         if not self.is_begun(self.folder):
             write_whole(self._run, json.dumps({_MARK: __version__}).encode())
 
@@ -353,14 +353,14 @@ class Work:
 
     @property
     def finished(self) -> int:
-        """How many blocks are finished: with the hidden states after them."""
+        """The number of finished blocks, up to the last block whose output hidden states are stored."""
         count = 0
         while (self._block(count) / _RESULTS).exists():
             count += 1
         return next((number for number in range(count, 0, -1) if self._hidden(number).is_file()), 0)
 
     def hidden(self, number: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The hidden states before a block by the number of the batch: in float, and with the blocks before it."""
+        """By number of a batch, the hidden states before a block: of the float model, and of the quantized model."""
         from safetensors.torch import load_file
 
         path, found = self._hidden(number), ({}, {})
@@ -373,14 +373,14 @@ class Work:
         return found
 
     def put_hidden(self, number: int, floats: Mapping[int, Tensor], quantized: Mapping[int, Tensor]) -> None:
-        """Keep the hidden states before a block."""
+        """Store the hidden states before a block."""
         tensors = {f"float.{batch}": x.contiguous() for batch, x in floats.items()}
         tensors |= {f"quantized.{batch}": x.contiguous() for batch, x in quantized.items()}
         with temporary_file(self.folder, file_content(tensors, {})) as ready:
             write_in_order({self._hidden(number): ready})
 
     def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult], weights: str) -> None:
-        """Keep a finished block, None where it has no quantizers, and a digest of its weights in float."""
+        """Store a finished block, None for one without quantizers, its results, and a digest of its float weights."""
         if self._rank == 0:
             if block is not None:
                 save(block, self._block(number), packed=True)
@@ -389,7 +389,7 @@ class Work:
             write_whole(writable_folder(self._block(number)) / _RESULTS, content)
 
     def check_weights(self, number: int, path: str, weights: str) -> None:
-        """Raise a CheckpointError if a finished block was made from other weights than those of now."""
+        """Raise a CheckpointError if a finished block was made from other float weights."""
         if self._results(number).weights != weights:
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other weights in {path}; call with the "
@@ -407,21 +407,21 @@ class Work:
         return read(self._block(number))[0]
 
     def _manifest(self, number: int) -> str:
-        """The digest of what a block says of itself, which has that of its tensors."""
+        """The digest of a block's manifest, which holds the digest of its tensors."""
         try:
             return hashlib.sha256(read_whole(self._block(number) / MANIFEST)).hexdigest()
         except OSError as error:
             raise CheckpointError(f"{self._block(number)} is damaged: {error}; remove {self.folder}") from error
 
     def layers(self, number: int) -> list[LayerResult]:
-        """What was chosen in a finished block."""
+        """The results of the layers of a finished block."""
         return self._results(number).layers
 
     def _results(self, number: int) -> _Results:
         return _read(self._block(number) / _RESULTS, _Results)
 
     def remove(self) -> None:
-        """Remove what this class wrote, and the folder if nothing else is in it; what says that it is a run, last."""
+        """Remove the files that this class wrote, the mark of the run last, and the folder if it is empty then."""
         with suppress(OSError):
             remove_abandoned(self.folder)
             for path in self._hidden_files():
@@ -436,7 +436,7 @@ class Work:
             self.folder.rmdir()
 
     def _hidden_files(self) -> list[Path]:
-        """The hidden states; of the first process those of all, since it removes the folder."""
+        """The files of hidden states of this process; for the first one, which removes the folder, of all processes."""
         of = r"\d+" if self._rank == 0 else str(self._rank)
         return [
             one for one in self.folder.glob("hidden-*") if re.fullmatch(rf"hidden-\d{{5}}-{of}\.safetensors", one.name)
@@ -455,7 +455,7 @@ class Work:
 
 @dataclass
 class _Results:
-    """What a file says of a finished block: digests of its weights in float and of its plan, and what was chosen."""
+    """The stored results of a finished block: digests of its float weights and its manifest, and its layers' errors."""
 
     weights: str
     layers: list[LayerResult]

@@ -46,15 +46,15 @@ from fakequant.text import listed, module_name
 
 _CURE = "give a model on the meta device with load="
 Load = Callable[[str], Mapping[str, Tensor]]
-"""The tensors of the module at a path by their names in it; those of "" may be the ones outside of the blocks alone."""
+"""A function of a module's path that returns its tensors by name; for "", those outside of the blocks are enough."""
 
 
 class ModelSource:
     """A float model on the meta device, and where its weights come from.
 
     Args:
-        device: where modules have their weights; None: where `load` gives them.
-        files: of the weights, with their sizes and times of change.
+        device: where weights are put; None: they stay where `load` has them.
+        files: by name, the size and the time of change of each file of weights.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
-        """The model of a folder of transformers, or one on the meta device with a function that loads it."""
+        """The source of a folder of transformers, or of a model on the meta device with `load`; else a ConfigError."""
         if isinstance(source, nn.Module):
             if load is None or not all(parameter.is_meta for parameter in source.parameters()):
                 raise ConfigError(
@@ -82,7 +82,7 @@ class ModelSource:
 
     @contextmanager
     def loaded(self, path: str, module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """A context in which a module has its weights; modules in it may stay empty."""
+        """A context in which a module has its weights; the inner modules `without` stay empty."""
         parts, skipped = dict(module.named_modules(remove_duplicate=False)), {*without}
         inside = tuple(f"{name}." for name, part in parts.items() if part in skipped)
         places: dict[int, tuple[Tensor, _Places]] = {}  # of each tensor without values, or on another device
@@ -109,9 +109,9 @@ class ModelSource:
 
     @contextmanager
     def reading(self, path: str, module: nn.Module) -> Iterator[None]:
-        """A context in which a thread reads the tensors that `loaded` will put on the device; without one, nothing.
+        """A context in which a thread reads the tensors that `loaded` will put on the device, into CPU memory.
 
-        They are in the memory of the CPU until then.
+        Without a device, nothing is read.
         """
         if self._device is None:
             yield
@@ -136,7 +136,7 @@ class ModelSource:
             self._read[path] = done.get()
 
     def tensor(self, path: str, name: str) -> Tensor:
-        """A tensor of a module by its name in it."""
+        """A tensor of the module at a path, by its name in the module."""
         with _named_errors(path):
             return self._given(path)[name]
 
@@ -171,7 +171,7 @@ _Places = list[tuple[str, dict[str, Any], str]]
 def _filled(
     path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor], device: torch.device | None
 ) -> Tensor:
-    """The values of a tensor on a device; of those that are tied, one name is enough."""
+    """The values of a tensor on a device; of a tied tensor, `given` needs only one of the names."""
     if not tensor.is_meta:
         return tensor.to(device)
     names = [name for name, *_ in shared]
@@ -189,7 +189,7 @@ def _filled(
 
 
 def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
-    """The model of a folder with its weights left in the files."""
+    """The model of a folder without its weights, a function that loads them, and the size and time of their files."""
     cls = class_of(path, _CURE)
     try:
         from accelerate.hooks import remove_hook_from_module
@@ -283,7 +283,7 @@ def joined_state(
 
 
 def _placed(plan: Plan, path: str) -> Plan:
-    """The plan of a module as a part of the plan of the model that has it at a path."""
+    """The plan of a module with its names below a path, as a part of the plan of a model."""
 
     def placed(entry: SiteQuantizerEntry) -> SiteQuantizerEntry:
         return entry if entry.group is None else replace(entry, group=join(path, entry.group))
@@ -328,7 +328,7 @@ class Blocks:
             self._last = len(blocks) - 1  # what comes after them needs their outputs
 
     def improve(self, work: Work, steps: tuple[str, ...], progress: bool | None) -> None:
-        """Choose all blocks that are not finished."""
+        """Choose the weights of all blocks that are not finished."""
         start = min(self._processes.all(work.finished))
         if start:
             device = next(iter(self._floats.values())).device
@@ -370,7 +370,7 @@ class Blocks:
         self._layers = [layer for number in range(self._last + 1) for layer in work.layers(number)]
 
     def improve_rest(self, steps: tuple[str, ...]) -> list[LayerResult]:
-        """Choose the weights of the modules after the blocks, which have their weights; returns the results of all."""
+        """Choose the weights of the modules after the blocks, which must be loaded; returns all layers' results."""
         model, masks = self._source.model, self._batches.masks
         if not self._outside:
             return self._layers
@@ -427,12 +427,12 @@ class Blocks:
 
 
 _PRESENT: ContextVar[Any] = ContextVar("present")
-"""The call of the modules after the blocks that runs now, in this thread."""
+"""The call, in this thread, in which the modules after the blocks run now."""
 
 
 @dataclass(eq=False)
 class _Rest:
-    """A call of a model whose blocks do not run."""
+    """A call of the modules after the blocks: a batch, the hidden states after the last block, and the mask."""
 
     batch: Any
     hidden: Tensor
@@ -440,12 +440,12 @@ class _Rest:
 
 
 def _weights_of(block: nn.Module) -> str:
-    """A digest of the tensors of a block that has its weights."""
+    """A digest of the tensors of a loaded block."""
     return digest([*block.state_dict().items(), *block.named_buffers()])
 
 
 def _needs_ranges(held: Iterable[Quantizer]) -> bool:
-    """Whether data must give some quantizers their ranges."""
+    """Whether some quantizers get their ranges by calibration."""
     return any(one.kind is not Kind.WEIGHT and not one.dynamic for one in held)
 
 
@@ -455,7 +455,7 @@ def _run(block: nn.Module, call: BlockCall) -> Any:
 
 
 def _batches(calls: Mapping[int, BlockCall], hidden: Mapping[int, Tensor]) -> KeptBatches:
-    """Calls of a block with hidden states as its batches."""
+    """The calls of a block, with other hidden states, as batches."""
     own = [call.with_hidden(hidden[number]) for number, call in calls.items()]
     return Batches(own, _CALLER, forward=_run, mask=_mask_of(calls)).kept()
 
@@ -465,14 +465,14 @@ def _mask_of(calls: Mapping[int, Any]) -> Callable[[Any], Tensor] | None:
 
 
 def _outputs(path: str, block: nn.Module, batches: KeptBatches) -> dict[int, Tensor]:
-    """The hidden states that a block gives for its calls."""
+    """By number of a batch, the hidden states that a block returns for its calls."""
     for call in batches.numbered.values():
         batches.run(block, call)
     return _given(path, batches)
 
 
 def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
-    """The hidden states that the last runs of calls gave."""
+    """By number of a batch, the hidden states that the last run of each call returned."""
     found: dict[int, Tensor] = {}
     for number, call in batches.numbered.items():
         tensors = float_tensors(call.output)
@@ -647,7 +647,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:
-    """Raise where the files would replace those that are read, or lie beside weights of another model."""
+    """Raise if the written files would replace the source, or lie beside weights of another model."""
     if not isinstance(source, nn.Module) and Path(source).resolve() == target.resolve():
         raise ConfigError(f"{target} is the source, too; give another target")
     if work.resolve() == target.resolve():

@@ -59,7 +59,7 @@ from fakequant.text import listed
 
 Scheme = Mapping[str, Any]
 _ORDERED = {"group", "dynamic"}
-"""Orders of activations by which groups have their inputs anywhere."""
+"""Values of `actorder` with which the inputs of a group may lie anywhere."""
 
 
 class CompressedTensors(LayeredFormat):

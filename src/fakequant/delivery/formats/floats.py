@@ -105,9 +105,9 @@ class Mxfp4(LayeredFormat):
 _STATE = "weight.quant_state.bitsandbytes__"
 _NF4 = QuantSpec("nf4")
 _STORAGES = (torch.uint8, *FLOATS)
-"""Types as which a file has bytes of two codes: sharded training of floats (FSDP) takes these alone."""
+"""Dtypes in which a file may store bytes of two codes: as floats too, since FSDP shards floats alone."""
 _LARGEST = 1 << 16
-"""Bytes from which a text is not that of a state."""
+"""The most bytes of the text of a state."""
 
 
 class BitsAndBytes(LayeredFormat):
@@ -165,7 +165,7 @@ def _number(module: LayerTensors, state: Mapping[str, Any], key: str) -> int:
 
 
 def _scales(module: LayerTensors, state: Mapping[str, Any], blocks: int) -> Read:
-    """Reads a scale for each block."""
+    """A function that reads the scale of each block [blocks]."""
     if not module.has("weight.nested_absmax"):
         return module.get("weight.absmax", torch.float32, (blocks,))
     size, offset = _number(module, state, "nested_blocksize"), state.get("nested_offset")

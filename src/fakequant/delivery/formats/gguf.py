@@ -38,7 +38,7 @@ from fakequant.model.state.snapshots import Files, Made, QuantizedState, lazy, s
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPE = "fakequant.dtype"
-"""The dtype of the model's numbers, which a file of blocks alone does not say."""
+"""The key of the model's dtype, which blocks do not show."""
 _LLAMA_CPP = 1e-2
 """The tolerance of outputs, as a share of the peak: single codes move them by up to 3e-3, a wrong order by 0.1."""
 

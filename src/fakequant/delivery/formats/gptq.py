@@ -22,7 +22,7 @@ from fakequant.numerics.formats.packing import unpack
 from fakequant.numerics.spec import QuantSpec
 
 _VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 0}
-"""What is added to the zero points of a layout."""
+"""By layout, the number that is added to the stored zero points."""
 
 
 class Gptq(LayeredFormat):
@@ -108,7 +108,7 @@ class Awq(LayeredFormat):
 
 
 def _outputs(module: LayerTensors, end: str, count: int) -> Read:
-    """What unpacks words [count, out / 8] into integers [out, count]."""
+    """A function that reads words [count, out / 8] as integers [out, count]."""
     rows = module.shape[0]
     words = module.get(end, torch.int32, (count, rows // _WORD))
 
@@ -121,7 +121,7 @@ def _outputs(module: LayerTensors, end: str, count: int) -> Read:
 
 _METHODS = {"auto-round", "intel/auto-round"}
 _GPTQ = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_gptq": "gptq"}
-"""What GPTQ calls a layout: AutoRound's first one has zero points as they are."""
+"""The layout of GPTQ by AutoRound's name of it; AutoRound's first layout stores zero points as they are."""
 _AWQ = "auto_round:auto_awq"
 
 

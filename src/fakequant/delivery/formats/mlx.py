@@ -276,12 +276,12 @@ def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout:
 
 
 def _digits(*stored: ScaleSpec | OffsetSpec | None) -> int:
-    """The bits of the fractions of scales and offsets; those of float32 have no format."""
+    """The most fraction bits of scales and offsets; those without a format are float32, with 23 bits."""
     return max(23 if one.format is None else one.format.fraction_bits for one in stored if one is not None)
 
 
 def _shift(spec: QuantSpec) -> int:
-    """What is added to codes, because files have unsigned ones."""
+    """The number that is added to codes, because files store unsigned codes."""
     return 1 << spec.format.bits - 1 if spec.format.signed else 0
 
 
@@ -335,7 +335,7 @@ def _said(values: Any) -> _Layout | str:
 
 
 def _spec_in(module: LayerTensors, layout: _Layout) -> QuantSpec:
-    """The specification in the header of a file, which must have the layout; without one that of any MLX file."""
+    """The specification in a file's header, checked against the layout; without it, that of any file of MLX."""
     try:
         said = json.loads(getattr(module.tensors, "metadata", {}).get(_SPECS, "{}")).get(module.base)
         spec = None if said is None else QuantSpec.parse(said)

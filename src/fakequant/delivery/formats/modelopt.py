@@ -1,7 +1,7 @@
 """ModelOpt's folder of Hugging Face ("unified checkpoint"): FP8, NVFP4, MXFP8, MXFP4, INT8 and INT4 in groups.
 
-The tensors of a layer say which layout it has. Scales multiply codes; NVFP4 has a second one for the tensor. A byte has
-two rows of INT4, or two inputs of FP4, the first one in its low bits. Source: ModelOpt's `torch/export`, 2026.
+The tensors of a layer say which layout it has. Scales multiply codes; NVFP4 has a second scale for the tensor. A byte
+has two rows of INT4, or two inputs of FP4, the first one in its low bits. Source: ModelOpt's `torch/export`, 2026.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DYNAMIC = {
     "NVFP4": _NVFP4,
     "NVFP4_AWQ": _NVFP4,
 }
-"""Inputs whose ranges are taken anew."""
+"""Inputs with dynamic ranges, by the name of a method."""
 _WEIGHT_ONLY = {"W4A16_NVFP4", "W4A16_AWQ", "W8A16", "MXFP4", "FP8_PB_WO", "FP8_PB_REAL"}
 
 

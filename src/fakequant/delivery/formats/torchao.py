@@ -51,7 +51,7 @@ _CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     FP8: ("Float8WeightOnlyConfig", 2, {}),
     NVFP4: ("NVFP4WeightOnlyConfig", 1, {}),
 }
-"""What transformers asks for in a configuration, by the class of tensors; the header of the file says what they are."""
+"""By class of tensors, the entries that transformers requires in `config.json`; the header has the actual classes."""
 
 
 class TorchAo(LayeredFormat):

@@ -46,7 +46,7 @@ _TABLE = "fakequant.integrations.gguf_tokenizer"
 """Registers the architectures: names of other people's models stand there alone."""
 
 MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that a file has and a model has not: they are made from its configuration."""
+"""Tensors of a file that a model lacks: they are computed from the configuration of the model."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Architecture:
         activation: the function that llama.cpp computes between the matrices.
         pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
         extra: more tensors by name, made from the configuration.
-        rotaries: types of rotary positions that its graph computes; () where it adds learned ones, and norms are
-            centred, whose sizes `describe` adds.
-        rotary_keys: more of their keys that the file says.
+        rotaries: types of rotary positions that llama.cpp's graph computes; () for learned positions and centred norms,
+            whose sizes `describe` adds.
+        rotary_keys: further keys of rotary positions that the file holds.
         parts: tensors whose rows the file has in several tensors: the end of the name, and those of the parts.
         vectors: the ends of names of matrices with one row, which the file has as vectors.
-        unread: from the configuration and the metadata of a file, why transformers does not build the model of it.
+        unread: a function of configuration and metadata: why transformers does not build the model of a file, or "".
     """
 
     name: str
@@ -168,7 +168,7 @@ def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
 
 
 def _describe_settings(writer: Any, architecture: Architecture, config: Any) -> None:
-    """Add what changes the computation."""
+    """Add the metadata of settings that change the computation."""
     heads = config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -198,7 +198,7 @@ def _describe_rotary(writer: Any, config: Any) -> None:
 
 
 def check_settings(file: blocks.GgufFile, architecture: Architecture, config: Any) -> None:
-    """Raise where a file says anything else of a model than one that is written of a configuration."""
+    """Raise CheckpointError if a file's metadata differ from those that this package writes for a configuration."""
     writer, begin = blocks.require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
     _describe_settings(writer, architecture, config)
     built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
@@ -465,7 +465,7 @@ def has_cache(model: nn.Module) -> bool:
 
 @contextmanager
 def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
-    """A context of `llama_cpp_inputs` with llama.cpp's sums, after which the model is as it was."""
+    """A context in which a model has `llama_cpp_inputs` and llama.cpp's sums; the model is restored afterwards."""
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
         for layer in model.modules():
@@ -514,7 +514,7 @@ def _is_float32(x: Any) -> bool:
 
 
 REST = "fakequant.rest."
-"""The prefix of a key. A file holds some tensors with 1 added; the value is what rounding took from that sum."""
+"""The prefix of a metadata key: for a tensor that the file stores with 1 added, the rounding error of that sum."""
 
 
 class NamedTensors:
@@ -559,7 +559,7 @@ class NamedTensors:
         )
 
     def state(self) -> QuantizedState:
-        """The state in the file."""
+        """The quantized state that the file holds."""
         layers: dict[str, LayerEntry] = {}
         for name in self.coded:
             spec = blocks.spec_of(self.stored[name].kind)
@@ -578,7 +578,7 @@ class NamedTensors:
         return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights, sites=sites)
 
     def _readers(self, name: str) -> list[Any]:
-        """The modules of a model that hold a weight."""
+        """The slots of all layers that hold a weight, several if it is tied."""
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
         return [self.slots[one] for one in names if one in self.slots]
 
@@ -600,7 +600,7 @@ class NamedTensors:
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor without codes; if its type is no lattice, the package gguf gives the values."""
+        """A tensor without codes; if its type is no lattice, the package gguf dequantizes it."""
         kind = self.stored[name].kind
         if kind not in ("F32", "F16", "BF16"):
             return self.theirs(name)

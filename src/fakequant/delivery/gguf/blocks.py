@@ -40,7 +40,7 @@ Numbers = Mapping[str, Array]
 class Integers:
     """The integers of a block: their count, the lowest and the highest.
 
-    They are stored as unsigned ones, from the lowest on; those of 8 bits in two's complement.
+    Files store the difference from the lowest, unsigned; integers of 8 bits in two's complement.
     """
 
     count: int
@@ -368,7 +368,7 @@ class GgufTensor(NamedTuple):
 
     Attributes:
         shape: as torch has it: rows lie along the last axis.
-        make: gives its content, [rows..., bytes] of uint8 or numbers.
+        make: a function that returns the content, [rows..., bytes] of uint8 or numbers.
     """
 
     kind: str
@@ -438,7 +438,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        """Open a file, which is that of a number among the files of a model, from 0 on."""
+        """Open a file; `number`: its index among the files of a model, from 0 on."""
         self.path = path
         try:
             self._raw = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
@@ -498,7 +498,7 @@ class _ValueReader:
         self.place, self._raw, self._path = 0, raw, path
 
     def damage(self, text: str) -> CheckpointError:
-        """The error for a file that says something wrong."""
+        """A CheckpointError with the path of the file and a text."""
         return CheckpointError(f"{self._path} {text}")
 
     def begin(self) -> tuple[int, dict[str, Any]]:
@@ -574,7 +574,7 @@ _SPECS = {
 """The types, the smallest first: the first that holds a weight is taken."""
 _INSTEAD = {"IQ4_XS": "IQ4_NL", **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")}
 _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp stores where rows are no whole blocks of 256."""
+"""By type, the type that llama.cpp stores if rows are no whole blocks of 256."""
 
 
 @cache
@@ -584,7 +584,7 @@ def spec_of(kind: str) -> QuantSpec:
 
 
 def for_rows(kind: str, columns: int) -> str:
-    """The type that llama.cpp stores instead, where rows are no whole blocks of a type."""
+    """The type itself if rows of so many columns are whole blocks, else the type that llama.cpp stores instead."""
     return kind if columns % LAYOUTS[kind].weights == 0 else _INSTEAD.get(kind, kind)
 
 
@@ -681,7 +681,7 @@ def _stored(codes: Tensor | None, halfs: Tensor, rows: tuple[int, ...]) -> Store
 
 
 def _numbers(values: Tensor, count: int) -> Array:
-    """Numbers of blocks [blocks, count]."""
+    """A tensor as an array [blocks, count], or [blocks] for a count of 1."""
     values = values.detach().cpu().contiguous()
     raw = values.view(torch.uint8) if values.is_floating_point() and values.itemsize == 1 else values
     return raw.numpy().reshape(-1, count) if count > 1 else raw.numpy().reshape(-1)
