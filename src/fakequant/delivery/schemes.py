@@ -313,7 +313,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer, None for float: targets with its name come before patterns, and patterns before classes."""
+    """The scheme of a layer, None for float: targets with its name come before patterns, patterns before classes."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
